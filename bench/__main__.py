@@ -12,6 +12,7 @@ MODULES = {
     "rules": "gradwire.bench.rules.run",
     "codec": "gradwire.bench.codec.run",
     "predicted": "gradwire.bench.predicted",
+    "failures": "gradwire.bench.failures.run",
     "simulate": "gradwire.bench.simulate.run",
 }
 #: What runs under torchrun, and so on simulated hosts.
@@ -24,6 +25,7 @@ usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a col
        torchrun --nproc-per-node 4 -m gradwire.bench rules [flags]         training by several update rules
        torchrun --nproc-per-node 4 -m gradwire.bench predicted [flags]     predicted beside measured times
        gradwire bench codec [flags]                                        every codec beside torch's operations
+       gradwire bench failures [flags]                                     training while ranks are killed
        gradwire simulate [flags]                                           training on ranks that are described
        gradwire bench hosts [flags] -- NAME|COMMAND                        any of these on simulated hosts (as root)
 

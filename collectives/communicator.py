@@ -385,6 +385,15 @@ def close_all(communicators: Iterable[Communicator], error: BaseException | None
             engine.join()
 
 
+def abandon_all(communicators: Iterable[Communicator], error: BaseException) -> None:
+    """End several Communicators at once: what is under way fails, on all ranks, and nobody is waited for. error: why, which the
+    others' errors then name. Takes a fraction of a second, whatever the others do."""
+    engines = [communicator._engine for communicator in communicators]
+    engines = [engine for engine in engines if engine.operations.abandon(error)]
+    for engine in engines:
+        engine.join()
+
+
 def _text_of(tuning_file: str) -> str | TuningError:
     """Return what a tuning file holds, or why it cannot be read, which all ranks compare before any of them raises it."""
     try:

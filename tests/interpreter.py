@@ -1,6 +1,6 @@
 """A Python that has imported torch and gradwire already: what a test starts as a command, without the seconds of imports.
 
-python() is the path of a command. It takes what a Python takes (-c, -m, a script, -u), and has its own standard streams,
+python() is the path of a command. It takes what a Python takes (-c, -m, a script, -u, -I, -S), and has its own standard streams,
 environment, folder, exit status, signals and namespaces; what it starts as sys.executable is the same command. Behind it
 stands a process forked from the harness's server, which forks once more for each call.
 
@@ -164,6 +164,8 @@ def _be(streams: list[int], argv: list[str], environment: dict[str, str], folder
     sys.path[:] = given + [path for path in sys.path if path not in (*before, *given, "", folder)]
     sys.executable, sys.orig_argv = argv[0], argv[:]
     arguments = argv[1:]
+    while arguments[0] in ("-I", "-S"):  # what they leave out disturbs nothing here
+        del arguments[0]
     if unbuffered := arguments[:1] == ["-u"]:
         del arguments[0]
     sys.stdin = os.fdopen(0, closefd=False)

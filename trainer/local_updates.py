@@ -127,6 +127,7 @@ class LocalUpdates(DistributedOptimizer):
         if outer is None:
             _check_averaging(by_name)
         self._began = time.perf_counter()
+        self._has_inner = inner is not None
         joined = inner
         if not isinstance(joined, Communicator | None):
             joined = current_world().open_communicator(joined)
@@ -145,6 +146,10 @@ class LocalUpdates(DistributedOptimizer):
             if joined is not None and joined is not inner:
                 joined.close()
             raise
+
+    @property
+    def can_rebind(self) -> bool:
+        return super().can_rebind and not self._has_inner
 
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
         """Return what local updates have cost so far. batch_per_rank: of a step, which the report then says."""

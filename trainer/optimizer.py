@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import check_settings
 from gradwire.trainer.gradients.arguments import (
@@ -149,25 +149,46 @@ class DistributedOptimizer(WrappingOptimizer):
         """Whether this rank's optimizer has the state of its pieces of the parameters only."""
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # for it is the wrapped optimizer that runs them, each once
+        self._process_set = process_set
         self._owns_communicator = not isinstance(process_set, Communicator)
-        self._communicator = (
-            process_set if isinstance(process_set, Communicator) else current_world().open_communicator(process_set)
-        )
-        record_in_timelines(self._communicator)
         self._passes = Passes(backward_passes_per_step)
         self._was_synchronized = self._skips = False
-        combination = Combination(self._communicator, op, gradient_predivide_factor)
-        setup = Setup(optimizer, combination, checked, bucket_bytes, self._passes, numbers, sparse_as_dense, returning)
+        self._make_rule, self._overlap, self._reported = rule, overlap, reported
+        self._setup_with = partial(
+            Setup,
+            optimizer,
+            policy=checked,
+            bucket_bytes=bucket_bytes,
+            passes=self._passes,
+            groups=numbers,
+            sparse_as_dense=sparse_as_dense,
+            returning=returning,
+        )
+        self._combine = partial(Combination, op=op, predivide=gradient_predivide_factor)
+        self._bind(described_passes=str(backward_passes_per_step))
+
+    def _bind(self, described_passes: str) -> None:
+        """Connect to the other ranks of the process set, and begin to exchange with them. Collective. described_passes: what
+        backward_passes_per_step is compared by."""
+        process_set = self._process_set
+        if isinstance(process_set, Communicator):
+            self._communicator = process_set
+        else:
+            self._communicator = current_world().open_communicator(process_set)
+        record_in_timelines(self._communicator)
+        setup: Setup = self._setup_with(self._combine(self._communicator))
         self._rule = Rule(setup)  # which does nothing, until there is another
+        check_every = self._reported.check_replicas_every
         try:
-            described = _described(setup, rule, parameters)
-            described |= {"check_replicas_every": str(check_replicas_every), "overlap": overlap}
+            described = _described(setup, self._make_rule, tensors_of(self.param_groups))
+            described |= {"backward_passes_per_step": described_passes}
+            described |= {"check_replicas_every": str(check_every), "overlap": self._overlap}
             check_settings(self._communicator, "DistributedOptimizer", described)
             outside = isinstance(process_set, ProcessSet) and not process_set.included()
-            made = Rule(setup) if outside else rule(setup)
+            made = Rule(setup) if outside else self._make_rule(setup)
             if not isinstance(made, Rule):
                 raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
-            if checked.auto is not None and not (outside or isinstance(made, Synchronous)):
+            if setup.policy.auto is not None and not (outside or isinstance(made, Synchronous)):
                 raise ValueError(
                     f"{here()}compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
                     f"for {type(made).__name__}: name a codec"
@@ -176,9 +197,9 @@ class DistributedOptimizer(WrappingOptimizer):
             self._take_in(known=())
             made.start()
             compared_on = self._communicator
-            if not isinstance(process_set, Communicator) and not outside and check_replicas_every:
+            if not isinstance(process_set, Communicator) and not outside and check_every:
                 compared_on = current_world().communicator(process_set)
-            self._reports = Reports(made, reported, self._all_names, compared_on)
+            self._reports = Reports(made, self._reported, self._all_names, compared_on)
         except BaseException:
             self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
             raise
@@ -186,6 +207,34 @@ class DistributedOptimizer(WrappingOptimizer):
         self._communicator.absence.allow(lambda _: is_allowed)
         if is_initialized():
             current_world().enrol(self)
+
+    @property
+    def can_rebind(self) -> bool:
+        """Return whether rebind() is possible: where this connects all ranks of the world, and no others."""
+        return self._process_set is None or self._process_set is global_process_set
+
+    def release(self) -> None:
+        """Let go of the other ranks, whatever is under way, until rebind(): hooks are removed, and gradients are None."""
+        with suppress(CollectiveError):  # what is under way has failed
+            self._rule.close()
+        self._rule = Rule(self._rule.setup)
+        for parameter in tensors_of(self.param_groups):
+            parameter.grad = None
+        if self.shard_states:
+            self.optimizer.state.clear()  # of pieces that there are no more
+
+    def rebind(self) -> None:
+        """Go on after release() among the ranks of the world of now, as if made there with the same arguments. Collective, as
+        are making it and load_state_dict(), which brings back what rules and codecs remember. backward_passes_per_step stays
+        what it is, and may differ until something sets it on all ranks."""
+        self._passes.ended = 0
+        self._was_synchronized = self._skips = False
+        self._bind(described_passes="any")
+
+    def check_passes_agree(self) -> None:
+        """Raise ValueError on all ranks alike unless they have the same backward_passes_per_step. Collective."""
+        passes = {"backward_passes_per_step": str(self._passes.per_step)}
+        check_settings(self._communicator, "DistributedOptimizer", passes)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -431,7 +480,6 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
         "rule": getattr(rule, "__qualname__", type(rule).__qualname__),
         "op": setup.combination.op,
         "gradient_predivide_factor": str(setup.combination.predivide),
-        "backward_passes_per_step": str(setup.passes.per_step),
         "compression": compression,
         "policy": policy,
         "bucket_bytes": str(setup.bucket_bytes),

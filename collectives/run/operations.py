@@ -516,6 +516,15 @@ class Operations:
             watch.wait_for(self._all_done, deadline - time.monotonic())
         watch.close(after_failure=hopeless)
 
+    def abandon(self, error: BaseException) -> bool:
+        """Tell the other ranks that this one takes part in nothing any more, and end what is under way: the first of two steps to
+        an end that waits for nobody; join() is the second. Arguments and result: as of announce_close()."""
+        is_first = self.announce_close(error)
+        if is_first:
+            self.drain(time.monotonic(), lambda _: None)
+            self._watch.close(after_failure=True)
+        return is_first
+
     def _all_done(self) -> bool:
         return self._watch.others <= self._watch.done | self._watch.lost.keys()
 

@@ -12,7 +12,7 @@ from gradwire.trainer.cli.__main__ import main
 from gradwire.trainer.cli.failure import Failure, LastWords, exit_status, told_failures
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
 from gradwire.trainer.cli.job import commands
-from gradwire.trainer.cli.options import Job, parse_job
+from gradwire.trainer.cli.options import Elastic, Job, parse_job
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 
@@ -89,6 +89,20 @@ def test_flags_that_set_variables() -> None:
     }
 
 
+def test_elastic_flags() -> None:
+    """Whoever names hosts gives all their slots: what is not used at first can be later."""
+    job = parse_job(["--min-np", "2", "-np", "3", "-H", "localhost:4,b:2", *SCRIPT])
+    assert job.elastic == Elastic(min_ranks=2, ranks=3, max_ranks=3)
+    assert job.hosts == [Host("localhost", 4, 0, True), Host("b", 2, 4, False)]
+    assert parse_job(["-np", "2", *SCRIPT]).elastic is None
+    assert parse_job(["-np", "2", "--elastic", *SCRIPT]).elastic == Elastic(1, 2, 2)
+    assert parse_job(["-np", "2", "--max-num-proc", "4", "--reset-limit", "0", *SCRIPT]).elastic == Elastic(
+        1, 2, 4, None, 0
+    )
+    found = parse_job(["--host-discovery-script", "d.sh", "--min", "2", *SCRIPT])
+    assert (found.hosts, found.elastic) == ([], Elastic(2, None, None, Path("d.sh")))
+
+
 def test_flags_without_a_meaning_share_one_notice() -> None:
     ignored = "--cycle-time-ms 3.5 --autotune --cache-capacity 0 --gloo"
     job = parse_job(["-np", "1", *ignored.split(), "train.py", "--autotune"])
@@ -108,8 +122,12 @@ def test_flags_without_a_meaning_share_one_notice() -> None:
         ("-np 0 train.py", "must be a whole number from 1 on, not 0"),
         ("-np 5 -H a:2,b:2 train.py", "-np 5 is more than the 4 slots of a:2,b:2"),
         ("-H a:2 --hostfile f train.py", "give only one of them"),
-        ("-np 2 --min-np 1 --max-np 4 train.py", "--min-np is not supported: the number of ranks is fixed"),
-        ("--host-discovery-script ./d.sh train.py", "--host-discovery-script is not supported"),
+        ("-np 2 --min-np 3 train.py", "-np 2 must be from --min-np 3 to --max-np 2"),
+        ("-np 2 --max-np 1 train.py", "-np 2 must be from --min-np 1 to --max-np 1"),
+        ("-H a:4 --min-np 3 --max-np 2 train.py", "--max-np 2 is less than --min-np 3"),
+        ("-H a:2 --min-np 3 train.py", "--min-np 3 is more than the 2 slots of all hosts"),
+        ("-np 2 -H a:2 --host-discovery-script ./d.sh train.py", "-H and --host-discovery-script both name hosts"),
+        ("-np 2 --slots-per-host 2 train.py", "have the discovery script print host:slots"),
         ("-np 2 --mpi train.py", "write mpirun -n 4 python train.py"),
         ("-np 2 --config-file c.yaml train.py", "write its settings as flags"),
         ("-np 2 --bogus train.py", "--bogus"),

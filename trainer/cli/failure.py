@@ -48,7 +48,8 @@ def cause_among(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """Holds why a job failed on one host, as far as it is known. rank: None where the host itself failed."""
+    """Holds why a job failed on one host, as far as it is known. rank: in an elastic job that of a worker; None where the host
+    itself failed."""
 
     host: str
     rank: int | None
@@ -90,35 +91,35 @@ def ending(exit_code: int) -> str:
     return f"was killed by {name} ({-exit_code})"
 
 
-def _line(alike: Sequence[Failure]) -> str:
+def _line(alike: Sequence[Failure], noun: str) -> str:
     """Return the report of a failure, or of several that have all in common."""
     first = alike[0]
-    by_host: dict[str, list[str]] = {}
+    by_host: dict[str, list[int]] = {}
     for failure in alike:
-        by_host.setdefault(failure.host, []).append(str(failure.rank))
+        by_host.setdefault(failure.host, []).extend([] if failure.rank is None else [failure.rank])
     who = " and ".join(
-        f"{_numbered(ranks)} on host {host}" if first.rank is not None else f"host {host}"
-        for host, ranks in by_host.items()
+        f"{_numbered(ranks, noun)} on host {host}" if ranks else f"host {host}" for host, ranks in by_host.items()
     )
     _, exit_code, words = first.common if len(alike) > 1 else (None, first.exit_code, first.words)
     how = "" if exit_code is None else f" {ending(exit_code)}"
     return f"{who}{how}: {words}" if words else f"{who}{how}"
 
 
-def told_failures(failures: list[Failure]) -> list[str]:
-    """Return a line for each failure; those that are alike, and those that only follow from others, share one."""
+def told_failures(failures: list[Failure], noun: str = "rank") -> list[str]:
+    """Return a line for each failure; those that are alike, and those that only follow from others, share one. noun: what has
+    failed."""
     causes = [failure for failure in failures if not failure.is_consequence] or failures
     alike: dict[tuple[str | None, int | None, str], list[Failure]] = {}
     for failure in causes:
         alike.setdefault(failure.common, []).append(failure)
-    lines = [f"gradwire: {_line(group)}" for group in alike.values()]
-    if others := [str(failure.rank) for failure in failures if failure not in causes]:
-        lines.append(f"gradwire: {_numbered(others)} ended because of that")
+    lines = [f"gradwire: {_line(group, noun)}" for group in alike.values()]
+    if others := [failure.rank for failure in failures if failure not in causes and failure.rank is not None]:
+        lines.append(f"gradwire: {_numbered(others, noun)} ended because of that")
     return lines
 
 
-def _numbered(ranks: Sequence[str]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+def _numbered(ranks: Sequence[int], noun: str) -> str:
+    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def exit_status(failures: list[Failure]) -> int:

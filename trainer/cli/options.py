@@ -17,6 +17,7 @@ Start a training script on several processes, here and, by ssh, on other hosts.
 gradwire run -np 4 train.py --lr 0.1            four ranks on this host
 gradwire run -np 4 -H a:2,b:2 train.py          two on each of two hosts, which ssh reaches without a password
 gradwire run -np 2 -m gradwire.trainer.examples.bytes_gpt
+gradwire run --min-np 2 -np 4 train.py          goes on with two or three where ranks are lost, and replaces them
 
 Every host needs the same folder, the same script and the same Python at the same path. This environment goes along where
 its variables begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_, or are given with -x.
@@ -34,26 +35,40 @@ _VALUES = """
 """
 
 #: horovodrun's flags that would change what happens, and why they cannot be had.
-_OF_ELASTIC = """
---min-np --min-num-proc --max-np --max-num-proc --slots-per-host --slots --elastic-timeout --reset-limit
---blacklist-cooldown-range --host-discovery-script
-"""
-_ELASTIC = (
-    "the number of ranks is fixed while a job runs; torchrun --nnodes 1:4 --max-restarts 3 starts it again with fewer"
-)
 _MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init() finds its way there too"
+_SLOTS = "have the discovery script print host:slots; a host without a number has one slot"
+_BLACKLIST = "a host that has failed is not used again before the discovery script has left it out once"
 _REFUSED = {
-    **dict.fromkeys(_OF_ELASTIC.split(), _ELASTIC),
     **dict.fromkeys(("--mpi", "--mpi-args", "--jsrun"), _MPI),
+    **dict.fromkeys(("--slots-per-host", "--slots"), _SLOTS),
+    "--blacklist-cooldown-range": _BLACKLIST,
     "--config-file": "write its settings as flags",
 }
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Says how the number of ranks may change while a job runs.
+
+    ranks: how many it begins with. min_ranks, max_ranks: fewer than the one wait for others, and no more than the other are
+    started. None: as many as there are slots. discovery_script: prints the hosts; None where they do not change. reset_limit:
+    how many epochs may follow the first; None: any number. timeout_s: for how long the next epoch may be waited for.
+    """
+
+    min_ranks: int = 1
+    ranks: int | None = None
+    max_ranks: int | None = None
+    discovery_script: Path | None = None
+    reset_limit: int | None = None
+    timeout_s: int = 600
 
 
 @dataclass(frozen=True)
 class Job:
     """Holds what a job is: a command for each rank, the hosts, and how they are reached.
 
-    settings: environment variables for all ranks. names: those of further variables to hand on to other hosts.
+    settings: environment variables for all ranks. names: those of further variables to hand on to other hosts. master_port:
+    where hosts meet; None for the usual one. elastic: None where the number of ranks is fixed.
     """
 
     command: list[str]
@@ -62,11 +77,12 @@ class Job:
     names: list[str] = field(default_factory=list)
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
-    master_port: int = 29500
+    master_port: int | None = None
     start_timeout_s: int = 30
     output_folder: Path | None = None
     verbose: bool = False
     notice: str | None = None
+    elastic: Elastic | None = None
 
 
 def parse_job(arguments: list[str]) -> Job:
@@ -78,17 +94,8 @@ def parse_job(arguments: list[str]) -> Job:
         unknown = f"there is no flag {command[0]}" if command else "no command is given"
         parser.error(f"{unknown}: gradwire run -np 4 train.py")
     try:
-        if flags.hosts is not None and flags.hostfile is not None:
-            raise ValueError("-H and --hostfile both name hosts: give only one of them")
-        if flags.hosts is not None:
-            slots = parse_hosts(flags.hosts)
-        elif flags.hostfile is not None:
-            slots = read_hostfile(flags.hostfile)
-        elif flags.num_proc is None:
-            raise ValueError("how many ranks? Give -np, or hosts with their slots: -np 4, -H a:2,b:2")
-        else:
-            slots = {"localhost": flags.num_proc}
-        hosts = place(flags.num_proc, slots)
+        elastic = _elastic(flags)
+        hosts = _hosts(flags, elastic)
         settings = _settings(flags)
     except ValueError as error:
         parser.error(str(error))
@@ -105,7 +112,48 @@ def parse_job(arguments: list[str]) -> Job:
         output_folder=flags.output_filename,
         verbose=flags.verbose,
         notice=f"gradwire: ignored, since they have no effect here: {ignored}" if ignored else None,
+        elastic=elastic,
     )
+
+
+def _elastic(flags: argparse.Namespace) -> Elastic | None:
+    """Return how the number of ranks may change; None where no flag says that it may. Raises ValueError."""
+    given = (flags.min_np, flags.max_np, flags.host_discovery_script, flags.reset_limit, flags.elastic_timeout)
+    if not flags.elastic and all(value is None for value in given):
+        return None
+    least, ranks, most = flags.min_np or 1, flags.num_proc, flags.max_np or flags.num_proc
+    if ranks is not None and not least <= ranks <= most:
+        raise ValueError(f"-np {ranks} must be from --min-np {least} to --max-np {most}")
+    if most is not None and most < least:
+        raise ValueError(f"--max-np {most} is less than --min-np {least}")
+    script = flags.host_discovery_script
+    timeout_s = Elastic.timeout_s if flags.elastic_timeout is None else flags.elastic_timeout
+    return Elastic(least, ranks, most, script, flags.reset_limit, timeout_s)
+
+
+def _hosts(flags: argparse.Namespace, elastic: Elastic | None) -> list[Host]:
+    """Return the hosts that flags name, each with the ranks that it gets, or with all its slots in an elastic job; none where a
+    script is to find them. Raises ValueError."""
+    named = {"-H": flags.hosts, "--hostfile": flags.hostfile, "--host-discovery-script": flags.host_discovery_script}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]} both name hosts: give only one of them")
+    if given == ["--host-discovery-script"]:
+        return []
+    if flags.hosts is not None:
+        slots = parse_hosts(flags.hosts)
+    elif flags.hostfile is not None:
+        slots = read_hostfile(flags.hostfile)
+    elif flags.num_proc is None:
+        raise ValueError("how many ranks? Give -np, or hosts with their slots: -np 4, -H a:2,b:2")
+    else:
+        slots = {"localhost": flags.num_proc}
+    hosts = place(flags.num_proc, slots)
+    if elastic is None:
+        return hosts
+    if elastic.min_ranks > (total := sum(slots.values())):
+        raise ValueError(f"--min-np {elastic.min_ranks} is more than the {total} slots of all hosts")
+    return place(None, slots)
 
 
 def _full_command(command: list[str], *, is_module: bool) -> list[str]:
@@ -194,9 +242,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--master-port",
         type=port,
-        default=29500,
         metavar="PORT",
-        help="port of the first host at which hosts meet (29500)",
+        help="port of the first host at which hosts meet (29500; in an elastic job a free one of this host)",
     )
     add(
         "--start-timeout",
@@ -233,9 +280,38 @@ def _parser() -> argparse.ArgumentParser:
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
     add("--verbose", action="store_true", help="print the commands, and the output of torchrun's agents and ssh")
+    _add_elastic(parser)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(without_meaning=[])
     add(*_SWITCHES.split(), nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
     add(*_VALUES.split(), dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
     add(*_REFUSED, nargs="?", dest="refused", action=_Refused, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "an elastic job", "A rank that is lost does not end it: the others go on. Any of these flags makes it one."
+    )
+    add, number = group.add_argument, _whole(1)
+    add("--elastic", action="store_true", help="the same as --min-np 1")
+    add("--min-np", "--min-num-proc", "--min", type=number, metavar="N", help="fewer ranks wait for others (1)")
+    add(
+        *("--max-np", "--max-num-proc", "--max"),
+        type=number,
+        metavar="N",
+        help="no more ranks than this, however many slots there are (default: -np)",
+    )
+    add(
+        "--host-discovery-script",
+        type=Path,
+        metavar="FILE",
+        help="prints a line 'a' or 'a:2' for each host, every second: hosts come and go",
+    )
+    add("--reset-limit", type=_whole(0), metavar="N", help="how often ranks may change (default: without end)")
+    add(
+        "--elastic-timeout",
+        type=number,
+        metavar="S",
+        help=f"seconds in which enough ranks must be found again ({Elastic.timeout_s})",
+    )

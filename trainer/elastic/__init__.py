@@ -10,11 +10,11 @@
 
     train(state)
 
-Started by torchrun --max-restarts N, all ranks are started again when one is lost, and go on from the newest commit, which
-outlives them in the memory of their hosts. docs/guides/elastic.md.
+Started by gradwire run --min-np N, the other ranks go on when one is lost; started by torchrun --max-restarts N, all of them are
+started again. They go on from the newest commit, which outlives a process in the memory of its host. docs/guides/elastic.md.
 """
 
-from gradwire.trainer.elastic.run import GaveUp as GaveUp
+from gradwire.trainer.elastic.failures import GaveUp as GaveUp
 from gradwire.trainer.elastic.run import run as run
 from gradwire.trainer.elastic.sampler import ElasticSampler as ElasticSampler
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt as HostsUpdatedInterrupt

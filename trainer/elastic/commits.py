@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire.collectives import Communicator
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import ranks_text
 from gradwire.collectives.plan.topology import Topology
@@ -16,6 +18,9 @@ from gradwire.trainer.elastic.memory import Memory, Unfinished
 from gradwire.trainer.elastic.parts import Found, Part, newest, takers
 from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
 from gradwire.trainer.world.world import current_world
+
+#: How long a commit may take to notice that its world has been left.
+_END_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,10 @@ class Commits:
     to a rank of the next host while training goes on. Collective, as are all methods.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, memory: Memory, wants_update: Callable[[], bool] = bool) -> None:
+        """wants_update: asked once for each commit, on another thread, whether this rank wants the ranks to stop."""
+        self.memory = memory
+        self._wants_update = wants_update
         self._world = current_world()
         self._communicator = self._world.communicator()
         self._topology = Topology.from_host_ids(self._world.rank, self._communicator.allgather_record(memory.key))
@@ -54,7 +61,9 @@ class Commits:
         self._sources = [rank for rank, target in targets.items() if target == self._world.rank]
         self._beside = self._world.open_communicator(None, beside_others=True)
         self._thread = DaemonThread("gradwire.commits")
-        self._finished: Future[None] | None = None
+        self._finished: Future[bool] | None = None
+        self.update_is_due = False
+        """Whether, when the commit before the last one was complete, any rank wanted the ranks to stop; the same on all ranks."""
         self._turns: dict[int, int] = {}  # which slot of a rank's two is written next
         self._leftovers: set[str] = set()
         self._has_written = False
@@ -71,10 +80,10 @@ class Commits:
         Raises TypeError for what a tree cannot hold, OSError where memory is short, and CollectiveError.
         """
         common, mine = flatten(shared, "state"), flatten(own, "state")
-        self.settle()  # the last commit is whole everywhere: what came before it may go
+        self.update_is_due = self.settle()  # the last commit is whole everywhere: what came before it may go
         if self._has_written and self._world.rank == self.host[0]:
             for name in self._leftovers:
-                self._memory.remove(name)
+                self.memory.remove(name)
             self._leftovers = set()
         self._has_written = True
         self._number += 1
@@ -82,7 +91,7 @@ class Commits:
         start, stop = self._share(common.nbytes)
         record = {"part": [*part, start, stop, common.nbytes], "own": mine.layout, "own_bytes": mine.nbytes}
         record["shared"] = common.layout
-        slot = self._memory.slot(self._next_name(self._world.rank))
+        slot = self.memory.slot(self._next_name(self._world.rank))
         room = slot.begin(encode(record), mine.nbytes + stop - start)
         mine.copy_bytes(room[: mine.nbytes], 0, mine.nbytes)
         common.copy_bytes(room[mine.nbytes :], start, stop)
@@ -92,11 +101,20 @@ class Commits:
         names = list(map(self._next_name, self._sources))
         self._finished = self._thread.submit(lambda: self._finish(message, names))
 
-    def settle(self) -> None:
-        """Wait until the last commit is whole everywhere, as it mostly is by now. Raises CollectiveError, and OSError where
-        memory was short for what another host sent."""
+    def settle(self) -> bool:
+        """Wait until the last commit is whole everywhere, as it mostly is by now; return whether any rank wanted the ranks to
+        stop then. Raises CollectiveError, and OSError where memory was short for what another host sent."""
+        return self._finished is not None and self._finished.result()
+
+    def ask_for_update(self) -> bool:
+        """Return whether any rank wants the ranks to stop now, or wanted it when the last commit was complete."""
+        return self.settle() or self._agreed(self._communicator)
+
+    def end(self) -> None:
+        """Wait until the last commit is over, whether whole or not: the world has been left, so nothing keeps it."""
         if self._finished is not None:
-            self._finished.result()
+            wait([self._finished], _END_S)
+        self._thread.close()
 
     def _share(self, nbytes: int) -> tuple[int, int]:
         """Return which bytes this rank keeps of those that all have in common."""
@@ -111,9 +129,15 @@ class Commits:
         self._turns[rank] = 1 - turn
         return f"{rank}.{turn}"
 
-    def _finish(self, message: list[Tensor], names: list[str]) -> None:
+    def _agreed(self, communicator: Communicator) -> bool:
+        """Return whether any rank wants the ranks to stop."""
+        wanted = torch.tensor([int(self._wants_update())], device=communicator.control_device)
+        communicator.allreduce(wanted, "max")
+        return bool(wanted)
+
+    def _finish(self, message: list[Tensor], names: list[str]) -> bool:
         """Send what is this rank's own to the next host, keep in slots of these names what comes from the one before, and wait
-        until all have."""
+        until all have. Return whether any rank wants the ranks to stop."""
         beside = self._beside
         sizes = torch.tensor([each.numel() for each in message])
         sent = [beside.send(each, self._targets[beside.rank], async_op=True) for each in message and [sizes, *message]]
@@ -121,21 +145,21 @@ class Commits:
             beside.recv(expected := torch.empty_like(sizes), source)
             layout_bytes, own_bytes = expected.tolist()
             beside.recv(layout := torch.empty(layout_bytes, dtype=torch.uint8), source)
-            slot = self._memory.slot(name)
+            slot = self.memory.slot(name)
             beside.recv(slot.begin(layout, own_bytes), source)
             slot.complete()
         for work in sent:
             work.wait()
-        beside.barrier()
+        return self._agreed(beside)
 
     def restore(self) -> tuple[Restored | None, list[str]]:
         """Return what the newest commit has for this rank that is held whole, and what is wrong with others, in words."""
         self.settle()
         place, places = self.host.index(self._world.rank), len(self.host)
         found, faults = [], []
-        for name in self._memory.names()[place::places]:
+        for name in self.memory.names()[place::places]:
             try:
-                record, _ = self._memory.slot(name).read()
+                record, _ = self.memory.slot(name).read()
                 found.append([*record["part"], name])
             except Unfinished:
                 continue
@@ -182,7 +206,7 @@ class Commits:
 
     def _read(self, found: Found, saved: int) -> tuple[Any, Tensor]:
         """Return the record, and the bytes, of what a rank kept by itself, from this host's memory."""
-        record, data = self._memory.slot(found.held[self._topology.host_of(self._world.rank)][saved].name).read()
+        record, data = self.memory.slot(found.held[self._topology.host_of(self._world.rank)][saved].name).read()
         return record, data[: record["own_bytes"]]
 
     def _common(self, found: Found) -> Tensor:
@@ -195,7 +219,7 @@ class Commits:
         parts = list(found.held[mine].values())
         common = torch.empty(parts[0].total, dtype=torch.uint8)
         for part in parts:
-            record, data = self._memory.slot(part.name).read()
+            record, data = self.memory.slot(part.name).read()
             common[part.start : part.stop].copy_(data[record["own_bytes"] :])
         return common if is_near else self._given(common, giver)
 
@@ -215,4 +239,4 @@ class Commits:
         held = found.held[self._topology.host_of(self._world.rank)].values()
         self._turns = {part.rank: 1 - int(part.name.partition(".")[2]) for part in held}
         kept_here = {*self.host, *(rank for rank, target in self._targets.items() if target in self.host)}
-        self._leftovers = {name for name in self._memory.names() if int(name.partition(".")[0]) not in kept_here}
+        self._leftovers = {name for name in self.memory.names() if int(name.partition(".")[0]) not in kept_here}

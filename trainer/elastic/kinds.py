@@ -142,6 +142,19 @@ def kind_of(value: Any) -> Value:
     return Value(value)
 
 
+def what_binds(value: Any) -> str | None:
+    """Return what a value is that holds on to the ranks with which it was made, so that it cannot go on with others; None for all
+    else."""
+    modules = value.modules() if isinstance(value, nn.Module) else ()
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
+        return "a DistributedDataParallel"
+    if isinstance(value, WrappingOptimizer) and not isinstance(value, DistributedOptimizer):
+        return f"a {type(value).__name__}"
+    if isinstance(value, DistributedOptimizer) and not value.can_rebind:
+        return f"a {type(value).__name__} of some of the ranks, or of a Communicator"
+    return None
+
+
 def are_replicas(values: list[Any]) -> bool:
     """Return whether all ranks hold the same parameters and the same states of optimizers after each step, of a state of these
     values: where its optimizers see to that."""

@@ -182,8 +182,14 @@ class NamedMemory(Memory):
 
     def __init__(self, agent: Agent, number: int) -> None:
         super().__init__()
+        self.number = number
+        self._agent = agent
         self._prefix = f"{agent.prefix}{number}."
         self.key = f"{host_id()}/{self._prefix}"
+
+    def reopened(self) -> NamedMemory:
+        """Return the same memory, as it is now: other processes may have made slots anew that this one has open."""
+        return NamedMemory(self._agent, self.number)
 
     def names(self) -> list[str]:
         names = [path.name.removeprefix(self._prefix) for path in watcher.FOLDER.glob(f"{self._prefix}*.[01]")]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from gradwire.trainer.elastic.commits import Commits, Restored
-from gradwire.trainer.elastic.kinds import Model, RandomNumbers, Value, are_replicas, kind_of
+from gradwire.trainer.elastic.kinds import Model, RandomNumbers, Value, are_replicas, kind_of, what_binds
 from gradwire.trainer.elastic.memory import Memory
 from gradwire.trainer.world.world import here, rank, size
 
@@ -32,7 +32,7 @@ class ObjectState:
         self._names = list(values)
         self._commits: Commits | None = None
         self._callbacks: list[Callable[[], object]] = []
-        self._is_updated = self._has_begun = False
+        self._is_updated = self._has_begun = self._agrees = False
         for name, value in values.items():
             if hasattr(type(self), name) or name.startswith("_"):
                 raise ValueError(
@@ -57,22 +57,32 @@ class ObjectState:
             callback()
 
     def on_hosts_updated(self, *_: object) -> None:
-        """Have this rank raise HostsUpdatedInterrupt at the next commit() or check_host_updates(). May be called by a handler of
-        signals, such as that by which a scheduler announces the end of a host. Horovod's arguments are ignored."""
+        """Have this rank raise HostsUpdatedInterrupt at the next commit() or check_host_updates(); in a job in which processes
+        stay, as by gradwire run --min-np, have all ranks raise it, after the same one. May be called by a handler of signals,
+        such as that by which a scheduler announces the end of a host. Horovod's arguments are ignored."""
         self._is_updated = True
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt where on_hosts_updated() was called on this rank."""
-        if self._is_updated:
-            self._is_updated = False
+        """Raise HostsUpdatedInterrupt where on_hosts_updated() was called on this rank. In a job in which processes stay,
+        collective, and raised on all ranks where any of them, or the launcher, wants other processes to take part."""
+        self._stop_if(self.commits.ask_for_update() if self._agrees else self._take_update())
+
+    def commit(self) -> None:
+        """Save the state, and check for updates of hosts. Call it between steps, after the same ones on all ranks. In a job in
+        which processes stay, an update is found by one commit, and raised by the next."""
+        self.save()
+        self._stop_if(self.commits.update_is_due if self._agrees else self._take_update())
+
+    def _take_update(self) -> bool:
+        """Return whether on_hosts_updated() was called since this was asked."""
+        is_updated, self._is_updated = self._is_updated, False
+        return is_updated
+
+    def _stop_if(self, is_due: bool) -> None:
+        if is_due:
             raise HostsUpdatedInterrupt(
                 f"{here()}hosts were added or removed: training stops, to resume on the new hosts"
             )
-
-    def commit(self) -> None:
-        """Save the state, and check for updates of hosts. Call it between steps, after the same ones on all ranks."""
-        self.save()
-        self.check_host_updates()
 
     def save(self) -> None:
         """Keep the state as it is now, until the one after the next is kept.
@@ -101,9 +111,14 @@ class ObjectState:
         """Return whether begin() was called."""
         return self._has_begun
 
-    def begin(self, memory: Memory) -> None:
-        """Have commits be kept in a memory from now on. Collective."""
-        self._commits = Commits(memory)
+    def begin(self, memory: Memory, is_update_wanted: Callable[[], bool] | None = None) -> None:
+        """Have commits be kept in a memory from now on. Collective. is_update_wanted: where all ranks agree on updates of hosts,
+        whether anything but this rank wants one; it is asked on another thread."""
+        self._agrees = is_update_wanted is not None
+        if is_update_wanted is None:
+            self._commits = Commits(memory)
+        else:
+            self._commits = Commits(memory, lambda: self._take_update() or is_update_wanted())
         self._has_begun = True
 
     @property
@@ -112,6 +127,12 @@ class ObjectState:
         if self._commits is None:
             self._commits = Commits(Memory())
         return self._commits
+
+    def unmovable(self) -> list[str]:
+        """Return in words what of this state cannot go on in another world without its process being started again."""
+        return [
+            f"{name!r} is {reason}" for name in self._names if (reason := what_binds(getattr(self, name))) is not None
+        ]
 
     def take(self, restored: Restored) -> None:
         """Go on from what was restored. A rank that did not exist then keeps its random numbers."""

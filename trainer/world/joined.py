@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.collectives.communicator import close_all
+from gradwire.collectives.communicator import abandon_all, close_all
 from gradwire.collectives.link.membership import Membership, membership_of
 from gradwire.collectives.plan.topology import host_id
 from gradwire.trainer.world.environment import Settings
@@ -76,8 +76,8 @@ class World:
         self._times_opened: Counter[int] = Counter()
         try:
             self._join(launch, comm)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(error if isinstance(error, CollectiveError) else None)
             raise
 
     def _join(self, launch: Launch, comm: Sequence[int] | None) -> None:
@@ -216,20 +216,29 @@ class World:
             raise ValueError(f"rank {self.rank}: no timeline is being recorded: start one first")
         self.recorder.stop(self.communicator())
 
-    def close(self) -> None:
+    def has_partly_failed(self) -> bool:
+        """Return whether an operation has failed among some of the ranks: its error does not name them by their ranks here."""
+        everyone = list(range(self.size))
+        failed = [each for each in self.communicators if not each.absence.is_usable]
+        return any(self.ranks_of(each) != everyone for each in failed)
+
+    def close(self, failure: CollectiveError | None = None) -> None:
         """Close what was opened here, and forget the process sets. A timeline is written, if the other ranks come for
-        that soon."""
+        that soon. failure: that because of which this rank waits for nobody, and finishes nothing."""
         if self.recorder.path is not None:
             try:
-                self.recorder.stop(self.communicator(), _TIMELINE_S)
+                self.recorder.stop(self.communicator(), _TIMELINE_S if failure is None else 0.0)
             except (CollectiveError, OSError) as error:
                 _log.warning("gradwire: rank %d: there is no timeline of all ranks: %s", self.rank, error)
-        for optimizer in self.optimizers:
-            try:
-                optimizer.settle()
-            except CollectiveError as error:
-                _log.warning("gradwire: rank %d: the update of the last step is not complete: %s", self.rank, error)
-        close_all(self.communicators)
+        if failure is None:
+            for optimizer in self.optimizers:
+                try:
+                    optimizer.settle()
+                except CollectiveError as error:
+                    _log.warning("gradwire: rank %d: the update of the last step is not complete: %s", self.rank, error)
+            close_all(self.communicators)
+        else:
+            abandon_all(self.communicators, failure)
         for process_set in self.process_sets:
             process_set.unregister()
         if self._owns_process_group and dist.is_initialized():

@@ -35,6 +35,7 @@ from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import arrive
 from gradwire.collectives.plan.topology import host_id, machine_id
 from gradwire.collectives.torch_internals import left_to_parent
+from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of
 from gradwire.trainer.world.launch import Launch, meeting_point
 
@@ -44,6 +45,9 @@ _KNOCK_AGAIN_S = 0.05
 
 #: How long one attempt to connect to the store takes at most, and for how long nobody listens where the store has ended.
 _ATTEMPT_S, _GONE_S = 1.0, 1.0
+
+#: How long the ranks of an epoch of an elastic job may take to arrive: all of them waited for it to begin.
+_EPOCH_S = 10.0
 
 #: Which rank keeps the hub, for a rank 0 that finds its port taken: none that would come later.
 _NO_RANK = -1
@@ -75,10 +79,14 @@ def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = 
     address, port = meeting_point(os.environ, launch)
     place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     deadline, ranks = time.monotonic() + timeout_s, tuple(range(launch.size))
-    with coming_together(launch.rank, timeout_s, operation="init"):
+    arrival_s = min(timeout_s, _EPOCH_S) if WORKER in os.environ else timeout_s
+    arrive_by = time.monotonic() + arrival_s
+    with coming_together(launch.rank, arrival_s, operation="init"):
         card = card_of(launch.rank, host_id(), machine_id(), os.environ) | {"identity": identity_of(os.environ, launch)}
         with _meeting_at(place):
-            opened = _bounded(lambda: _open_store(launch, address, port, deadline), deadline + _GRACE_S, address, port)
+            opened = _bounded(
+                lambda: _open_store(launch, address, port, arrive_by), arrive_by + _GRACE_S, address, port
+            )
             store, keeps_hub = opened
             hub_rank = 0 if launch.rank != 0 or keeps_hub else _NO_RANK
             keepers = keepers_among(ranks)
@@ -87,12 +95,12 @@ def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = 
                 store,
                 launch.size,
                 card,
-                deadline,
+                arrive_by,
                 hub_rank=hub_rank,
                 admission=admission,
                 left=left,
                 keepers=keepers,
-                by_agent=os.environ.get(AGENT_STORE) == "True",
+                by_agent=os.environ.get(AGENT_STORE) == "True" and WORKER not in os.environ,
             )
     membership = membership_from(presence, store, (), ranks)
     group_store = PrefixStore("torch", membership.store)
@@ -134,6 +142,8 @@ def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tup
         if launch.rank != 0:
             _knock(address, port, deadline)
         store, _, _ = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        if WORKER in os.environ:  # nobody ends a process that comes to what another epoch has left behind
+            store = PrefixStore(f"epoch {os.environ[RESTART_COUNT]}", store)
         return store, True
 
     if launch.rank == 0:

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
 from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.launch import ALONE, Launch, read_launch, slurm_hint
 from gradwire.trainer.world.meeting import Meeting, meet
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set, ranks_of
+from gradwire.trainer.world.worker import Worker, worker_of
 
 _log = logging.getLogger("gradwire")
 
@@ -35,11 +36,12 @@ class _Holder:
 
     store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may
     still be leaving that world, or have come for the next one already. left: the keys of the meetings that this process has
-    left, or is about to. names: of operations in flight.
+    left, or is about to. worker: what this process is in an elastic job, from init() on. names: of operations in flight.
     """
 
     world: World | None = None
     store: Store | None = None
+    worker: Worker | None = None
 
     def __init__(self) -> None:
         self.left: set[str] = set()
@@ -71,11 +73,16 @@ def init(
     stall_warning_s: after how many seconds a rank that waits for others logs which; default 60; 0: never.
     stall_shutdown_s: after how many seconds it gives up; 0, the default: never.
 
+    In an elastic job, as of gradwire run --min-np, the launcher says who the ranks are, and this waits until it does. A process
+    that comes when training has begun is alone until it calls a function that hvd.elastic.run decorates. After shutdown(), this
+    waits for the launcher's next world.
+
     Horovod's environment variables count for arguments that are not given (docs/reference/environment.md). A warning of the
     logger `gradwire` on rank 0 names those that are used and those that are ignored.
 
     Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
-    CollectiveError if the ranks do not find each other in time.
+    CollectiveError if the ranks do not find each other in time; in an elastic job, TimeoutError if the launcher begins no world
+    with this process in time, and RuntimeError if the job has ended.
     """
     if _holder.world is not None:
         return
@@ -85,20 +92,48 @@ def init(
     listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     static = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
     ranks = None if comm is None else ranks_of(comm)
-    launch = read_launch(os.environ)
-    if launch is ALONE and not dist.is_initialized():
+    owns = not dist.is_initialized()
+    if owns and _holder.worker is None:
+        _holder.worker = worker_of(os.environ, settings.timeout_s)
+    if _holder.worker is not None and ranks is not None:
+        raise ValueError(
+            "init(comm=) is not for elastic jobs, in which the launcher says which processes are the ranks"
+        )
+    if owns and _holder.worker is None and read_launch(os.environ) is ALONE:
         _hint()
     if settings.log_level is not None:
         _log.setLevel(settings.log_level)
     if settings.interface is not None:  # which torch's gloo reads nowhere else
         os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
-    owns = not dist.is_initialized()
-    meeting = start_torch_distributed(launch, settings.timeout_s, left=_holder.left) if owns else None
-    world = World(launch, settings, ranks, meeting, owns_process_group=owns)
+    world = _join(settings, ranks, static, owns=owns)
     try:
-        world.add(static)
         if settings.timeline not in (None, DYNAMIC_TIMELINE):
             world.start_timeline(settings.timeline, settings.marks_cycles)
+    except BaseException:
+        shutdown()
+        raise
+    if world.rank == 0 and (said := notice(os.environ)):
+        _log.warning("gradwire: %s", said)
+
+
+def _join(settings: Settings, ranks: list[int] | None, process_sets: list[ProcessSet], *, owns: bool) -> World:
+    """Join the world that the environment describes; in an elastic job the next epoch in which the ranks find each other.
+    Arguments: as of World and its add()."""
+    worker = _holder.worker
+    while True:
+        if worker is not None:
+            worker.take_place(settings.timeout_s)
+        launch = read_launch(os.environ)
+        try:
+            meeting = start_torch_distributed(launch, settings.timeout_s, left=_holder.left) if owns else None
+            world = World(launch, settings, ranks, meeting, owns_process_group=owns)
+            break
+        except CollectiveError as error:
+            if worker is None:
+                raise
+            worker.leave(error, _lost_by(error))
+    try:
+        world.add(process_sets)
     except BaseException:
         world.close()
         raise
@@ -107,8 +142,7 @@ def init(
         _holder.store = world.meeting.store
         _holder.left.add(world.meeting.key)
     atexit.register(shutdown)
-    if world.rank == 0 and (said := notice(os.environ)):
-        _log.warning("gradwire: %s", said)
+    return world
 
 
 def _hint() -> None:
@@ -126,6 +160,34 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if world is not None:
         world.close()
+
+
+def elastic_worker() -> Worker | None:
+    """Return what this process is in an elastic job; None where it is in none, and before init()."""
+    return _holder.worker
+
+
+def leave_epoch(error: CollectiveError | None) -> None:
+    """Leave the world, and the epoch of an elastic job. error: that by which, at once, whatever the others do; None: finish what
+    is under way with them, and leave because the launcher wants it. Raises RuntimeError where the launcher is gone."""
+    world, worker = current_world(), _holder.worker
+    assert worker is not None
+    lost = () if error is None or world.has_partly_failed() else _lost_by(error)
+    _holder.world = None
+    atexit.unregister(shutdown)
+    world.close(error)
+    worker.leave(error, lost)
+
+
+def join_next_epoch(settings: Settings) -> None:
+    """Join the next epoch of an elastic job, having left the world before. Raises as init()."""
+    _join(settings, None, [], owns=True)
+
+
+def _lost_by(error: CollectiveError) -> tuple[int, ...]:
+    """Return the ranks that do not answer any more, as an error says; not those that have said that they leave."""
+    is_lost = isinstance(error, CollectiveTimeout) or (isinstance(error, PeerLost) and not error.has_left)
+    return error.ranks if is_lost else ()
 
 
 def start_torch_distributed(

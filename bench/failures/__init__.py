@@ -1,0 +1,1 @@
+"""Training through failures: `python -m gradwire.bench failures`."""

@@ -1,0 +1,112 @@
+"""What `bench failures` trains: a byte-level GPT whose steps do not depend on the number of ranks.
+
+Every step has one global batch, of which each rank takes an equal part, so runs with other ranks can be compared step by step.
+Rank 0 appends a line of JSON a step to a log: time, step, loss and number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+import gradwire as hvd
+from gradwire.trainer.examples.bytes_gpt import GPT, Config, read_text
+
+#: What 1, 2, 3 and 4 ranks divide evenly.
+_GLOBAL_BATCH = 24
+_SAMPLE_S = 0.02
+"""What a rank waits for each sample of its own, as if an accelerator computed: ranks that share this machine's cores would take no
+longer when one of them is lost."""
+
+
+class Steps:
+    """Takes steps until a time. log: where rank 0 writes; None on other ranks and outside of a measurement."""
+
+    def __init__(self, config: Config, until: float, log: Path) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(config)
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = hvd.DistributedOptimizer(adamw, self.model.named_parameters())
+        self._text = read_text(None)
+        self._context, self._until, self._log = config.context, until, log
+
+    def take(self, step: int) -> bool:
+        """Take a step, and return whether there is time for another one, the same on all ranks."""
+        random = np.random.default_rng(step)
+        starts = torch.from_numpy(random.integers(len(self._text) - self._context - 1, size=_GLOBAL_BATCH))
+        mine = starts[hvd.rank() :: hvd.size()]
+        spans = self._text[mine[:, None] + torch.arange(self._context + 1)].long()
+        time.sleep(_SAMPLE_S * len(mine))
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(spans[:, :-1]).flatten(0, 1), spans[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        said: Tensor = hvd.allreduce(torch.stack([loss.detach(), torch.tensor(float(time.time() >= self._until))]))
+        if hvd.rank() == 0:
+            record = {"time": time.time(), "step": step, "loss": float(said[0]), "ranks": hvd.size()}
+            with self._log.open("a") as log:
+                log.write(json.dumps(record) + "\n")
+        return float(said[1]) == 0.0
+
+
+def elastic(steps: Steps) -> None:
+    """Commit after every step."""
+    state = hvd.elastic.TorchState(steps.model, steps.optimizer, step=0)
+
+    @hvd.elastic.run(max_failures=1000)
+    def train(state: Any) -> None:
+        goes_on = True
+        while goes_on:
+            state.step += 1
+            goes_on = steps.take(state.step)
+            state.commit()
+
+    train(state)
+
+
+def from_disk(steps: Steps, checkpoint: Path, every_s: float) -> None:
+    """Save to disk every so many seconds, and go on from what was saved."""
+    step, saved = 0, time.monotonic()
+    if checkpoint.exists():
+        kept = torch.load(checkpoint, weights_only=True)
+        step = kept["step"]
+        steps.model.load_state_dict(kept["model"])
+        steps.optimizer.load_state_dict(kept["optimizer"])
+    goes_on = True
+    while goes_on:
+        step += 1
+        goes_on = steps.take(step)
+        if hvd.rank() == 0 and time.monotonic() - saved >= every_s:
+            kept = {"step": step, "model": steps.model.state_dict(), "optimizer": steps.optimizer.state_dict()}
+            torch.save(kept, checkpoint.with_suffix(".new"))
+            os.replace(checkpoint.with_suffix(".new"), checkpoint)
+            saved = time.monotonic()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--until", type=float, required=True, help="time.time() seconds")
+    parser.add_argument("--checkpoint-s", type=float, help="save to disk every so many seconds, and commit nothing")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init(timeout_s=30.0)
+    steps = Steps(Config(out=Path(), layers=2, width=64, context=32), flags.until, flags.into)
+    if flags.checkpoint_s is None:
+        elastic(steps)
+    else:
+        from_disk(steps, flags.into.with_suffix(".pt"), flags.checkpoint_s)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

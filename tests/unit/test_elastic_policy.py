@@ -1,0 +1,412 @@
+"""What an elastic job decides, whatever comes in whatever order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
+from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, TOGETHER_S, Policy
+from gradwire.trainer.cli.elastic.ranks import next_epoch
+from gradwire.trainer.cli.elastic.workers import HOST_FAILURES
+from gradwire.trainer.cli.options import Elastic
+from gradwire.trainer.world.epochs import Departure, Epoch
+
+START_S = 30.0
+SCRIPT = Path("discover")
+LOST = Departure(is_update=False, reason="PeerLost")
+UPDATE = Departure(is_update=True)
+
+
+def begun(wanted: Elastic, hosts: dict[str, int]) -> Policy:
+    """Return a policy whose first epoch has begun at 0 s, with all workers that it starts."""
+    policy = Policy(wanted, START_S)
+    policy.set_hosts(hosts)
+    for action in policy.decide(0):
+        assert isinstance(action, Start)
+        policy.arrived(action.worker)
+    (begin,) = policy.decide(0)
+    assert isinstance(begin, Begin)
+    return policy
+
+
+def workers_of(actions: list[Action]) -> tuple[int, ...]:
+    """Return the workers of the one epoch that begins."""
+    (begin,) = [action for action in actions if isinstance(action, Begin)]
+    return begin.epoch.workers
+
+
+@pytest.mark.parametrize(
+    ("staying", "joining", "workers"),
+    [
+        ((0, 1, 11), (), (0, 1, 11)),
+        ((0, 1, 11), (12,), (0, 1, 12, 11)),
+        ((0, 1, 11), (20,), (0, 1, 20, 11)),
+        ((1, 10, 11), (12,), (1, 10, 11, 12)),  # beside those of its host
+        ((0, 1, 10, 11), (2,), (0, 1, 2, 10, 11)),
+        ((10, 11), (20, 21), (20, 21, 10, 11)),
+        ((0, 11), (20, 2, 12), (0, 2, 12, 11, 20)),
+    ],
+)
+def test_ranks(staying: tuple[int, ...], joining: tuple[int, ...], workers: tuple[int, ...]) -> None:
+    """Of workers 0, 1 on one host and 10, 11 on another."""
+    nodes = {worker: worker // 10 for worker in range(30)}
+    epoch = next_epoch(Epoch(4, (0, 1, 10, 11), (0, 0, 1, 1)), staying, joining, nodes)
+    assert epoch == Epoch(5, workers, tuple(nodes[worker] for worker in workers))
+
+
+def test_one_that_others_blame_is_killed_and_those_that_compute_are_awaited() -> None:
+    policy = begun(Elastic(), {"a": 3})
+    policy.departed(0, replace(LOST, blamed=(1,)), now=10)
+    assert policy.decide(10 + BLAMED_S - 0.01) == []
+    assert policy.decide(10 + BLAMED_S) == [Kill(1)]
+    assert policy.decide(10 + Elastic.timeout_s - 0.01) == []
+    policy.departed(2, LOST, now=100)
+    assert workers_of(policy.decide(100)) == (0, 2)
+
+
+def test_one_that_never_answers_is_killed_at_last() -> None:
+    policy = begun(Elastic(max_ranks=2), {"a": 2})
+    policy.exited(0, -9, now=10)
+    assert policy.decide(10) == [Start(2, 0, 0)]
+    policy.exited(2, 1, now=11)
+    end = 10 + Elastic.timeout_s
+    assert Kill(1) not in policy.decide(end - 0.01)
+    actions = policy.decide(end)
+    assert actions[0] == Kill(1)
+    assert actions[-1] == End((0, 2, 1), "no rank survived to go on")
+    assert policy.decide(end + 1) == []
+
+
+def test_ranks_are_interrupted_once_for_workers_that_come_together() -> None:
+    policy = begun(Elastic(max_ranks=4), {"a": 2})
+    policy.set_hosts({"a": 2, "b": 2})
+    assert policy.decide(40) == [Start(2, 1, 0), Start(3, 1, 1)]
+    policy.arrived(2)
+    assert policy.decide(41) == []
+    assert policy.decide(41 + TOGETHER_S) == [Update(0)]
+    policy.departed(0, UPDATE, 50)
+    policy.arrived(3)
+    assert policy.decide(50) == []
+    policy.departed(1, UPDATE, 50)
+    assert workers_of(policy.decide(50)) == (0, 1, 2, 3)
+
+
+def test_what_is_learnt_goes_from_one_host_to_another() -> None:
+    """They are ranks together for one epoch."""
+    policy = begun(Elastic(max_ranks=1, discovery_script=SCRIPT), {"a": 1})
+    policy.set_hosts({"b": 1})
+    assert policy.decide(40) == [Start(1, 1, 0)]
+    policy.arrived(1)
+    assert policy.decide(41) == [Update(0)]
+    policy.departed(0, UPDATE, 42)
+    assert workers_of(policy.decide(42)) == (0, 1)
+    assert policy.decide(42) == [Update(1)]
+    policy.departed(0, UPDATE, 43)
+    policy.departed(1, UPDATE, 43)
+    begin, stop = policy.decide(43)
+    assert workers_of([begin]) == (1,)
+    assert stop == Stop(0)
+    policy.exited(0, -15, 44)
+    assert policy.decide(44) == [Release(0)]
+
+
+def test_a_host_that_comes_back() -> None:
+    """Its ranks stay as if nothing had been, unless others have been started in their place."""
+    policy = begun(Elastic(max_ranks=1, discovery_script=SCRIPT), {"a": 1})
+    policy.set_hosts({})
+    assert policy.decide(40) == []
+    policy.set_hosts({"a": 1, "b": 1})
+    assert policy.decide(41) == []
+    policy.set_hosts({"b": 1})
+    assert policy.decide(42) == [Start(1, 1, 0)]
+    policy.set_hosts({"a": 1, "b": 1})
+    policy.arrived(1)
+    assert policy.decide(43) == [Update(0)]
+    policy.departed(0, UPDATE, 44)
+    assert workers_of(policy.decide(44)) == (0, 1)
+    assert policy.decide(44) == [Update(1)]
+
+
+def test_a_host_whose_workers_always_fail_is_left_alone() -> None:
+    policy = begun(Elastic(max_ranks=2), {"a": 1, "b": 1, "c": 1})
+    policy.exited(1, 1, now=10)
+    policy.departed(0, LOST, now=10)
+    begin, start = policy.decide(10)
+    assert workers_of([begin]) == (0,)
+    for _ in range(HOST_FAILURES):
+        assert isinstance(start, Start)
+        assert start.node == 1
+        policy.exited(start.worker, 1, now=11)
+        (start,) = policy.decide(11)
+    assert isinstance(start, Start)
+    assert start.node == 2
+
+
+def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
+    policy = begun(Elastic(min_ranks=2, max_ranks=2), {"a": 1, "b": 1})
+    policy.host_lost(1, "by ssh: no route", now=10)
+    policy.departed(0, LOST, now=10)
+    assert policy.decide(10) == [End((1,), "1 of at least 2 ranks can go on, and no host is left for others")]
+    policy = begun(Elastic(min_ranks=2, max_ranks=2, discovery_script=SCRIPT), {"a": 1, "b": 1})
+    policy.host_lost(1, "by ssh: no route", now=10)
+    policy.departed(0, LOST, now=10)
+    (said,) = policy.decide(10)
+    assert isinstance(said, Say)
+    (end,) = policy.decide(10 + Elastic.timeout_s)
+    assert end == End((1,), f"no epoch could begin within {Elastic.timeout_s} s, with 1 of at least 2 ranks")
+
+
+def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
+    policy = Policy(Elastic(min_ranks=2, ranks=3, max_ranks=3), START_S)
+    policy.set_hosts({"a": 3})
+    assert policy.decide(0) == [Start(0, 0, 0), Start(1, 0, 1), Start(2, 0, 2)]
+    policy.arrived(0)
+    assert policy.decide(START_S) == []
+    policy.arrived(2)
+    assert policy.decide(START_S - 1) == []
+    assert workers_of(policy.decide(START_S)) == (0, 2)
+
+
+def test_nobody_replaces_what_fails_before_any_has_arrived() -> None:
+    policy = Policy(Elastic(ranks=2, max_ranks=2), START_S)
+    policy.set_hosts({"a": 2})
+    assert len(policy.decide(0)) == 2
+    policy.exited(0, 1, now=2)
+    assert policy.decide(2) == []
+    policy.exited(1, 1, now=3)
+    assert policy.decide(3) == [End((0, 1), "")]
+
+
+def test_one_that_has_finished_waits_for_the_others() -> None:
+    policy = begun(Elastic(), {"a": 2})
+    policy.exited(0, 0, now=10)
+    assert policy.decide(1000) == []
+    policy.exited(1, 0, now=1000)
+    assert policy.decide(1000) == [End((), "")]
+
+    policy = begun(Elastic(), {"a": 3})
+    policy.exited(0, 0, now=10)
+    policy.exited(1, 3, now=11)
+    assert policy.decide(11 + GRACE_S - 0.01) == []
+    assert policy.decide(11 + GRACE_S) == [End((1,), "not all ranks have finished")]
+
+
+def test_as_many_changes_as_are_allowed() -> None:
+    policy = begun(Elastic(reset_limit=0), {"a": 2, "b": 1})
+    policy.set_hosts({"a": 2, "b": 1, "c": 4})
+    assert policy.decide(5) == []
+    policy.exited(2, -9, now=10)
+    policy.departed(0, LOST, now=10)
+    policy.departed(1, LOST, now=10)
+    assert policy.decide(10) == [End((2,), "epoch 0 is the last one that --reset-limit allows")]
+
+
+class Jobs(RuleBasedStateMachine):
+    """A job to which anything happens, and what must be so nevertheless."""
+
+    names = st.sampled_from("abc")
+    slots = st.dictionaries(names, st.integers(1, 2))
+
+    @initialize(
+        least=st.integers(1, 3),
+        more=st.none() | st.integers(0, 2),
+        limit=st.none() | st.integers(0, 2),
+        hosts=slots,
+        comes_and_goes=st.booleans(),
+        starts=st.integers(0, 4),
+    )
+    def begin(
+        self, least: int, more: int | None, limit: int | None, hosts: dict[str, int], comes_and_goes: bool, starts: int
+    ) -> None:
+        most = None if more is None else least + more
+        script = SCRIPT if comes_and_goes else None
+        self.wanted = Elastic(least, most, most, script, limit)
+        self.policy = Policy(self.wanted, START_S)
+        self.now = 0.0
+        self.slots: dict[int, tuple[int, int]] = {}
+        self.running: set[int] = set()
+        self.arrived: set[int] = set()
+        self.given_up: set[int] = set()
+        self.epoch: Epoch | None = None
+        self.departed: set[int] = set()
+        self.asked = self.has_finished = False
+        self.end: End | None = None
+        self.policy.set_hosts(hosts if sum(hosts.values()) >= least else {"a": least})
+        self.decide()
+        if starts:
+            self.all_arrive()
+
+    def decide(self) -> None:
+        for action in self.policy.decide(self.now):
+            assert self.end is None
+            match action:
+                case Start(worker, node, slot):
+                    assert worker not in self.slots
+                    assert not self.has_finished
+                    assert (node, slot) not in [self.slots[each] for each in self.running]
+                    assert slot < self.policy.workers.hosts[node].slots
+                    self.slots[worker] = node, slot
+                    self.running.add(worker)
+                case Kill(worker):
+                    assert worker in self.staying
+                    self.given_up.add(worker)
+                case Stop(worker):
+                    assert worker in self.running
+                    assert worker not in self.members
+                    self.given_up.add(worker)
+                case Update(number):
+                    assert self.epoch is not None
+                    assert (number, self.asked) == (self.epoch.number, False)
+                    self.asked = True
+                case Begin(epoch):
+                    self.check(epoch)
+                    self.epoch, self.departed, self.asked = epoch, set(), False
+                case End():
+                    self.end = action
+
+    def check(self, epoch: Epoch) -> None:
+        workers, before = epoch.workers, self.members
+        assert not self.has_finished
+        assert not self.staying
+        assert len(set(workers)) == len(workers) >= self.wanted.min_ranks
+        assert set(workers) <= self.running & self.arrived - self.given_up
+        assert epoch.nodes == tuple(self.slots[worker][0] for worker in workers)
+        runs = [node for rank, node in enumerate(epoch.nodes) if rank == 0 or node != epoch.nodes[rank - 1]]
+        assert len(set(runs)) == len(runs)
+        assert self.wanted.reset_limit is None or epoch.number <= self.wanted.reset_limit
+        welcome = [worker for worker in workers if self.policy.workers.of[worker].is_welcome]
+        assert self.wanted.max_ranks is None or len(welcome) <= self.wanted.max_ranks
+        if self.epoch is None:
+            assert epoch.number == 0
+            return
+        assert epoch.number == self.epoch.number + 1
+        kept = [worker for worker in before if worker in workers]
+        assert kept
+        assert kept == [worker for worker in workers if worker in before]
+        if sorted(epoch.nodes) == sorted(self.epoch.nodes):
+            assert [before.index(worker) for worker in kept] == [workers.index(worker) for worker in kept]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return () if self.epoch is None else self.epoch.workers
+
+    @property
+    def staying(self) -> list[int]:
+        return sorted(set(self.members) & self.running - self.departed - self.given_up)
+
+    def exit(self, worker: int, code: int) -> None:
+        self.running.remove(worker)
+        self.has_finished |= (
+            code == 0 and worker not in self.given_up and (self.epoch is None or worker in self.members)
+        )
+        self.policy.exited(worker, code, self.now)
+        self.decide()
+
+    def depart(self, worker: int, departure: Departure) -> None:
+        self.departed.add(worker)
+        self.policy.departed(worker, departure, self.now)
+        self.decide()
+
+    def arrive(self, worker: int) -> None:
+        self.arrived.add(worker)
+        self.policy.arrived(worker)
+        self.decide()
+
+    @property
+    def coming(self) -> list[int]:
+        return sorted(self.running - self.arrived - self.given_up)
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def one_arrives(self, data: st.DataObject) -> None:
+        self.arrive(data.draw(st.sampled_from(self.coming)))
+
+    @precondition(lambda self: self.coming)
+    @rule()
+    def all_arrive(self) -> None:
+        for worker in self.coming:
+            if worker in self.coming:  # still
+                self.arrive(worker)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), code=st.sampled_from([-9, 1]))
+    def one_fails(self, data: st.DataObject, code: int) -> None:
+        self.exit(data.draw(st.sampled_from(sorted(self.running))), code)
+
+    @precondition(lambda self: self.staying)
+    @rule(data=st.data(), seldom=st.integers(0, 9))
+    def one_finishes(self, data: st.DataObject, seldom: int) -> None:
+        if seldom == 0:
+            self.exit(data.draw(st.sampled_from(self.staying)), 0)
+
+    @precondition(lambda self: self.staying)
+    @rule(data=st.data(), blames=st.booleans())
+    def one_departs(self, data: st.DataObject, blames: bool) -> None:
+        blamed = data.draw(st.sampled_from(self.members))
+        self.depart(data.draw(st.sampled_from(self.staying)), replace(LOST, blamed=(blamed,) * blames))
+
+    @precondition(lambda self: self.asked or self.departed)
+    @rule()
+    def all_depart(self) -> None:
+        for worker in self.staying:
+            self.depart(worker, UPDATE if self.asked else LOST)
+
+    @rule()
+    def things_go_well(self) -> None:
+        for worker in sorted(self.running & self.given_up):
+            self.exit(worker, -9)
+        self.all_arrive()
+        if self.departed or self.asked or set(self.members) - self.running:
+            self.all_depart()
+
+    @rule(seconds=st.sampled_from([0.1, BLAMED_S, TOGETHER_S, START_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.decide()
+
+    @precondition(lambda self: self.wanted.discovery_script is not None)
+    @rule(hosts=slots)
+    def hosts_change(self, hosts: dict[str, int]) -> None:
+        self.policy.set_hosts(hosts)
+        self.decide()
+
+    @rule(data=st.data())
+    def a_host_is_lost(self, data: st.DataObject) -> None:
+        nodes = sorted({self.slots[worker][0] for worker in self.running})
+        if nodes:
+            node = data.draw(st.sampled_from(nodes))
+            self.running -= {worker for worker in self.running if self.slots[worker][0] == node}
+            self.policy.host_lost(node, "it fell silent", self.now)
+            self.decide()
+
+    @invariant()
+    def an_end_is_told(self) -> None:
+        if self.end is not None:
+            assert self.policy.is_over
+            assert self.end.reason or self.end.failed or self.has_finished
+
+    def teardown(self) -> None:
+        """Let everything go well from here on: the job ends, and well where no rank is missing."""
+        for _ in range(1000):
+            if self.end is not None:
+                return
+            self.things_go_well()
+            if self.epoch is not None and not (self.departed or self.asked or set(self.members) - self.running):
+                for worker in self.staying:
+                    self.exit(worker, 0)
+                assert self.end == End((), "")
+            self.now += 1
+            self.decide()
+        raise AssertionError("the job does not end")
+
+
+TestJobs = Jobs.TestCase
+TestJobs.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

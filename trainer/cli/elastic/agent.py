@@ -1,0 +1,211 @@
+"""The agent of one host of an elastic job: starts and ends workers as it is told. Runs as a script, with no other module.
+
+On stdin it reads lines: `start 3` with JSON, the variables of worker 3; `kill 3`, at once; `stop 3`, which may end by
+itself. When stdin ends, the launcher has gone or wants all workers to end. On stdout it writes READY, `[3]<stdout>: text`
+for what worker 3 prints, and EXITED with a worker's number and exit code. Arguments: the command of a worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import IO
+
+READY, EXITED = b"[agent]<ready>", b"[agent]<exited>: "
+
+#: What workers have to end by themselves, before they are killed.
+_STOP_S = 30.0
+#: For how long output is awaited, after the last worker has ended, from processes that it has left.
+_OUTPUT_S = 1.0
+#: What is read of an output before others are looked at, and how much of that when its worker has ended: a full pipe and more.
+_PIECE_BYTES, _LAST_PIECES = 1 << 16, 64
+#: How often is looked for what no signal has woken it for.
+_LOOK_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+class _Stream:
+    """What a worker writes to stdout or stderr."""
+
+    def __init__(self, worker: int, name: str, pipe: IO[bytes]) -> None:
+        self.pipe = pipe
+        self._prefix = f"[{worker}]<{name}>: ".encode()
+        self._rest = b""
+        os.set_blocking(pipe.fileno(), False)
+
+    def copy(self, pieces: int) -> bool:
+        """Write whole lines to the launcher, of so many pieces at most; return whether there may be more later."""
+        for _ in range(pieces):
+            try:
+                piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
+            except BlockingIOError:
+                return True
+            if not piece:
+                self.finish_line()
+                return False
+            new = self._rest + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # a progress bar, too
+            *lines, self._rest = new.split(b"\n")
+            if lines:
+                say(b"\n".join(self._prefix + line for line in lines))
+        return True
+
+    def finish_line(self) -> None:
+        """Write a last line without an end."""
+        if self._rest:
+            say(self._prefix + self._rest)
+            self._rest = b""
+
+
+class _Agent:
+    """Runs the workers of this host."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._streams: dict[int, list[_Stream]] = {}
+        self._kill_at: dict[int, float] = {}
+        self._selector = selectors.DefaultSelector()
+        self._libc = ctypes.CDLL(None)
+        self._told = b""
+        self._is_ending = False
+
+    def run(self) -> None:
+        """Do what the launcher says, to the end of all workers."""
+        woken, wakes = os.pipe()
+        for descriptor in (woken, wakes):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._be_ending)
+        self._stdin = stdin = os.dup(0)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)  # the stdin of workers
+        self._selector.register(stdin, selectors.EVENT_READ, self._listen)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: self._drain(woken))
+        say(READY)
+        end_at = None
+        while end_at is None or (self._selector.get_map().keys() - {stdin, woken} and time.monotonic() < end_at):
+            deadline = min([*self._kill_at.values(), math.inf if end_at is None else end_at])
+            for key, _ in self._selector.select(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+                key.data()
+            if self._is_ending:
+                for worker in self._workers:
+                    self._stop(worker)
+            self._reap()
+            for worker, deadline in self._kill_at.items():
+                if time.monotonic() >= deadline:
+                    self._kill_at[worker] = math.inf
+                    self._signal(worker, signal.SIGKILL)
+            if self._is_ending and not self._workers and end_at is None:
+                end_at = time.monotonic() + _OUTPUT_S
+
+    def _drain(self, descriptor: int) -> None:
+        with suppress(BlockingIOError):
+            os.read(descriptor, 1 << 12)
+
+    def _listen(self) -> None:
+        """Take what has come on stdin."""
+        piece = os.read(self._stdin, 1 << 16)
+        if not piece:
+            self._selector.unregister(self._stdin)
+            self._is_ending = True
+        *lines, self._told = (self._told + piece).split(b"\n")
+        for line in lines:
+            what, number, *rest = line.decode().split(" ", 2)
+            if what == "start" and not self._is_ending:
+                self._start(int(number), json.loads(rest[0]))
+            elif what == "kill":
+                self._signal(int(number), signal.SIGKILL)
+            elif what == "stop":
+                self._stop(int(number))
+
+    def _start(self, worker: int, variables: dict[str, str]) -> None:
+        agent, environment = os.getpid(), {**os.environ, **variables}
+
+        def die_with_the_agent() -> None:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != agent:
+                os._exit(1)
+
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=die_with_the_agent,
+            )
+        except OSError as error:
+            say(
+                b"[%d]<stderr>: cannot start %s: %s"
+                % (worker, os.fsencode(self._command[0]), str(error.strerror).encode())
+            )
+            say(EXITED + b"%d 127" % worker)
+            return
+        self._workers[worker] = process
+        self._streams[worker] = []
+        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
+            assert pipe is not None
+            stream = _Stream(worker, name, pipe)
+            self._streams[worker].append(stream)
+            self._selector.register(pipe, selectors.EVENT_READ, lambda stream=stream: self._copy(stream))
+
+    def _copy(self, stream: _Stream, pieces: int = 1) -> None:
+        if not stream.pipe.closed and not stream.copy(pieces):
+            self._selector.unregister(stream.pipe)
+            stream.pipe.close()
+
+    def _reap(self) -> None:
+        """Report the workers that have ended, after what they have printed."""
+        for worker, process in [*self._workers.items()]:
+            if (code := process.poll()) is not None:
+                del self._workers[worker]
+                self._kill_at.pop(worker, None)
+                for stream in self._streams.pop(worker):
+                    self._copy(stream, _LAST_PIECES)
+                    stream.finish_line()
+                say(EXITED + b"%d %d" % (worker, code))
+
+    def _stop(self, worker: int) -> None:
+        """Ask a worker to end, the first time."""
+        if worker in self._workers and worker not in self._kill_at:
+            self._kill_at[worker] = time.monotonic() + _STOP_S
+            self._signal(worker, signal.SIGTERM)
+
+    def _signal(self, worker: int, number: signal.Signals) -> None:
+        """Send a signal to a worker that has not been reaped, and to what it has started."""
+        if worker in self._workers:
+            with suppress(ProcessLookupError):
+                os.killpg(self._workers[worker].pid, number)
+
+    def _be_ending(self, number: int, frame: object) -> None:
+        self._is_ending = True
+
+
+def say(text: bytes) -> None:
+    """Write lines to the launcher; to nobody where it has gone, as the end of stdin says, too."""
+    text += b"\n"
+    with suppress(OSError):
+        while text:
+            text = text[os.write(1, text) :]
+
+
+def main() -> None:
+    """Run the workers of this host."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONUNBUFFERED"] = "1"  # lines are to appear when they are printed
+    _Agent(sys.argv[1:]).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""How an elastic job runs: its policy hears what agents report, what workers write to the store and which hosts there are, and
+its decisions are carried out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import wait
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.link.own_address import own_address
+from gradwire.trainer.cli.elastic import agent as agent_script
+from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
+from gradwire.trainer.cli.elastic.discovery import Discovery
+from gradwire.trainer.cli.elastic.policy import Policy
+from gradwire.trainer.cli.failure import Failure, exit_status, told_failures
+from gradwire.trainer.cli.hosts import Host
+from gradwire.trainer.cli.options import Elastic, Job
+from gradwire.trainer.cli.output import Output
+from gradwire.trainer.cli.reach import AgentProcess, command_on, handed_on
+from gradwire.trainer.cli.signals import signals_heard
+from gradwire.trainer.world.epochs import WORKER, Epochs
+from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
+
+#: How often the store is looked at, while an epoch lasts and when one is about to change.
+_LOOK_S, _LOOK_CLOSELY_S = 0.1, 0.01
+#: What agents have to end their workers (which they kill after 30 s), before they are killed themselves.
+_END_S = 45.0
+#: What an operation of the store may take.
+_STORE_S = 60.0
+
+#: What places this process in a job that it is part of itself. Its workers are none of that.
+_LOCAL_RANK = "LOCAL_RANK"
+_OF_OTHERS = ("RANK", "WORLD_SIZE", _LOCAL_RANK, "LOCAL_WORLD_SIZE", "GROUP_RANK", MASTER_ADDR, MASTER_PORT)
+_OF_TORCHRUN = "TORCHELASTIC_"
+
+
+class _Run:
+    """Runs one job. Raises ValueError as run_elastic_job()."""
+
+    def __init__(self, job: Job, wanted: Elastic) -> None:
+        self._job = job
+        outside = {name: value for name, value in os.environ.items() if name not in _OF_OTHERS}
+        self._environment = {name: value for name, value in outside.items() if not name.startswith(_OF_TORCHRUN)}
+        handed_on(job, os.environ)  # raises for what is missing before anything is started
+        address = "127.0.0.1"
+        if wanted.discovery_script is not None or len(job.hosts) > 1 or not job.hosts[0].is_here:
+            address = own_address({**os.environ, **job.settings})
+        self._output = Output(job.output_folder, digits=1, name="worker")
+        self._store = _store(address, job.master_port)
+        self._epochs = Epochs(self._store)
+        self._of_all = {
+            MASTER_ADDR: address,
+            MASTER_PORT: str(self._store.port),
+            "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
+            AGENT_STORE: "True",
+        }
+        self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)
+        self._policy = Policy(wanted, time.monotonic() + job.start_timeout_s)
+        self._known: dict[str, Host] = {}
+        self._agents: dict[int, AgentProcess] = {}
+        self._late_at: dict[int, float] = {}
+        self._exit_codes: dict[int, int] = {}
+        self._lost: dict[int, Failure] = {}
+        self._end: End | None = None
+        self._is_ending = False
+        self._have_hosts(job.hosts)
+
+    def run(self) -> int:
+        """Return the exit status of the job."""
+        with signals_heard() as signals:
+            try:
+                while self._end is None and not signals:
+                    self._hear(_LOOK_CLOSELY_S if self._policy.is_changing else _LOOK_S)
+                    self._look()
+                    for action in self._policy.decide(time.monotonic()):
+                        self._do(action)
+                self._end_all(signals)
+            finally:
+                for agent in self._agents.values():
+                    agent.leave()
+                if self._discovery is not None:
+                    self._discovery.close()
+                self._output.close()
+        return self._tell_end(signals)
+
+    def _hear(self, at_most_s: float) -> None:
+        """Take what agents say, and note those that have ended; wait for it if there is nothing."""
+        wait([stream.fileno() for agent in self._agents.values() for stream in agent.streams.values()], at_most_s)
+        now = time.monotonic()
+        for node, agent in [*self._agents.items()]:
+            has_ended = agent.process.poll() is not None  # and what it said is all there
+            for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
+                if stream == "stdout" and self._output.take(line):
+                    continue
+                if stream == "stdout" and line.startswith(agent_script.READY):
+                    agent.is_ready = True
+                elif stream == "stdout" and line.startswith(agent_script.EXITED):
+                    worker, self._exit_codes[worker] = map(int, line[len(agent_script.EXITED) :].split())
+                    self._policy.exited(worker, self._exit_codes[worker], now)
+                else:
+                    agent.hear_other(line, is_told=self._job.verbose)
+            if has_ended:
+                is_ssh = not agent.is_ready and not agent.host.is_here
+                self._lose(node, agent.why_lost if is_ssh else agent.words.text or "its agent has ended")
+            elif not agent.is_ready and now >= self._late_at[node] and not agent.host.is_here:
+                self._lose(node, agent.why_late(self._job.start_timeout_s))
+
+    def _look(self) -> None:
+        """See which hosts there are, and what workers have written."""
+        if self._discovery is not None and (hosts := self._discovery.look()) is not None:
+            self._have_hosts(hosts.values())
+        policy, now = self._policy, time.monotonic()
+        for worker in policy.workers.coming():
+            if self._epochs.has_arrived(worker):
+                policy.arrived(worker)
+        if policy.epoch is not None:
+            for worker in policy.staying:
+                if (departure := self._epochs.departure(worker, policy.epoch.number)) is not None:
+                    policy.departed(worker, departure, now)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Start(worker, node, slot):
+                self._start(worker, node, slot)
+            case Kill(worker):
+                self._tell(worker, f"kill {worker}")
+            case Stop(worker):
+                self._tell(worker, f"stop {worker}")
+            case Release(node) if node in self._agents:
+                self._agents[node].ask_to_end()
+            case Begin(epoch, news):
+                self._epochs.begin(epoch)
+                ranks = f"{len(epoch.workers)} rank{'s' * (len(epoch.workers) > 1)}"
+                _say(f"epoch {epoch.number}: {'; '.join([ranks, *news])}")
+            case Update(epoch):
+                self._epochs.want_update(epoch)
+            case Say(text):
+                _say(text)
+            case End():
+                self._end = action
+
+    def _have_hosts(self, hosts: Iterable[Host]) -> None:
+        self._known |= {host.name: host for host in hosts}
+        self._policy.set_hosts({host.name: host.slots for host in hosts})
+
+    def _start(self, worker: int, node: int, slot: int) -> None:
+        if node in self._lost:
+            return  # by an attempt to start another one there
+        if node not in self._agents:
+            host = self._known[self._policy.workers.hosts[node].name]
+            script = [sys.executable, "-I", "-S", agent_script.__file__, *self._job.command]
+            command = command_on(host, self._job, script, os.environ)
+            if self._job.verbose:
+                _say(shlex.join(command))
+            try:
+                self._agents[node] = AgentProcess(host, command, self._environment | self._job.settings)
+            except OSError as error:
+                self._lose(node, f"cannot start {command[0]}: {error.strerror}")
+                return
+            self._late_at[node] = time.monotonic() + self._job.start_timeout_s
+        self._tell(worker, f"start {worker} {json.dumps(self._of_all | {WORKER: str(worker), _LOCAL_RANK: str(slot)})}")
+
+    def _tell(self, worker: int, line: str) -> None:
+        agent = self._agents.get(self._policy.workers.of[worker].node)
+        if agent is not None and agent.process.stdin is not None:
+            with suppress(OSError):  # it has ended, as is about to be seen
+                agent.process.stdin.write(f"{line}\n".encode())
+                agent.process.stdin.flush()
+
+    def _lose(self, node: int, why: str) -> None:
+        """Let go of an agent that has ended, or never came. That is a loss of its workers, unless it was to end."""
+        if (agent := self._agents.pop(node, None)) is not None:
+            agent.leave()
+        host = self._policy.workers.hosts[node]
+        if not self._is_ending and not host.is_released:
+            self._lost[node] = Failure(host.name, None, None, why)
+            self._policy.host_lost(node, why, time.monotonic())
+
+    def _end_all(self, signals: list[int]) -> None:
+        """Let all workers end, and their agents; leave at once after a second signal."""
+        end_at = time.monotonic() + _END_S
+        self._is_ending = True
+        if self._end is None:
+            reason = "it was interrupted"
+        else:
+            reason = self._end.reason or ("a worker has failed" if self._end.failed else "all ranks have finished")
+        self._epochs.end(reason)
+        for agent in self._agents.values():
+            agent.ask_to_end()
+        while self._agents and len(signals) < 2:
+            self._hear(_LOOK_S)
+            if time.monotonic() >= end_at:
+                for agent in self._agents.values():
+                    agent.process.kill()
+                return
+
+    def _tell_end(self, signals: list[int]) -> int:
+        """Say why the job has failed, if it has, and return its exit status."""
+        if self._end is None:
+            return 128 + signals[0]
+        failures = list(dict.fromkeys(self._failure(worker) for worker in self._end.failed))
+        for line in told_failures(failures, "worker"):
+            print(line, file=sys.stderr, flush=True)
+        if self._end.reason:
+            _say(self._end.reason)
+        return exit_status(failures) if failures else int(bool(self._end.reason))
+
+    def _failure(self, worker: int) -> Failure:
+        """Return how a worker has failed, or its host."""
+        node, host = self._policy.workers.of[worker].node, self._policy.workers.host_of(worker)
+        if node in self._lost:
+            return self._lost[node]
+        return Failure(host.name, worker, self._exit_codes.get(worker, -signal.SIGKILL), self._output.words(worker))
+
+
+def run_elastic_job(job: Job, wanted: Elastic) -> int:
+    """Run an elastic job to its end, and return its exit status.
+
+    Raises ValueError where this host has no address for others, the port is taken, a variable to hand on is missing, a folder
+    cannot be made, or the script that finds hosts cannot be started.
+    """
+    return _Run(job, wanted).run()
+
+
+def _store(address: str, port: int | None) -> TCPStore:
+    """Return the store of a job, which this process keeps. Raises ValueError where the port is taken."""
+    try:
+        return TCPStore(address, port or 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S))
+    except RuntimeError as error:
+        raise ValueError(f"--master-port {port}: {str(error).splitlines()[0]}") from error
+
+
+def _say(text: str) -> None:
+    print(f"gradwire: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,293 @@
+"""What an elastic job does when workers arrive, leave an epoch, end or are blamed, and when hosts come and go.
+
+The launcher tells a Policy what has happened, and does what it decides. No process is started here, and no clock is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
+from gradwire.trainer.cli.elastic.ranks import next_epoch
+from gradwire.trainer.cli.elastic.workers import Workers
+from gradwire.trainer.cli.failure import ending
+from gradwire.trainer.cli.options import Elastic
+from gradwire.trainer.world.epochs import Departure, Epoch
+
+#: What a worker has to leave an epoch, or to end, once another one says that it is lost.
+BLAMED_S = 2.0
+#: What the others have to end once one worker has finished and another one has failed.
+GRACE_S = 5.0
+#: For how long workers that have arrived wait for those that were started with them, before ranks are interrupted.
+TOGETHER_S = 5.0
+
+
+@dataclass
+class _Happened:
+    """Holds what has happened since the last epoch began.
+
+    departed: the workers that have left it. broken_since: when it began to end, by a departure or a loss. waits_since: when
+    workers for the next one turned out to be too few. arrived_since: when there began to be workers that are no ranks.
+    failed: the workers that are lost. reasons: of departures. news: for the user.
+    """
+
+    departed: set[int] = field(default_factory=set)
+    blamed_since: dict[int, float] = field(default_factory=dict)
+    broken_since: float | None = None
+    is_update_wanted: bool = False
+    waits_since: float | None = None
+    arrived_since: float | None = None
+    failed: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    news: list[str] = field(default_factory=list)
+
+
+class Policy:
+    """Decides for one job. Times are those of one clock, in seconds; start_by: when the first epoch may begin without all."""
+
+    def __init__(self, wanted: Elastic, start_by: float) -> None:
+        self.epoch: Epoch | None = None
+        self.workers = Workers(wanted.max_ranks)
+        self.is_over = False
+        self._wanted = wanted
+        self._start_by = start_by
+        self._finished_since: float | None = None
+        self._new = _Happened()
+
+    # What has happened
+
+    def set_hosts(self, slots: Mapping[str, int]) -> None:
+        """Note which hosts there are now."""
+        self.workers.set_hosts(slots)
+
+    def host_lost(self, node: int, why: str, now: float) -> None:
+        """Note that the agent of a host has ended, and with it all its workers."""
+        host = self.workers.hosts[node]
+        host.is_failed = True
+        self._new.news.append(f"host {host.name} was lost: {why}")
+        for number in self.workers.running_on(node):
+            self.workers.of[number].is_running = False
+            if self.workers.of[number].is_alive:
+                self._lose(number, "was lost with its host", now)
+
+    def arrived(self, worker: int) -> None:
+        """Note that a worker can become a rank."""
+        self.workers.of[worker].has_arrived = True
+
+    def departed(self, worker: int, departure: Departure, now: float) -> None:
+        """Note that a worker has left the current epoch."""
+        self._new.departed.add(worker)
+        self._break(now)
+        if departure.reason:
+            self._new.reasons.append(f"worker {worker}: {departure.reason}")
+        for other in departure.blamed:
+            self._new.blamed_since.setdefault(other, now)
+
+    def exited(self, worker: int, exit_code: int, now: float) -> None:
+        """Note that the process of a worker has ended. exit_code: negative for a signal."""
+        each = self.workers.of[worker]
+        each.is_running = False
+        if each.is_alive and exit_code == 0 and (self.epoch is None or worker in self._ranks):
+            each.is_alive = False
+            self._finished_since = now if self._finished_since is None else self._finished_since
+        elif each.is_alive:
+            self._lose(worker, ending(exit_code), now)
+
+    # What is looked for, and what is done
+
+    @property
+    def staying(self) -> list[int]:
+        """Return the ranks, as workers, that may still leave the current epoch."""
+        return [
+            number for number in self._ranks if self.workers.of[number].is_alive and number not in self._new.departed
+        ]
+
+    @property
+    def is_changing(self) -> bool:
+        """Return whether an epoch is about to begin or to end, so that it is worth looking often."""
+        is_between = self.epoch is None or self._new.broken_since is not None or self._new.is_update_wanted
+        return is_between or bool(self.workers.coming())
+
+    def decide(self, now: float) -> list[Action]:
+        """Return what is to be done next, in this order, because of what has happened. After an End there is nothing."""
+        actions: list[Action] = []
+        for step in (self._kills, self._turn, self._stops, self._starts, self._releases):
+            if not self.is_over:
+                actions += step(now)
+        return actions
+
+    def _kills(self, now: float) -> list[Action]:
+        killed: list[Action] = []
+        if self._new.broken_since is not None:
+            for number in self.staying:
+                late = self._new.broken_since + self._wanted.timeout_s
+                if now >= min(late, self._new.blamed_since.get(number, late) + BLAMED_S):
+                    self._lose(number, "was killed, since it did not answer", now)
+                    killed.append(Kill(number))
+        return killed
+
+    def _turn(self, now: float) -> list[Action]:
+        """Begin an epoch, ask for the next one, or end the job."""
+        if self.epoch is None:
+            return self._first(now)
+        if self._finished_since is not None:
+            return self._last(now, self._finished_since)
+        if self._new.broken_since is not None:
+            return [] if self.staying else self._next(now, self.epoch)
+        return self._update(now, self.epoch)
+
+    def _first(self, now: float) -> list[Action]:
+        alive = [number for number, worker in self.workers.of.items() if worker.is_alive]
+        have_ended = self._new.failed or self._finished_since is not None
+        if have_ended and not alive and not self._starting:
+            return self._end()
+        if self._finished_since is not None:
+            is_stuck = all(self.workers.of[number].has_arrived for number in alive)
+            return self._end("a worker has finished before the first epoch, which others wait for") if is_stuck else []
+        joining, least = self._joining, self._wanted.min_ranks
+        wanted = max(least, self._wanted.ranks or least)
+        if self._wanted.discovery_script is None:
+            wanted = max(least, min(wanted, len(alive) + len(self.workers.free_slots())))
+        are_all = len(joining) == len(alive) and len(joining) >= wanted and not self._starting
+        if are_all or (now >= self._start_by and len(joining) >= least):
+            return self._begin(next_epoch(None, [], joining, self.workers.nodes()))
+        return self._wait(now, len(joining))
+
+    def _next(self, now: float, epoch: Epoch) -> list[Action]:
+        survivors = [number for number in epoch.workers if self.workers.of[number].is_alive]
+        if not survivors:
+            return self._end("no rank survived to go on")
+        if self._is_last:
+            return self._end(f"epoch {epoch.number} is the last one that --reset-limit allows")
+        joining, least = self._joining, self._wanted.min_ranks
+        welcome = [number for number in survivors if self.workers.of[number].is_welcome]
+        # Those of hosts that have been taken away go on for one more epoch where nobody else has what has been learnt, or others
+        # are too few.
+        staying = welcome if welcome and len(welcome) + len(joining) >= least else survivors
+        if len(staying) + len(joining) >= least:
+            return self._begin(next_epoch(epoch, staying, joining, self.workers.nodes()))
+        return self._wait(now, len(staying) + len(joining))
+
+    def _last(self, now: float, finished_since: float) -> list[Action]:
+        """Wait for the end of all ranks, once one has finished."""
+        if self._new.broken_since is not None:
+            is_late = now >= max(self._new.broken_since, finished_since) + GRACE_S
+            reasons = "" if self._new.failed else "".join(f"; {reason}" for reason in self._new.reasons)
+            return self._end(f"not all ranks have finished{reasons}") if is_late or not self.staying else []
+        if self.staying:
+            return []
+        self._new.failed = []  # at most workers that have never been needed
+        return self._end()
+
+    def _update(self, now: float, epoch: Epoch) -> list[Action]:
+        joining = self._joining
+        if not joining:
+            self._new.arrived_since = None
+        elif self._new.arrived_since is None:
+            self._new.arrived_since = now
+        are_together = not self.workers.coming() or now >= (self._new.arrived_since or now) + TOGETHER_S
+        welcome = [number for number in epoch.workers if self.workers.of[number].is_welcome]
+        can_shrink = 0 < len(welcome) < len(epoch.workers) and len(welcome) + len(joining) >= self._wanted.min_ranks
+        if self._new.is_update_wanted or self._is_last or not (can_shrink or (joining and are_together)):
+            return []
+        self._new.is_update_wanted = True
+        return [Update(epoch.number)]
+
+    def _wait(self, now: float, found: int) -> list[Action]:
+        """Wait for workers to arrive, where they may, and it is not too late."""
+        least, timeout_s = self._wanted.min_ranks, self._wanted.timeout_s
+        few = f"{found} of at least {least} rank{'s' * (least > 1)}"
+        is_first = self._new.waits_since is None
+        self._new.waits_since = now if self._new.waits_since is None else self._new.waits_since
+        if now >= self._new.waits_since + timeout_s:
+            return self._end(f"no epoch could begin within {timeout_s} s, with {few}")
+        dying = [worker for worker in self.workers.of.values() if worker.is_running and not worker.is_alive]
+        coming = [number for number in self.workers.coming() if self.workers.of[number].is_welcome]
+        possible = found + len(coming) + len(self.workers.free_slots()) + len(dying)
+        if self._wanted.discovery_script is None and possible < least:
+            return self._end(f"{few} can go on, and no host is left for others")
+        if not is_first or self.epoch is None:
+            return []
+        return [Say(f"{few} can go on, and wait for others; {'; '.join(self._new.news)}")]
+
+    def _stops(self, now: float) -> list[Action]:
+        """Stop those that take no part, where they are not going to."""
+        is_ending = self.epoch is not None and self._finished_since is not None
+        stopped: list[Action] = []
+        for number, worker in self.workers.of.items():
+            if worker.is_alive and number not in self._ranks and (is_ending or worker.is_leaving):
+                worker.is_alive = False
+                stopped.append(Stop(number))
+        return stopped
+
+    def _starts(self, now: float) -> list[Action]:
+        return [Start(self.workers.start(node, slot), node, slot) for node, slot in self._starting]
+
+    def _releases(self, now: float) -> list[Action]:
+        released: list[Action] = []
+        for node, host in self.workers.hosts.items():
+            if not host.is_released and host.slots == 0 and not self.workers.running_on(node):
+                host.is_released = True
+                released.append(Release(node))
+        return released
+
+    # What that follows from
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        return () if self.epoch is None else self.epoch.workers
+
+    @property
+    def _joining(self) -> list[int]:
+        """Return the workers that can become ranks."""
+        workers = self.workers.of.items()
+        return [
+            number for number, each in workers if each.has_arrived and each.is_welcome and number not in self._ranks
+        ]
+
+    @property
+    def _starting(self) -> list[tuple[int, int]]:
+        """Return where workers are to be started now. Before one has arrived, none replaces one that has failed: all may fail."""
+        is_hopeless = self._new.failed and not any(worker.has_arrived for worker in self.workers.of.values())
+        if self._finished_since is not None or self._is_last or (self.epoch is None and is_hopeless):
+            return []
+        return self.workers.free_slots()
+
+    @property
+    def _is_last(self) -> bool:
+        """Return whether no epoch may follow."""
+        limit = self._wanted.reset_limit
+        return self.epoch is not None and limit is not None and self.epoch.number >= limit
+
+    def _break(self, now: float) -> None:
+        if self._new.broken_since is None:
+            self._new.broken_since = now
+
+    def _lose(self, number: int, how: str, now: float) -> None:
+        self._new.failed.append(number)
+        self._new.news.append(f"worker {number} on host {self.workers.host_of(number).name} {how}")
+        if news := self.workers.fail(number):
+            self._new.news.append(news)
+        if number in self._ranks:
+            self._break(now)
+
+    def _begin(self, epoch: Epoch) -> list[Action]:
+        before, is_first = self._ranks, self.epoch is None
+        for number in before:
+            if self.workers.of[number].is_alive and number not in epoch.workers:
+                self._new.news.append(f"worker {number} left with host {self.workers.host_of(number).name}")
+        for rank, number in enumerate(epoch.workers):
+            self.workers.become_rank(number)
+            if not is_first and number not in before:
+                self._new.news.append(
+                    f"worker {number} on host {self.workers.host_of(number).name} joined as rank {rank}"
+                )
+        begin = Begin(epoch, tuple(self._new.news))
+        self.epoch = epoch
+        self._new = _Happened()
+        return [begin]
+
+    def _end(self, reason: str = "") -> list[Action]:
+        self.is_over = True
+        return [End(tuple(self._new.failed), reason)]

@@ -1,0 +1,112 @@
+"""How agents are reached: a child process on this host, ssh for another one, and what comes back on their streams."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO
+
+from gradwire.collectives.environment import HOST_ID
+from gradwire.trainer.cli.failure import LastWords
+from gradwire.trainer.cli.hosts import Host
+from gradwire.trainer.cli.options import Job
+
+#: What of the environment goes to other hosts. The id of a host is its own.
+_PREFIXES = ("COLLECTIVES_", "GLOO_", "HOROVOD_", "NCCL_")
+_NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
+_NOT = (HOST_ID,)
+
+
+class AgentProcess:
+    """Holds the process that is the agent of one host, or the ssh that leads to it, and its output so far. Raises OSError where
+    the command cannot be started."""
+
+    def __init__(self, host: Host, command: list[str], environment: Mapping[str, str]) -> None:
+        self.host = host
+        self.is_ready = False
+        self.words = LastWords()
+        self._rests = {"stdout": b"", "stderr": b""}
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher, which ends all
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.streams: dict[str, IO[bytes]] = {"stdout": self.process.stdout, "stderr": self.process.stderr}
+        for stream in self.streams.values():
+            os.set_blocking(stream.fileno(), False)
+
+    def read(self, name: str) -> list[bytes]:
+        """Return the new lines of a stream, all that are there."""
+        if name not in self.streams:
+            return []
+        pieces = [self._rests[name]]
+        with suppress(BlockingIOError):
+            while piece := os.read(self.streams[name].fileno(), 1 << 16):
+                pieces.append(piece)
+            self.streams.pop(name).close()
+            pieces.append(b"\n")  # at the end, what is there is a line
+        *lines, self._rests[name] = b"".join(pieces).split(b"\n")
+        return lines
+
+    def hear_other(self, line: bytes, *, is_told: bool) -> None:
+        """Take a line of torch's or ssh's own."""
+        text = line.decode(errors="replace")
+        self.words.hear(text)
+        if is_told:
+            print(f"[{self.host.name}]: {text}", file=sys.stderr, flush=True)
+
+    @property
+    def why_lost(self) -> str:
+        """Return what is known of why it has ended before it was ready."""
+        return f"by ssh: {self.words.text or f'exit code {self.process.returncode}'}"
+
+    def why_late(self, start_timeout_s: int) -> str:
+        """Return what is known of why it is not ready in time."""
+        why = f"did not start within {start_timeout_s} s"
+        return f"{why}: {self.words.text}" if self.words.text else why
+
+    def ask_to_end(self) -> None:
+        """Let it end its ranks and itself. An ssh that has not reached its agent ends at once."""
+        with suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        if not self.is_ready:
+            self.process.terminate()
+
+    def leave(self) -> None:
+        """Let go of it. An agent of this host that still runs ends its ranks first; an ssh is ended, as its agent then will."""
+        self.ask_to_end()
+        if self.process.poll() is None and not self.host.is_here:
+            self.process.terminate()
+        for stream in self.streams.values():
+            stream.close()
+
+
+def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that go to other hosts. Raises ValueError for a name given with -x that is not set here."""
+    if missing := next((name for name in job.names if name not in environment), None):
+        raise ValueError(f"-x {missing}: it is not set here; write -x {missing}=VALUE")
+    names = {name for name in environment if name.startswith(_PREFIXES)} | {*_NAMES, *job.names}
+    return {name: environment[name] for name in sorted(names - {*_NOT}) if name in environment} | job.settings
+
+
+def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Return what starts an agent on a host. Raises as handed_on() where that is another one."""
+    if host.is_here:
+        return agent
+    settings = [f"{name}={value}" for name, value in handed_on(job, environment).items()]
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={job.start_timeout_s}", "-o", "ServerAliveInterval=15"]
+    if job.ssh_port is not None:
+        ssh += ["-p", str(job.ssh_port)]
+    if job.ssh_identity_file is not None:
+        ssh += ["-i", job.ssh_identity_file]
+    return [*ssh, host.name, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *settings, *agent])}"]

@@ -1,0 +1,22 @@
+"""The signals that ask a launcher to end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def signals_heard() -> Iterator[list[int]]:
+    """Give the signals of Ctrl-C and SIGTERM as they come: the first asks all to end, another one to leave at once."""
+    heard: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: heard.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

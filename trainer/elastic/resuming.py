@@ -1,0 +1,44 @@
+"""How ranks begin to train: from the newest commit, or where there is none, from the state of rank 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from gradwire.trainer.elastic.failures import Failures
+from gradwire.trainer.elastic.memory import Memory
+from gradwire.trainer.elastic.state import ObjectState
+from gradwire.trainer.world.world import elastic_worker, here, rank, size
+
+_log = logging.getLogger("gradwire")
+
+
+def begin(state: ObjectState, failures: Failures | None, since_s: float, *, is_reset: bool = False) -> None:
+    """Have all ranks go on from the newest commit, or else from rank 0's state. since_s: time.perf_counter() of what they go on
+    after. is_reset: whether this process has trained in another world, so that reset callbacks have something to do either way.
+    Collective. Raises GaveUp on all ranks alike, and RuntimeError where what was committed cannot be loaded."""
+    worker = elastic_worker()
+    wanted = None if worker is None else lambda: rank() == 0 and worker.is_update_wanted()
+    state.begin(Memory() if failures is None else failures.memory, wanted)
+    restored, faults = state.commits.restore()
+    for fault in faults if rank() == 0 else ():
+        _log.warning("gradwire: %s", fault)
+    if failures is not None:
+        failures.begin(state.commits.host, 0 if restored is None else restored.number)
+    if restored is None:
+        state.sync()
+        if is_reset:
+            state.on_reset()
+        return
+    try:
+        state.take(restored)
+    except (LookupError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"{here()}cannot resume from commit {restored.number}: {type(error).__name__}: {error}"
+        ) from error
+    state.on_reset()
+    if rank() == 0:
+        ranks = f"{size()} ranks" if restored.size == size() else f"{size()} instead of {restored.size} ranks"
+        seconds = time.perf_counter() - since_s
+        said = "gradwire: training resumes from commit %d on %s, from %s, after %.2f s"
+        _log.warning(said, restored.number, ranks, restored.source, seconds)

@@ -1,0 +1,73 @@
+"""This process as a worker of an elastic job: how it gets its place in each epoch, and says why it leaves one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, MutableMapping
+
+from gradwire.trainer.world.epochs import WORKER, Departure, Epoch, Epochs, epochs_of
+
+_LOCAL_RANK = "LOCAL_RANK"
+_LONGEST_REASON = 2000
+
+
+class Worker:
+    """A process that is a rank of one epoch after the other.
+
+    number: as Epochs count workers. epoch: the one that this process is in, or was in last; None before the first. is_late:
+    whether the job had begun when this process came. It is alone then, in a world of one, while it builds what it trains, and
+    no other rank waits for that; take_place() is what it calls when it is ready.
+    """
+
+    def __init__(self, environment: MutableMapping[str, str], timeout_s: float) -> None:
+        """environment: of the process, which take_place() changes. Raises as epochs_of."""
+        self.number = int(environment[WORKER])
+        self.epoch: Epoch | None = None
+        self.is_late = False
+        self._environment = environment
+        self._epochs: Epochs = epochs_of(environment, timeout_s)
+        self._comes_first = True
+
+    def take_place(self, timeout_s: float) -> None:
+        """Wait for the next epoch, and write into the environment which rank of it this process is; the first time, where the job
+        has begun without it, that it is alone. Raises as Epochs.await_epoch."""
+        deadline = time.monotonic() + timeout_s
+        if self._comes_first:
+            self._comes_first = False
+            if self._epochs.current() is None:
+                self._epochs.arrive(self.number)
+                self._epochs.await_epoch(None, -1, deadline)
+            begun = self._epochs.current()
+            self.is_late = begun is not None and self.number not in begun.workers
+            if self.is_late:
+                alone = Epoch(-1, (self.number,), (0,)).environment(self.number)
+                local_rank = self._environment.get(_LOCAL_RANK, "0")  # by which the script may choose a GPU
+                self._environment.update(alone | {_LOCAL_RANK: local_rank})
+                return
+        self._epochs.arrive(self.number)
+        after = -1 if self.epoch is None else self.epoch.number
+        self.epoch = self._epochs.await_epoch(self.number, after, deadline)
+        self.is_late = False
+        self._environment.update(self.epoch.environment(self.number))
+
+    def leave(self, error: BaseException | None = None, lost: Iterable[int] = ()) -> None:
+        """Tell the launcher that this process has left its epoch. error: by which; None: because the launcher wanted it. lost:
+        the ranks that no longer answer. Raises RuntimeError where the launcher is gone."""
+        if self.epoch is None:
+            return
+        reason = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        blamed = tuple(self.epoch.workers[rank] for rank in lost)
+        self._epochs.leave(self.number, self.epoch.number, Departure(error is None, reason, blamed))
+
+    def is_update_wanted(self) -> bool:
+        """Return whether the launcher wants the ranks to leave this epoch. Raises as leave."""
+        return self.epoch is not None and self._epochs.is_update_wanted(self.epoch.number)
+
+    def end_job(self, reason: str) -> None:
+        """Have no epoch follow."""
+        self._epochs.end(reason)
+
+
+def worker_of(environment: MutableMapping[str, str], timeout_s: float) -> Worker | None:
+    """Return the worker that the environment describes, if any. Raises as epochs_of."""
+    return Worker(environment, timeout_s) if WORKER in environment else None
