@@ -21,10 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -72,6 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--every-s", type=float, default=30.0, help="seconds between kills (30)")
     add("--ranks", type=partial(count_from, 2), default=4, help="default 4")
     add("--hosts", type=partial(count_from, 1), default=1, help="simulated hosts, of which every third kill takes one")
+    add("--at-once", action="store_true", help="run all ways at the same time, which share the cores")
     add("--rate", default="1gbit", help="of each simulated host's link (1gbit)")
     add("--seed", type=partial(count_from, 0), default=0, help="of who is killed (0)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
@@ -184,7 +187,8 @@ def _hosts(
         )
         ssh.chmod(0o755)
         networks = [os.readlink(f"/proc/{each.pid}/ns/net") for each in cluster.hosts[:-1]]
-        yield cluster.hosts[-1].enter, {"PATH": f"{folder}:{os.environ['PATH']}"}, networks
+        settings = {"PATH": f"{folder}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "eth0"}
+        yield cluster.hosts[-1].enter, settings, networks
 
 
 def described(way: str, status: int | None, log: Path, began: float, kills: Sequence[float]) -> Run:
@@ -215,6 +219,14 @@ def compare(runs: Sequence[Run]) -> None:
             each.loss_over = each.loss / (sum(reference[step] for step in last) / len(last)) - 1
 
 
+def _line(run: Run) -> str:
+    outage = f"outage {median(run.outages_s):.2f} s (median), {max(run.outages_s):.2f} (most)" if run.outages_s else ""
+    return (
+        f"{run.way:12} exit {run.exit_status}  steps {run.steps:6}  goodput {run.goodput:5.2f}  loss {run.loss:.4f}"
+        f" ({run.loss_over:+.2%})  {len(run.kills_s)} kills  {outage}"
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     flags = parse_arguments(arguments)
     if flags.plot:
@@ -223,19 +235,13 @@ def main(arguments: Sequence[str]) -> int:
         draw(json.loads(flags.files[0].read_text()), flags.plot)
         return 0
     meta = software_and_machine(torch.device("cpu"))
-    meta |= {key: getattr(flags, key) for key in ("minutes", "every_s", "ranks", "hosts", "seed")}
+    meta |= {key: getattr(flags, key) for key in ("minutes", "every_s", "ranks", "hosts", "at_once", "seed")}
     runs: list[Run] = []
     folder = Path(tempfile.mkdtemp(prefix="failures."))  # with the output of every way
-    for way in flags.ways:
-        runs.append(run(way, flags, folder))
-        compare(runs)
-        last = runs[-1]
-        outage = sorted(last.outages_s)[len(last.outages_s) // 2] if last.outages_s else 0.0
-        print(
-            f"{way:12} exit {last.exit_status}  steps {last.steps:6}  goodput {last.goodput:5.2f}  loss {last.loss:.4f}"
-            f" ({last.loss_over:+.2%})  {len(last.kills_s)} kills, outage {outage:.2f} s (median),"
-            f" {max(last.outages_s, default=0):.2f} (most)",
-            flush=True,
-        )
-        write_json(flags.json, meta, runs)
+    with ThreadPoolExecutor(len(flags.ways) if flags.at_once else 1) as threads:
+        for each in threads.map(lambda way: run(way, flags, folder), flags.ways):
+            runs.append(each)
+            compare(runs)
+            print(_line(each), flush=True)
+            write_json(flags.json, meta, runs)
     return int(any(each.exit_status != 0 for each in runs))

@@ -24,7 +24,7 @@ from gradwire.trainer.examples.bytes_gpt import GPT, Config, read_text
 #: What 1, 2, 3 and 4 ranks divide evenly.
 _GLOBAL_BATCH = 24
 _SAMPLE_S = 0.02
-"""What a rank waits for each sample of its own, as if an accelerator computed: ranks that share this machine's cores would take no
+"""What a rank waits for each sample of its own, as if an accelerator computed: ranks that share the cores of a machine take no
 longer when one of them is lost."""
 
 
@@ -48,7 +48,7 @@ class Steps:
         time.sleep(_SAMPLE_S * len(mine))
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(spans[:, :-1]).flatten(0, 1), spans[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         said: Tensor = hvd.allreduce(torch.stack([loss.detach(), torch.tensor(float(time.time() >= self._until))]))
         if hvd.rank() == 0:
