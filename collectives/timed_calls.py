@@ -16,8 +16,8 @@ from gradwire.collectives.shared_tensors import SharedTensors
 _INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, 4 << 20, 16 << 20), (1 << 10, 4 << 10, 16 << 10)
 """The sizes in bytes, in a host and between hosts."""
 _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
-"""What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has measured, and which may
-save up for bursts meanwhile."""
+"""What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has
+measured, and which may save up for bursts meanwhile."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
 #: that take long.

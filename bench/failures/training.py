@@ -48,7 +48,7 @@ class Steps:
         time.sleep(_SAMPLE_S * len(mine))
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(spans[:, :-1]).flatten(0, 1), spans[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         said: Tensor = hvd.allreduce(torch.stack([loss.detach(), torch.tensor(float(time.time() >= self._until))]))
         if hvd.rank() == 0:
