@@ -61,7 +61,9 @@ def test_every_figure_is_that_of_its_run() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text()
         assert text == figures["filled"](text), f"{page}: run docs/figures.py"
-        used |= {name for mark in figures["MARK"].finditer(text) for name in mark[3].split() if mark[2] != "predictions"}
+        used |= {
+            name for mark in figures["MARK"].finditer(text) for name in mark[3].split() if mark[2] != "predictions"
+        }
     kept = {path.stem: json.loads(path.read_text()) for path in (ROOT / "docs" / "figures").iterdir()}
     assert {name: run["command"] for name, run in kept.items()} == figures["RUNS"]
     assert len({run["meta"]["commit"] for run in kept.values()}) == 1, "the runs are of several commits"
