@@ -1,5 +1,7 @@
-"""What allreduces take that are called as training calls them, by algorithm and size, to correct what a walk of their messages
-predicts: of wake-ups, caches, and of what the verb does itself, it knows nothing."""
+"""The time of allreduces that are called as training calls them, by which predictions are corrected.
+
+A walk over the messages of a Program knows nothing of wake-ups, of caches, and of what the verb does itself.
+"""
 
 from __future__ import annotations
 
