@@ -100,14 +100,14 @@ def command(way: str, flags: argparse.Namespace, log: Path, until: float) -> lis
     return [sys.executable, "-m", "gradwire", "run", "-np", str(flags.ranks), *least, *hosts, *script]
 
 
-def ranks_running(network: str | None = None) -> list[int]:
-    """Return the processes that train, by what launchers set in their environment. network: of one host's namespace."""
+def ranks_running(log: Path) -> list[int]:
+    """Return the processes that train for a log, by what launchers set in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             is_rank = b"TORCHELASTIC_RUN_ID=" in (folder / "environ").read_bytes()
-            trains = _MODULE.encode() in (folder / "cmdline").read_bytes().split(b"\0")
-            if is_rank and trains and network in (None, os.readlink(folder / "ns" / "net")):
+            trains = str(log).encode() in (folder / "cmdline").read_bytes().split(b"\0")
+            if is_rank and trains:
                 found.append(int(folder.name))
     return sorted(found)
 
@@ -115,8 +115,9 @@ def ranks_running(network: str | None = None) -> list[int]:
 class Killer:
     """Kills a rank, or every third time a host where there are several, and notes when."""
 
-    def __init__(self, seed: int, networks: Sequence[str]) -> None:
+    def __init__(self, seed: int, log: Path, networks: Sequence[str]) -> None:
         self._random = random.Random(seed)
+        self._log = log
         self._networks = networks
         self.times: list[float] = []
 
@@ -128,7 +129,7 @@ class Killer:
                 for folder in Path("/proc").glob("[0-9]*")
                 if _network_of(folder) == network and b"gradwire" in (folder / "cmdline").read_bytes()
             ]
-        elif running := ranks_running():
+        elif running := ranks_running(self._log):
             holders = [self._random.choice(running)]
         else:
             return  # all are being started
@@ -148,7 +149,7 @@ def run(way: str, flags: argparse.Namespace, folder: Path) -> Run:
     """Run one way, and return what came of it."""
     log = folder / f"{way}.jsonl"
     with _hosts(flags) as (enter, environment, networks):
-        killer = Killer(flags.seed, networks)
+        killer = Killer(flags.seed, log, networks)
         until = time.time() + 60 * flags.minutes
         started = enter(command(way, flags, log, until))
         with (folder / f"{way}.txt").open("wb") as output:
