@@ -12,12 +12,10 @@ from pathlib import Path
 from gradwire.trainer.elastic.memory import Agent, NamedMemory, open_own
 from gradwire.trainer.world.epochs import RESTART_COUNT
 from gradwire.trainer.world.process_sets import global_process_set
-from gradwire.trainer.world.worker import Worker
+from gradwire.trainer.world.worker import Worker, reason_of
 from gradwire.trainer.world.world import communicator_of, here, rank
 
 _log = logging.getLogger("gradwire")
-
-_LONGEST_REASON = 2000
 
 
 class GaveUp(RuntimeError):
@@ -67,7 +65,7 @@ class Failures:
 
     def note(self, error: Exception) -> None:
         """Keep why this rank has failed."""
-        self._keep_reason(f"{type(error).__name__}: {error}"[:_LONGEST_REASON])
+        self._keep_reason(reason_of(error))
 
     def _before(self) -> tuple[bool, int, int, str]:
         """Return whether ranks have failed since the last begin(), how often they had before, at which commit, and why last."""

@@ -55,7 +55,7 @@ class Worker:
         the ranks that no longer answer. Raises RuntimeError where the launcher is gone."""
         if self.epoch is None:
             return
-        reason = "" if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        reason = "" if error is None else reason_of(error)
         blamed = tuple(self.epoch.workers[rank] for rank in lost)
         self._epochs.leave(self.number, self.epoch.number, Departure(error is None, reason, blamed))
 
@@ -66,6 +66,11 @@ class Worker:
     def end_job(self, reason: str) -> None:
         """Have no epoch follow."""
         self._epochs.end(reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what is kept of an error for others to read."""
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
 
 
 def worker_of(environment: MutableMapping[str, str], timeout_s: float) -> Worker | None:
