@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import PeerLost
+from gradwire.trainer.gradients.deferred import order_by_need
 from tests.harness import World, meet, wide
 from tests.ranks.test_trainer_equivalence import by_closures, clipped, groups_of, in_parts, nesterov, plainly, scaled
 from tests.ranks.training import (
@@ -245,8 +246,8 @@ def test_checkpoints_midway_go_on_alike() -> None:
 
 
 @on_ranks(3)
-def test_buckets_that_only_queue_let_those_of_the_first_layers_overtake() -> None:
-    """Of the exchanges that are measured, ranks have begun one, two and three buckets when backward() ends."""
+def test_ranks_agree_on_an_order_by_the_last_rank_to_fill_a_bucket() -> None:
+    """On the last rank, the second bucket is full long after the others, on the other ranks at once."""
     started: list[int] = []
     model, optimizer = wrapped("next_forward", bucket_bytes=8000)
     spy(optimizer, lambda tensor, options: started.append(tensor.data_ptr()))
@@ -254,14 +255,33 @@ def test_buckets_that_only_queue_let_those_of_the_first_layers_overtake() -> Non
     exchange = optimizer._rule.exchange
     for number in range(1, 5):
         take_steps(model, optimizer, share, [number])
-        exchange._begun = [1 + hvd.rank()] * 9  # outweighs what is measured
+        buckets = len(optimizer._rule.buckets)
+        full_s = [0.0, 100.0 if hvd.rank() == 2 else 0.0, *[1.0] * (buckets - 2)]
+        exchange._ready = [full_s] * 9  # in place of what is measured
+        exchange._taken = [[1.0 + hvd.rank()] * buckets] * 9  # the quickest rank waits for no other
     optimizer.settle()
     places = [bucket.buffer.values.data_ptr() for bucket in optimizer._rule.buckets]
     assert len(places) > 4
     natural, agreed = started[-2 * len(places) : -len(places)], started[-len(places) :]
     assert natural == places
-    assert agreed == places[:3] + places[:2:-1]
+    assert agreed == [places[0], *places[:1:-1], places[1]]
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "exchange_s", "order"),
+    [
+        ([], [], []),
+        ([0, 1, 2], [5, 1, 1], [0, 2, 1]),  # both wait for the network
+        ([0, 1, 2], [1, 1, 1], [0, 1, 2]),  # the network waits for backward()
+        ([0, 1, 2, 3], [2, 2, 2, 2], [0, 2, 3, 1]),  # the last is the one that the forward needs last
+        ([0, 9, 2], [1, 1, 1], [0, 2, 1]),
+    ],
+)
+def test_the_network_has_work_and_the_first_layers_come_first(
+    ready_s: list[float], exchange_s: list[float], order: list[int]
+) -> None:
+    assert order_by_need(ready_s, exchange_s) == order
 
 
 @on_ranks(2)

@@ -16,8 +16,9 @@ from gradwire.trainer.gradients.exchange import GradientExchange
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import uncompiled
 
-_MEASURED = 3
-"""After so many exchanges by one layout the ranks agree on the order in which they start its buckets."""
+_MEASURED, _MORE = 3, 4
+"""After so many exchanges by one layout the ranks agree on the order in which they start its buckets, again after _MORE times as
+many, and so on: each order changes the times a little, and more of them have a better median."""
 
 
 class AwaitedGradient(Tensor):
@@ -39,9 +40,8 @@ class DeferredExchange(GradientExchange):
     It waits as GradientExchange does while the order of arrival is being learned, and where operations depend on others: with
     sparse gradients, a codec of matrices, or a parameter that got no gradient on this rank.
 
-    The buckets that the wire gets to only after the end of backward() anyway are started in reverse, so that the gradients of
-    the first layers are exchanged first (P3, Jayarajan et al. 2019). All ranks start the buckets in one order, on which they
-    agree once for a layout of the buckets.
+    After some exchanges by one layout of the buckets, all ranks agree on the order in which they start them from then on, by
+    when the buckets were full and how long their exchanges took: see order_by_need().
 
     waiting: numbers of the buckets that are exchanged and have not been waited for. is_pending: whether there are operations that
     have not been waited for. settle: completes the exchange, and what follows from it. before_gradient: called with the index
@@ -56,14 +56,17 @@ class DeferredExchange(GradientExchange):
         self.waiting: set[int] = set()
         self.is_pending = False
         self._agreed_order: list[int] = []
-        self._begun: list[int] = []
+        self._full_s: dict[int, float] = {}
+        self._ready: list[list[float]] = []
+        self._taken: list[list[float]] = []
         self._laid_out: list[Bucket] = []
-        self._agree_at = 0
+        self._laid_out_at, self._agree_after = 0, _MEASURED
 
     def on_gradient(self, index: int, parameter: Tensor) -> None:
         if self.is_pending:
             self.before_gradient(index)
         super().on_gradient(index, parameter)
+        self._full_s[self._bucketing.places.get(index, (-1,))[0]] = time.perf_counter()
 
     def wait_for(self, number: int) -> None:
         """Wait until a bucket is exchanged, and hand out its gradients. Raises the error of the exchange, again and again until
@@ -98,12 +101,17 @@ class DeferredExchange(GradientExchange):
         """Find the order in which buckets are started, for this layout, once that is measured. Collective when due."""
         buckets = self._bucketing.buckets
         if self._laid_out is not buckets:
-            self._laid_out, self._agreed_order, self._begun = buckets, [], []
-            self._agree_at = self.step + _MEASURED
-        elif self.step == self._agree_at:
-            mine = statistics.median_low(self._begun) if self._begun else len(buckets)
-            begun = max(self._combination.communicator.allgather_record(mine))
-            self._agreed_order = [*range(begun), *reversed(range(begun, len(buckets)))]
+            self._laid_out, self._agreed_order, self._ready, self._taken = buckets, [], [], []
+            self._laid_out_at, self._agree_after = self.step, _MEASURED
+        elif self.step - self._laid_out_at == self._agree_after:
+            self._agree_after *= _MORE
+            mine = [[*map(statistics.median, zip(*steps, strict=True))] for steps in (self._ready, self._taken) if steps]
+            self._ready, self._taken = [], []
+            measured = [*filter(None, self._combination.communicator.allgather_record(mine))]
+            if measured:  # by no rank where no backward() reached a parameter
+                # A bucket starts when it is full on the last rank, and this one then waits for nobody else.
+                ready, taken = (zip(*ranks, strict=True) for ranks in zip(*measured, strict=True))
+                self._agreed_order = order_by_need([*map(max, ready)], [*map(min, taken)])
 
     def _order(self) -> Sequence[int]:
         return [*self._agreed_order, *range(len(self._agreed_order), len(self._bucketing.buckets))]
@@ -112,8 +120,10 @@ class DeferredExchange(GradientExchange):
     def _on_all_started(self) -> None:
         with self._lock:
             buckets = self._bucketing.buckets
-            done = sum(bucket.buffer.is_done() for bucket in buckets)
-            self._begun.append(min(done + 1, len(buckets)))
+            now = time.perf_counter()
+            full_s = [self._full_s.get(number, now) for number in range(len(buckets))]
+            self._ready.append([each - min(full_s) for each in full_s])
+            self._taken.append([bucket.buffer.seconds for bucket in buckets])  # by the exchange before
             if self._completing is not None or self._bucketing.is_learning:
                 self._finish()
                 return
@@ -131,3 +141,21 @@ class DeferredExchange(GradientExchange):
 def is_awaited(gradient: Tensor | None) -> bool:
     """Return whether a gradient is being exchanged."""
     return type(gradient) is AwaitedGradient
+
+
+def order_by_need(ready_s: Sequence[float], exchange_s: Sequence[float]) -> list[int]:
+    """Return the order in which to exchange buckets one after the other: of those that are full, the one that the next forward
+    needs first (P3, Jayarajan et al. 2019). So the bucket that is exchanged last is the one that is needed last, and the network
+    has work for as long as possible.
+
+    ready_s: when each bucket is full. exchange_s: how long its exchange takes. Buckets are numbered as backward() fills them, so
+    the forward needs those with the highest numbers first.
+    """
+    waiting, order, now_s = set(range(len(ready_s))), [], 0.0
+    while waiting:
+        now_s = max(now_s, min(ready_s[number] for number in waiting))
+        following = max(number for number in waiting if ready_s[number] <= now_s)
+        now_s += exchange_s[following]
+        waiting.remove(following)
+        order.append(following)
+    return order
