@@ -1,7 +1,8 @@
 """`python -m gradwire.bench hosts --hosts 4 --ranks 4 -- predicted -J FILE`: what the cost model says beside what calls take.
 
 Links are measured first, as `gradwire tune` does. Size by size, calls then correct what 'auto' runs, and every algorithm of
-allreduce runs in turns with it. Rows say how long it took, how long the model said, and how 'auto' compares with the best.
+allreduce and every codec of CODECS runs in turns with it. Rows say how long it took, how long the model said, and how 'auto'
+compares with the best.
 `predicted --plot OUT.png FILE...` draws what such runs have written.
 """
 
@@ -32,20 +33,24 @@ from gradwire.collectives.plan.walk import predict
 #: A turn makes calls for about so long, and at most so many.
 _TURN_S, _MOST_CALLS = 0.01, 32
 
+#: What compression='auto' may choose from here, besides no codec.
+CODECS = ("int8", "int4")
+
 #: Calls that are predicted to take longer are not made to correct what 'auto' runs: a training would make them.
 _CORRECTED_S = 0.05
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """One algorithm at one size. seconds: a call's, the median over turns of the slowest rank's; predicted_s: by the model;
-    chosen: whether it is what 'auto' runs."""
+    """One algorithm, or one codec, at one size. seconds: a call's, the median over turns of the slowest rank's; predicted_s: by
+    the model; chosen: whether it is what 'auto' runs without a codec. With a codec, 'auto' is the algorithm."""
 
     nbytes: int
     algorithm: str
     seconds: float
     predicted_s: float
     chosen: bool
+    codec: str = "none"
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -73,46 +78,75 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     costs, usual = measured.costs, comm.segment_bytes
     name, segment = split_choice(comm.chosen("allreduce", nbytes))
     if predict(costs, "allreduce", name, nbytes, segment or usual) <= _CORRECTED_S:
-        for _ in range((SKIPPED + COUNTED) * 3):  # which correct what 'auto' runs, as the first steps of a training do
+        for _ in range((SKIPPED + COUNTED) * 4):  # which correct what 'auto' runs, as the first steps of a training do
             comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
-    predicted = {name: seconds for seconds, name in measured.ranked("allreduce", nbytes)}
+    predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
     name, segment = split_choice(auto)
-    predicted[auto] = predict(costs, "allreduce", name, nbytes, segment or usual)
-    calls = max(1, min(_MOST_CALLS, int(_TURN_S / predicted[auto])))
-    taken: dict[str, list[float]] = {algorithm: [] for algorithm in predicted}
+    predicted[auto, "none"] = predict(costs, "allreduce", name, nbytes, segment or usual)
+    predicted |= {("auto", codec): comm.predict(nbytes // 4, codec=codec) for codec in CODECS}
+    calls = max(1, min(_MOST_CALLS, int(_TURN_S / predicted[auto, "none"])))
+    taken: dict[tuple[str, str], list[float]] = {case: [] for case in predicted}
     for turn in range(turns + 1):
-        for algorithm, times in taken.items():
-            comm.allreduce(tensor, algorithm=algorithm)  # what was saved up for bursts is spent
+        for (algorithm, codec), times in taken.items():
+            call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=codec)
+            call()  # what was saved up for bursts is spent
             began = time.perf_counter()
             for _ in range(calls):
-                comm.allreduce(tensor, algorithm=algorithm)
+                call()
             if turn:
                 times.append((time.perf_counter() - began) / calls)
     slowest = torch.tensor(list(taken.values()), dtype=torch.float64)
     comm.allreduce(slowest, "max")
     return [
-        PredictedRow(nbytes, algorithm, statistics.median(times), predicted[algorithm], algorithm == auto)
-        for algorithm, times in zip(taken, slowest.tolist(), strict=True)
+        PredictedRow(nbytes, algorithm, statistics.median(times), predicted[algorithm, codec], algorithm == auto, codec)
+        for (algorithm, codec), times in zip(taken, slowest.tolist(), strict=True)
     ]
 
 
 def summary(rows: Sequence[PredictedRow]) -> str:
     """Return a line on how far the model is off, and what 'auto' costs beside the best."""
     errors = [abs(row.predicted_s / row.seconds - 1) for row in rows]
-    over = [each for _, each in over_best(rows)]
+    over, codecs_over = ([each for _, each in found] for found in (over_best(rows), codec_over_best(rows)))
     return (
         f"predicted is off by {statistics.median(errors):.1%} (median), {max(errors):.0%} (most); 'auto' takes"
-        f" {statistics.median(over):.3f} (median), {max(over):.2f} (most) times as long as the best"
+        f" {statistics.median(over):.3f} (median), {max(over):.2f} (most) times as long as the best algorithm, the choice of"
+        f" a codec {statistics.median(codecs_over):.3f}, {max(codecs_over):.2f}"
     )
 
 
 def over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
-    """Return by size how many times as long as the quickest choice 'auto' takes."""
+    """Return by size how many times as long as the quickest algorithm 'auto' takes, without a codec."""
     best: dict[int, float] = {}
-    for row in rows:
+    plain = [row for row in rows if row.codec == "none"]
+    for row in plain:
         best[row.nbytes] = min(row.seconds, best.get(row.nbytes, row.seconds))
-    return [(row.nbytes, row.seconds / best[row.nbytes]) for row in rows if row.chosen]
+    return [(row.nbytes, row.seconds / best[row.nbytes]) for row in plain if row.chosen]
+
+
+def codec_over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
+    """Return by size how many times as long as the quickest of CODECS and none the one takes that is predicted to be quickest."""
+    result = []
+    for nbytes, candidates in _by_codec(rows).items():
+        chosen = min(candidates.values(), key=lambda row: row.predicted_s)
+        result.append((nbytes, chosen.seconds / min(row.seconds for row in candidates.values())))
+    return result
+
+
+def codec_pays_from(rows: Sequence[PredictedRow], codec: str) -> int | None:
+    """Return the smallest size from which on a codec was quicker than none at every size; None where it never was."""
+    pays = [(nbytes, each[codec].seconds < each["none"].seconds) for nbytes, each in sorted(_by_codec(rows).items())]
+    slower = [nbytes for nbytes, is_quicker in pays if not is_quicker]
+    return min((nbytes for nbytes, _ in pays if nbytes > max(slower, default=0)), default=None)
+
+
+def _by_codec(rows: Sequence[PredictedRow]) -> dict[int, dict[str, PredictedRow]]:
+    """Return by size and codec the rows of what 'auto' runs."""
+    result: dict[int, dict[str, PredictedRow]] = {}
+    for row in rows:
+        if row.chosen or row.codec != "none":
+            result.setdefault(row.nbytes, {})[row.codec] = row
+    return result
 
 
 def draw(files: Sequence[Path], out: Path) -> None:
@@ -165,6 +199,7 @@ def main(arguments: Sequence[str]) -> int:
         began = time.perf_counter()
         costs = comm.tune()
         tuned_s = time.perf_counter() - began
+        comm.measure_codecs(CODECS)
         meta: dict[str, Any] = {**software_and_machine(torch.device("cpu")), "tuned_s": tuned_s}
         meta |= {"title": title(comm, meta), "costs": json.loads(costs.to_json())}
         speaks = comm.rank == 0
@@ -181,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
                 mark = "auto" if row.chosen else ""
                 ratio = row.predicted_s / row.seconds
                 print(
-                    f"{format_size(nbytes):>6} {row.algorithm:34} {1e3 * row.seconds:10.3f} ms"
+                    f"{format_size(nbytes):>6} {row.codec:5} {row.algorithm:34} {1e3 * row.seconds:10.3f} ms"
                     f" {1e3 * row.predicted_s:10.3f} ms {ratio:6.2f} {mark}",
                     flush=True,
                 )

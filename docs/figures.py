@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.bench.predicted import PredictedRow, over_best
+from gradwire.bench.predicted import CODECS, PredictedRow, codec_over_best, codec_pays_from, over_best
 from gradwire.collectives.notation import format_size
 
 DOCS = Path(__file__).parent
@@ -136,22 +136,24 @@ def command(name: str) -> str:
 
 
 def predictions(folder: str) -> str:
-    """Return a table of the runs of `bench predicted` in a folder: how far predictions are off, and 'auto' from the best."""
+    """Return a table of the runs of `bench predicted` in a folder: how far predictions are off, 'auto' from the best, and from
+    which size on codecs pay."""
     rows = []
     for path in sorted((DOCS / folder).glob("*.json")):
         run = json.loads(path.read_text())
         found = [PredictedRow(**row) for row in run["rows"]]
         errors = [abs(row.predicted_s / row.seconds - 1) for row in found]
-        over = [times for _, times in over_best(found)]
+        over, codec_over = ([times for _, times in of(found)] for of in (over_best, codec_over_best))
         cells = (
-            f"{100 * median(errors):.1f} %",
-            f"{100 * max(errors):.0f} %",
-            f"{median(over):.3f}",
-            f"{max(over):.2f}",
+            f"{100 * median(errors):.1f} %, {100 * max(errors):.0f} %",
+            f"{median(over):.3f}, {max(over):.2f}",
+            f"{median(codec_over):.3f}, {max(codec_over):.2f}",
+            *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
         )
         rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
-    heading = ("", "median error", "largest", "`auto` over the best, median", "largest", "links measured in")
-    return _table(heading, rows, "---|---:|---:|---:|---:|---:")
+    pay = (f"`{codec}` pays from" for codec in CODECS)
+    heading = ("", "error", "algorithm over the best", "codec over the best", *pay, "links measured in")
+    return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}")
 
 
 VIEWS: dict[str, Callable[..., str]] = {

@@ -21,8 +21,8 @@ _BETTER = 0.95
 class Trial:
     """Tries choices for calls of one size, the same on all ranks.
 
-    If the calls of the first choice take as long as predicted, it stays. Otherwise the rivals with the best predictions are tried
-    for some calls each, and the fastest stays.
+    If the calls of the first choice take as long as predicted, it stays. Otherwise the next calls use it and the rivals with the
+    best predictions in turns, since what else a network or a host does changes with time, and the fastest stays.
 
     ranked: the choices with their predicted seconds, the fastest first. choice: what the next call uses; one of them. call: what
     the log calls these calls, such as "allreduce of 4096 bytes". settled: whether the choice stays. All ranks make the same
@@ -34,43 +34,41 @@ class Trial:
         self._call = call
         self.settled = len(ranked) < 2
         self._ranked = ranked
-        self._rivals: list[str] | None = None  # None before the first choice was measured
+        self._tried = [choice]
         self._calls: list[float] = []
-        self._taken: list[tuple[float, str]] = []
 
-    def note(self, seconds: float) -> float | None:
-        """Note how long a call took on this rank. After the last call of a measurement return the median, for judge()."""
+    def note(self, seconds: float) -> list[float] | None:
+        """Note how long a call took on this rank. After the last call of a measurement return the median of each choice that was
+        tried, for judge()."""
         if self.settled:
             return None
         self._calls.append(seconds)
-        if len(self._calls) < SKIPPED + COUNTED:
+        number = len(self._tried)
+        rounds, place = divmod(len(self._calls), number)
+        self.choice = self._tried[place]
+        if rounds < SKIPPED + COUNTED:
             return None
-        taken, self._calls = median(self._calls[SKIPPED:]), []
-        return taken
+        calls, self._calls = self._calls[SKIPPED * number :], []
+        return [median(calls[place::number]) for place in range(number)]
 
-    def judge(self, seconds: float) -> str:
+    def judge(self, seconds: Sequence[float]) -> str:
         """Go on after a measurement, and return in words what was found.
 
-        seconds: the least of the ranks' medians. The rank that arrives last waits for no other, so its time is that of the
-        exchange alone.
+        seconds: for each choice that was tried, the least of the ranks' medians. The rank that arrives last waits for no other,
+        so its time is that of the exchange alone.
         """
-        self._taken.append((seconds, self.choice))
-        if self._rivals is None:
-            predicted = next(expected for expected, name in self._ranked if name == self.choice)
-            is_off = abs(seconds - predicted) > _CLOSE * predicted
-            others = [
-                name for expected, name in self._ranked if expected <= _HOPELESS * seconds and name != self.choice
-            ]
-            self._rivals = others[:_RIVALS] if is_off else []
-        if self._rivals:
-            self.choice = self._rivals.pop(0)
-            return f"{self._said()}; {self.choice} is tried"
-        (first_s, first), (least_s, fastest) = self._taken[0], min(self._taken)
+        first, first_s = self._tried[0], seconds[0]
+        predicted = {name: expected for expected, name in self._ranked}
+        taken = dict(zip(self._tried, seconds, strict=True))
+        said = f"{self._call}: " + ", ".join(
+            f"{name} takes {1e3 * each:.3g} ms ({1e3 * predicted[name]:.3g} predicted)" for name, each in taken.items()
+        )
+        if len(taken) == 1 and abs(first_s - predicted[first]) > _CLOSE * predicted[first]:
+            rivals = [name for expected, name in self._ranked if expected <= _HOPELESS * first_s and name != first]
+            if rivals:
+                self._tried += rivals[:_RIVALS]
+                return f"{said}; now in turns: {', '.join(self._tried)}"
+        least_s, fastest = min((each, name) for name, each in taken.items())
         self.choice = fastest if least_s < _BETTER * first_s else first
         self.settled = True
-        return f"{self._said()}; {self.choice} stays"
-
-    def _said(self) -> str:
-        predicted = {name: seconds for seconds, name in self._ranked}
-        taken = (f"{name} takes {1e3 * s:.3g} ms ({1e3 * predicted[name]:.3g} predicted)" for s, name in self._taken)
-        return f"{self._call}: {', '.join(taken)}"
+        return f"{said}; {self.choice} stays"

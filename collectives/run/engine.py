@@ -314,8 +314,8 @@ class Engine:
         yield
         taken = trial.note(time.perf_counter() - began)
         if taken is not None:
-            least = min(nanoseconds for (nanoseconds,) in self.table(turn, [round(1e9 * taken)]))
-            said = trial.judge(least / 1e9)
+            ranks = self.table(turn, [round(1e9 * each) for each in taken])
+            said = trial.judge([min(each) / 1e9 for each in zip(*ranks, strict=True)])
             if self.rank == 0:
                 _log.info("gradwire: %s", said)
 

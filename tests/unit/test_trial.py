@@ -10,16 +10,18 @@ RANKED = [(1.0, "ring"), (1.2, "rsag"), (1.4, "tree"), (1.6, "direct"), (9.0, "s
 
 
 def tried(taken: dict[str, float], choice: str = "ring") -> tuple[Trial, list[str]]:
-    """Return a trial at its end, and the choices in the order in which calls used them. taken: seconds of a call by choice."""
-    trial, used = Trial(RANKED, choice), []
+    """Return a trial at its end, and the choices in the order of first use. taken: seconds of a call by choice."""
+    trial, used = Trial(RANKED, choice), [choice]
     while not trial.settled:
-        used.append(trial.choice)
-        for number in range(SKIPPED + COUNTED):
-            assert trial.choice == used[-1]
-            median = trial.note(1e3 if number < SKIPPED else taken[trial.choice])
-            assert (median is None) == (number < SKIPPED + COUNTED - 1)
-        assert median == taken[used[-1]]  # the first calls after a change do not count
-        trial.judge(median)
+        used = trial._tried.copy()
+        for turn in range(SKIPPED + COUNTED):
+            for place, name in enumerate(used):
+                assert trial.choice == name
+                medians = trial.note(1e3 if turn < SKIPPED else taken[name])
+                is_last = turn == SKIPPED + COUNTED - 1 and place == len(used) - 1
+                assert (medians is not None) == is_last
+        assert medians == [taken[name] for name in used]  # the first calls after a change do not count
+        trial.judge(medians)
     return trial, used
 
 
@@ -48,7 +50,6 @@ def test_the_default_may_be_the_first_choice_and_one_choice_is_no_trial() -> Non
 
 def test_a_finding_is_said_in_words() -> None:
     trial = Trial([(1e-3, "ring"), (2e-3, "rsag")], "ring", "allreduce of 1M")
-    assert trial.judge(2e-3) == "allreduce of 1M: ring takes 2 ms (1 predicted); rsag is tried"
-    assert (
-        trial.judge(1e-3) == "allreduce of 1M: ring takes 2 ms (1 predicted), rsag takes 1 ms (2 predicted); rsag stays"
-    )
+    found = "allreduce of 1M: ring takes 2 ms (1 predicted)"
+    assert trial.judge([2e-3]) == f"{found}; now in turns: ring, rsag"
+    assert trial.judge([2e-3, 1e-3]) == f"{found}, rsag takes 1 ms (2 predicted); rsag stays"

@@ -105,7 +105,8 @@ class DeferredExchange(GradientExchange):
             self._laid_out_at, self._agree_after = self.step, _MEASURED
         elif self.step - self._laid_out_at == self._agree_after:
             self._agree_after *= _MORE
-            mine = [[*map(statistics.median, zip(*steps, strict=True))] for steps in (self._ready, self._taken) if steps]
+            steps = filter(None, (self._ready, self._taken))
+            mine = [[*map(statistics.median, zip(*each, strict=True))] for each in steps]
             self._ready, self._taken = [], []
             measured = [*filter(None, self._combination.communicator.allgather_record(mine))]
             if measured:  # by no rank where no backward() reached a parameter
