@@ -43,7 +43,7 @@ from gradwire.collectives.run.operations import DRAIN_S, MEET_S
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 from gradwire.collectives.run.probe import Probe
 from gradwire.collectives.shared_tensors import SharedTensors
-from gradwire.collectives.timed_calls import time_calls
+from gradwire.collectives.timed_calls import time_calls, time_codecs
 
 _log = logging.getLogger("gradwire")
 
@@ -216,6 +216,13 @@ class Communicator(SharedTensors):
         links = self._costs or self._probe().run()
         links = links if links.calls else replace(links, calls=self._timed_calls(links))
         self._costs = self._probe().run(links, list(wanted), device)
+        if device == "cpu":
+            coding = [codec for codec in wanted if codec.name != "none"]
+            again = {codec.identity for codec in coding}
+            earlier = tuple(call for call in self._costs.calls if call.algorithm not in again)
+            self._costs = replace(self._costs, calls=earlier)
+            timed = time_codecs(self, coding, lambda numel, codec: self.predict(numel, codec=codec))
+            self._costs = replace(self._costs, calls=earlier + timed)
         return self._costs
 
     def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:

@@ -1,4 +1,4 @@
-"""The time of allreduces that are called as training calls them, by which predictions are corrected.
+"""The time of allreduces that are called as training calls them, with and without codecs, by which predictions are corrected.
 
 A walk over the messages of a Program knows nothing of wake-ups, of caches, and of what the verb does itself.
 """
@@ -6,10 +6,11 @@ A walk over the messages of a Program knows nothing of wake-ups, of caches, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import CallCost, Costs
 from gradwire.collectives.plan.walk import predict
@@ -20,6 +21,9 @@ _INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, 4 << 20, 16 << 20), (1 << 10,
 _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
 """What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has
 measured, and which may save up for bursts meanwhile."""
+
+#: Of float32, with a codec. What longer ones take beside the walk is what these take.
+_OF_CODECS = (1 << 10, 64 << 10)
 
 #: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
 #: that take long.
@@ -47,29 +51,49 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
         for name in names:
             if (seconds := predicted.get(name, own)) <= longest_s or nbytes == sizes[0]:
                 calls[name, nbytes] = max(1, min(_MOST_CALLS, int(_TURN_S / seconds)))
-    taken = _in_turns(verbs, calls, sizes[-1])
-    measured = {
-        name: tuple((nbytes, taken[name, nbytes]) for nbytes in sizes if (name, nbytes) in taken) for name in names
+    return _call_costs(_in_turns(verbs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
+
+
+def time_codecs(
+    verbs: SharedTensors, codecs: Sequence[Codec], predict: Callable[[int, Codec], float]
+) -> tuple[CallCost, ...]:
+    """Return what compressed allreduces of float32 took, by the identity of the codec, the same on all ranks. A collective call;
+    raises what allreduce raises.
+
+    predict: returns how long one of so many numbers is thought to take.
+    """
+    named = {codec.identity: codec for codec in codecs}
+    calls = {
+        (name, nbytes): max(1, min(_MOST_CALLS, int(_TURN_S / predict(nbytes // 4, codec))))
+        for name, codec in named.items()
+        for nbytes in _OF_CODECS
     }
-    return tuple(CallCost("allreduce", name, points) for name, points in measured.items() if points)
+    return _call_costs(_in_turns(verbs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0)))
+
+
+def _call_costs(taken: Mapping[tuple[str, int], float]) -> tuple[CallCost, ...]:
+    by_name: dict[str, list[tuple[int, float]]] = {}
+    for (name, nbytes), seconds in sorted(taken.items()):
+        by_name.setdefault(name, []).append((nbytes, seconds))
+    return tuple(CallCost("allreduce", name, tuple(points)) for name, points in by_name.items())
 
 
 def _in_turns(
-    verbs: SharedTensors, calls: Mapping[tuple[str, int], int], most_bytes: int
+    verbs: SharedTensors, calls: Mapping[tuple[str, int], int], run: Callable[[torch.Tensor, str], object]
 ) -> dict[tuple[str, int], float]:
-    """Return how long a call of each algorithm and size takes: of the slowest rank, in the second quickest of the turns, since
-    what else a host does makes calls longer and never shorter. calls: how many a turn makes."""
-    buffer = verbs.empty(most_bytes // 4).zero_()
+    """Return how long a call of each name and size takes: of the slowest rank, in the second quickest of the turns, since what
+    else a host does makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
+    buffer = verbs.empty(max((nbytes for _, nbytes in calls), default=0) // 4).zero_()
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
     for turn in range(_TURNS):
         for (name, nbytes), number in calls.items():
             if number == 1 and nbytes > _INSIDE[0] and turn < _TURNS - _OF_LONG:
                 continue
             part = buffer[: nbytes // 4]
-            verbs.allreduce(part, algorithm=name)  # ranks begin together, with no burst saved up
+            run(part, name)  # ranks begin together, with no burst saved up
             began = time.perf_counter()
             for _ in range(number):
-                verbs.allreduce(part, algorithm=name)
+                run(part, name)
             taken[name, nbytes].append((time.perf_counter() - began) / number)
     slowest = torch.tensor([sorted(times)[len(times) // 4] for times in taken.values()], dtype=torch.float64)
     verbs.allreduce(slowest, "max")

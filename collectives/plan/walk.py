@@ -12,7 +12,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush, heapreplace
 from typing import Any, NamedTuple
 
@@ -56,15 +56,28 @@ def predict(
             raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
         return _interpolated(measured, nbytes)
     call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize, root)
-    seconds = _in_segments(*call, nbytes)
+    return corrected(measured, nbytes, partial(_in_segments, *call), costs.call_s, scales=len(costs.hosts) == 1)
+
+
+def corrected(
+    measured: Sequence[tuple[int, float]],
+    nbytes: int,
+    walk: Callable[[int], float],
+    least_s: float,
+    *,
+    scales: bool,
+) -> float:
+    """Return how long a call takes: what the walk says, corrected by what calls of the nearest sizes took.
+
+    measured: bytes and seconds of calls, ascending. walk: returns what it says for so many bytes. least_s: what a call takes at
+    least. scales: whether the walk misses a share of its time, and not a time of its own.
+    """
+    seconds = walk(nbytes)
     if not measured:
         return seconds
-    walked = [_in_segments(*call, size) for size, _ in measured]
-    taken = [each for _, each in measured]
-    inside = len(costs.hosts) == 1
-    missed = [took / said if inside else took - said for took, said in zip(taken, walked, strict=True)]
+    missed = [took / walk(size) if scales else took - walk(size) for size, took in measured]
     miss = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size, _ in measured], missed))
-    return seconds * miss if inside else max(costs.call_s, seconds + miss)
+    return seconds * miss if scales else max(least_s, seconds + miss)
 
 
 def _in_segments(

@@ -22,7 +22,7 @@ from gradwire.collectives.plan.selection import Measured, Table, choose, split_c
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.trial import Trial
-from gradwire.collectives.plan.walk import Leg, in_segments, predict, price
+from gradwire.collectives.plan.walk import Leg, corrected, in_segments, predict, price
 
 _Planned = TypeVar("_Planned")
 _Given = ParamSpec("_Given")
@@ -266,14 +266,22 @@ class Plans:
     def predict(self, costs: Costs, numel: int, itemsize: int, codec: Codec | None) -> float:
         """Return how many seconds an allreduce of so many numbers takes, the same on all ranks; as codes of float32, where there
         is a codec. Raises KeyError for a codec, or an algorithm of the link's own, that was not measured."""
-        if codec is None or codec.summable:
-            nbytes = numel * itemsize if codec is None else codec.wire_bytes(numel)
-            name, segment = split_choice(self.choose("allreduce", "auto", nbytes))
-            seconds = predict(costs, "allreduce", name, nbytes, segment or self.segment_bytes, itemsize=itemsize)
-            if codec is not None:
-                coding = costs.codec(codec.identity)
-                seconds += 4 * numel * (coding.encode_byte_s + coding.decode_byte_s)
-            return seconds
+        if codec is None:
+            return self._predict_numbers(costs, numel * itemsize, itemsize)
+        measured = costs.measured("allreduce", codec.identity)
+        walk = partial(self._walk_codes, costs, codec)
+        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), costs.call_s, scales=False)
+
+    def _predict_numbers(self, costs: Costs, nbytes: int, itemsize: int) -> float:
+        name, segment = split_choice(self.choose("allreduce", "auto", nbytes))
+        return predict(costs, "allreduce", name, nbytes, segment or self.segment_bytes, itemsize=itemsize)
+
+    def _walk_codes(self, costs: Costs, codec: Codec, numel: int) -> float:
+        """Return what the walk says of a compressed allreduce of so many numbers."""
+        if codec.summable:
+            coding = costs.codec(codec.identity)
+            coding_s = 4 * numel * (coding.encode_byte_s + coding.decode_byte_s)
+            return coding_s + self._predict_numbers(costs, codec.wire_bytes(numel), codec.wire_dtype.itemsize)
         count = len(self._of_rank(0).partition(codec, numel).chunks)  # which a rank without a part does not know
         return in_segments(count, lambda number: price(costs, self.legs_of_codes(codec, numel * number // count)))
 

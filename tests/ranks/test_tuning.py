@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
+from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.environment import TUNING
 from gradwire.collectives.plan.cost import Costs, LinkCost, TuningError
 from gradwire.collectives.plan.trial import COUNTED, SKIPPED
@@ -172,6 +173,19 @@ def test_a_rank_that_dies_while_others_measure_is_named(
     world = failing_world(SIZE)
     world.start(lose_a_rank, victim, codecs)
     assert assert_survived(world, [victim], EXCHANGE_TIMEOUT_S) == [(PeerLost, "tune", (victim,))] * (SIZE - 1)
+
+
+@on_ranks(2, initialized=False)
+def test_calls_correct_the_predictions_of_codecs() -> None:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        comm.measure_codecs(["int8", "fp16"])
+        costs = comm.measure_codecs(["int8", "topk"])
+        for name in ("int8", "topk"):
+            measured = costs.measured("allreduce", make_codec(name).identity)
+            assert len(measured) == 2
+            assert [comm.predict(nbytes // 4, codec=name) for nbytes, _ in measured] == pytest.approx(
+                [seconds for _, seconds in measured]
+            )
 
 
 @on_ranks(3, initialized=False)
