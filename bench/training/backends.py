@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -119,7 +120,7 @@ def loss_of_share(forward: nn.Module, batch: Tensor) -> None:
     loss_of(forward, batch.chunk(hvd.size())[hvd.rank()])
 
 
-def exchange_nothing(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+def exchange_nothing(state: object, bucket: GradBucket) -> Future[Tensor]:
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
     return done
@@ -166,7 +167,7 @@ def pipeline(chosen: argparse.Namespace, backend: str) -> Competitor:
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mse_loss)
 
     def train(batch: Tensor) -> None:
-        schedule.step(*((batch,) if first else ()), **({"target": batch.flip(1)} if last else {}))
+        schedule.step(*([batch] if first else []), target=batch.flip(1) if last else None)
 
     return Competitor(module, train, chosen)
 
