@@ -8,6 +8,7 @@ import sys
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")
 MODULES = {
     "step": "gradwire.bench.training.step",
+    "backends": "gradwire.bench.training.backends",
     "convergence": "gradwire.bench.training.convergence",
     "rules": "gradwire.bench.rules.run",
     "codec": "gradwire.bench.codec.run",
@@ -16,11 +17,12 @@ MODULES = {
     "simulate": "gradwire.bench.simulate.run",
 }
 #: What runs under torchrun, and so on simulated hosts.
-BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules", "predicted")
+BENCHMARKS = (*COLLECTIVES, "step", "backends", "convergence", "rules", "predicted")
 
 USAGE = """\
 usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
        torchrun --nproc-per-node 2 -m gradwire.bench step [flags]          a training step beside DDP's
+       torchrun --nproc-per-node 2 -m gradwire.bench backends [flags]      torch's ways to train, over gloo and over gradwire
        torchrun --nproc-per-node 4 -m gradwire.bench convergence [flags]   training with and without every codec
        torchrun --nproc-per-node 4 -m gradwire.bench rules [flags]         training by several update rules
        torchrun --nproc-per-node 4 -m gradwire.bench predicted [flags]     predicted beside measured times

@@ -43,6 +43,8 @@ RUNS: dict[str, str] = {
     "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
     "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
     "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
+    "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
+    "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
     "allreduce-8-ranks-1gbit": f"{_HOSTS.format(4, 8, '1gbit')} allreduce -b 1K -e 16M -f 4 -n 9 --algorithm auto,torch",
 }
 
@@ -108,6 +110,22 @@ def steps(name: str) -> str:
     return _table(("", "a step, times as fast as DDP", "beyond computing"), rows, "---|---|---:")
 
 
+def backends(*names: str) -> str:
+    """Return a table of torch's ways to train over our backend, as fast as over gloo, with columns for each of these runs."""
+    runs = [figures(name) for name in names]
+    columns = [{(row["program"], row["backend"]): row for row in run["rows"]} for run in runs]
+    rows = []
+    for program, backend in columns[0]:
+        if backend not in ("gloo", "compute"):
+            found = [column[program, backend] for column in columns]
+            times = (f"**{_number(row['as_gloo'])}**{_interval(row['interval'])}" for row in found)
+            beyond = ("" if row["beyond_of_gloo"] is None else _number(row["beyond_of_gloo"]) for row in found)
+            rows.append((f"`{program}`", backend, *times, *beyond))
+    where = [run["meta"]["network"] or "one host" for run in runs]
+    heading = ("program", "backend", *where, *(f"{each}: beyond computing" for each in where))
+    return _table(heading, rows, "|".join(["---"] * (2 + len(runs)) + ["---:"] * len(runs)))
+
+
 def sizes(name: str, peer: str = "torch") -> str:
     """Return a table of a collective by size: how many times as fast `auto` is as a peer."""
     run = figures(name)
@@ -159,6 +177,7 @@ def predictions(folder: str) -> str:
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,
     "steps": steps,
+    "backends": backends,
     "sizes": sizes,
     "command": command,
     "predictions": predictions,

@@ -195,6 +195,19 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
     assert f"# gradwire+ddp is {meta['speedups'][-1]['times']:.2f} times as fast as ddp+fp16" in said
 
 
+@pytest.mark.parametrize("programs", ["pipeline", *wide("ddp,ddp+views,fsdp2,tensor-parallel")])
+def test_ways_to_train_give_the_same_over_both_backends(programs: str, tmp_path: Path) -> None:
+    flags = ["--programs", programs, "--width", "16", "--layers", "2", "--steps", "2", "--rounds", "1"]
+    said = bench("backends", *flags, "--json", str(tmp_path / "out.json"))
+    _, rows = rows_of(tmp_path / "out.json")
+    assert list(dict.fromkeys(row["program"] for row in rows)) == programs.split(",")
+    for row in rows:
+        exchanges = row["backend"] not in ("no exchange", "compute")
+        assert row["difference"] == (0.0 if exchanges else None)  # two ranks add in either order alike
+        assert (row["beyond_of_gloo"] is not None) == row["program"].startswith("ddp")
+        assert row["program"] in said
+
+
 def test_training_with_codecs(tmp_path: Path) -> None:
     flags = ["--models", "digits_cnn", "--codecs", "int8,topk", "--steps", "3", "--device", "cpu"]
     said = bench("convergence", *flags, *into(tmp_path))

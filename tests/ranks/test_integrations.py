@@ -80,6 +80,34 @@ def test_fsdp2_between_groups(tmp_path: Path) -> None:
     assert not ends[0]["weights"].equal(ends[1]["weights"])
 
 
+BACKEND_FIRST = 'import gradwire\nimport torch.distributed as dist\ndist.init_process_group("gradwire")\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "exchanges", "before", "old", "new"),
+    [
+        pytest.param(
+            "accelerate_loop.py", 16, BACKEND_FIRST, "accelerator.end_training()", "", marks=needs("accelerate")
+        ),
+        pytest.param("hugging_face_trainer.py", 12, BACKEND_FIRST, "", "", marks=needs("transformers")),
+        pytest.param(
+            "lightning_module.py", 16, "", "DDP()", 'DDP(process_group_backend="gradwire")', marks=needs("lightning")
+        ),
+    ],
+)
+def test_a_framework_over_the_backend(
+    script: str, exchanges: int, before: str, old: str, new: str, tmp_path: Path
+) -> None:
+    """As docs/torch_backend.md says how."""
+    text = (FOLDER / script).read_text()
+    assert old in text
+    check = '\nimport torch.distributed as dist\nassert dist.get_backend() == "gradwire"\n'
+    (tmp_path / script).write_text(before + text.replace(old, new) + check)
+    arguments = ["--output_dir", str(tmp_path / "saved")] if script == "hugging_face_trainer.py" else []
+    ends = run(str(tmp_path / script), tmp_path / "out", *arguments)
+    assert_compressed_and_alike(ends, exchanges)
+
+
 @needs("lightning")
 def test_lightning_alone_does_not_use_a_hook_on_cpus(tmp_path: Path) -> None:
     """Should it do so one day, the strategy of four lines is needed no more."""

@@ -17,9 +17,10 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Communicator, PeerLost
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
-from tests.ranks.programs import launch_text
+from tests.interpreter import python
+from tests.ranks.programs import ended, launch_text, start
 
 #: What torch's verbs do with a group, this rank's number and the number of ranks; they return what was written.
 Verb = Callable[[dist.ProcessGroup, int, int], Any]
@@ -236,34 +237,79 @@ def test_shards_and_tensor_parallelism(tmp_path: Path) -> None:
     assert launch_text(SHARDED, tmp_path, processes=4).count("done") == 4
 
 
-def lose_a_rank() -> tuple[str, float]:
-    """Return what the survivors are told, and how long it took."""
-    group = dist.new_group(backend="gradwire")
-    model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-    dist.barrier(group)
+#: What waits for rank 1, each in a group of its own: after an error, a group is broken.
+AWAITING: dict[str, Callable[[dist.ProcessGroup], Any]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True),
+    "all_gather": lambda group: dist.all_gather(
+        [torch.ones(9) for _ in range(3)], torch.ones(9), group=group, async_op=True
+    ),
+    "send": lambda group: dist.isend(torch.ones(4_000_000), group=group, group_dst=1),
+    "recv": lambda group: dist.irecv(torch.ones(1), group=group, group_src=1),
+}
+
+
+def lose_a_rank(how: signal.Signals) -> float:
+    """Return how many seconds it took the survivors to see everything fail."""
+    groups = {name: dist.new_group(backend="gradwire") for name in (*AWAITING, "ddp")}
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=groups["ddp"])
+    for group in groups.values():
+        dist.barrier(group)
+        group.set_timeout(timedelta(seconds=3))
+    dist.barrier()
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), how)
     begun = time.monotonic()
-    with pytest.raises(RuntimeError, match="lost rank 1"):
+    works = {name: wait(groups[name]) for name, wait in AWAITING.items()}
+    with pytest.raises(RuntimeError, match="rank 1"):
         model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(PeerLost) as caught:
-        dist.all_reduce(torch.ones(1), group=group)
-    assert isinstance(caught.value, dist.DistBackendError)
-    assert caught.value.ranks == (1,)
-    with pytest.raises(PeerLost):
-        dist.recv(torch.ones(1), group=group, group_src=1)
-    dist.destroy_process_group(group)
-    return str(caught.value), time.monotonic() - begun
+    for name, work in works.items():
+        with pytest.raises(PeerLost if how == signal.SIGKILL else CollectiveTimeout, match="rank 1") as caught:
+            work.wait()
+        assert isinstance(caught.value, dist.DistBackendError), name
+        assert caught.value.ranks == (1,), name
+        with pytest.raises(CollectiveError):  # again, as it is broken
+            AWAITING[name](groups[name]).wait()
+    took_s = time.monotonic() - begun
+    dist.destroy_process_group(groups["send"])
+    return took_s
 
 
 @ON_EVERY_TRANSPORT
-def test_a_rank_that_is_killed_is_named(ranks: Worlds) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_is_named(ranks: Worlds, how: signal.Signals) -> None:
     world = ranks.fresh(3)
-    world.start(lose_a_rank)
-    outcomes = world.collect(30, ranks=[0, 2])
+    world.start(lose_a_rank, how)
+    outcomes = world.collect(40, ranks=[0, 2])
     world.kill()
     assert [outcome.status for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
-    assert all(outcome.value[1] < 10 for outcome in outcomes)
+    assert all(outcome.value < 20 for outcome in outcomes)
+
+
+LEFT_ALONE = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import gradwire
+
+rank = int(sys.argv[1])
+dist.init_process_group("gradwire", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+under_way = [dist.isend(torch.ones(4_000_000), 1), dist.all_reduce(torch.ones(100_000), async_op=True)]
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_who_is_left_alone_ends_with_the_error(tmp_path: Path) -> None:
+    """Without destroy_process_group, and with operations that nobody waits for."""
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_ALONE)
+    processes = [start([python(), str(script), str(rank), str(tmp_path / "store")], tmp_path) for rank in range(2)]
+    (survivor, said), (killed, _) = map(ended, processes)
+    assert (survivor, killed) == (1, -signal.SIGKILL), said
+    assert "PeerLost" in said
+    assert "lost rank 1" in said
 
 
 def drop_works() -> list[float]:

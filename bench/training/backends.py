@@ -1,0 +1,277 @@
+"""`torchrun --nproc-per-node 2 -m gradwire.bench backends`: torch's ways to train, over gloo and over our backend.
+
+DDP, FSDP2, tensor parallelism and a pipeline train the same layers on the same data, each over a group of either backend, in
+turns of a few steps (see `gradwire.bench.timing`). At the end, the parameters of both backends are compared. DDP also takes part
+with a hook that exchanges nothing: what is left then is what DDP itself costs, which no backend can save. `compute` is the same
+training without DDP.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.futures import Future
+from torch.nn.functional import gelu, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire as hvd
+from gradwire.bench.options import count_from, names_of
+from gradwire.bench.results import software_and_machine, write_json
+from gradwire.bench.timing import (
+    Protocol,
+    Times,
+    distributed_machine,
+    format_interval,
+    median_and_p99,
+    slowest_rank,
+    speedup_interval,
+    take_turns,
+)
+from gradwire.trainer.examples.loop import share_cores
+
+GLOO, OURS, OWN_MEMORY, NOTHING, COMPUTE = "gloo", "gradwire", "gradwire, its memory", "no exchange", "compute"
+SAMPLES, MICROBATCHES, LR, SEED = 32, 4, 0.01, 1
+TOLERANCE = 1e-4
+"""By how much parameters may differ from those over gloo, relative to the largest: more than two ranks add in another order."""
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One way to train over one backend. step_ms: median of the turns, per step, on the slowest rank.
+
+    as_gloo: how many times as fast it is as over gloo, with its 95 % interval where there were turns enough. beyond_of_gloo: what
+    it takes longer than `compute` in the same round, as a part of what gloo takes longer, by the medians; None without
+    `compute`. difference: of its parameters at the end from those over gloo, relative to the largest; None where nothing is
+    exchanged.
+    """
+
+    program: str
+    backend: str
+    world_size: int
+    step_ms: float
+    as_gloo: float
+    interval: tuple[float, float] | None
+    beyond_of_gloo: float | None
+    difference: float | None
+
+
+class Layer(nn.Module):
+    """Adds to its input what two matrices make of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        added: Tensor = self.down(gelu(self.up(self.norm(inputs))))
+        return inputs + added
+
+
+def layers(chosen: argparse.Namespace) -> nn.Sequential:
+    """Return the model, with the same weights whenever it is made."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(*(Layer(chosen.width) for _ in range(chosen.layers)))
+
+
+class Competitor:
+    """Trains a module; calling it trains for one turn. train: computes the gradients of a batch, with its module."""
+
+    def __init__(self, module: nn.Module, train: Callable[[Tensor], object], chosen: argparse.Namespace) -> None:
+        self.module = module
+        self._train = train
+        self._optimizer = torch.optim.SGD(module.parameters(), LR)
+        self._data = torch.Generator().manual_seed(SEED)
+        self._shape = (SAMPLES * hvd.size(), chosen.width)
+        self._steps = chosen.steps
+
+    def __call__(self) -> None:
+        for _ in range(self._steps):
+            self._optimizer.zero_grad()
+            self._train(torch.randn(self._shape, generator=self._data))
+            self._optimizer.step()
+
+    def parameters(self) -> Tensor:
+        """Return this rank's parameters, end to end."""
+        own = (p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters())
+        return torch.cat([parameter.detach().flatten() for parameter in own])
+
+
+def loss_of(forward: nn.Module, batch: Tensor) -> None:
+    """Learn to reverse the features of a batch."""
+    mse_loss(forward(batch), batch.flip(1)).backward()
+
+
+def loss_of_share(forward: nn.Module, batch: Tensor) -> None:
+    loss_of(forward, batch.chunk(hvd.size())[hvd.rank()])
+
+
+def exchange_nothing(state: object, bucket: GradBucket) -> Future[Tensor]:
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def ddp(chosen: argparse.Namespace, backend: str, *, views: bool = False) -> Competitor:
+    module = layers(chosen)
+    if backend == COMPUTE:
+        return Competitor(module, partial(loss_of_share, module), chosen)
+    group = dist.new_group(backend=GLOO if backend == NOTHING else backend)
+    forward = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
+    if backend == NOTHING:
+        forward.register_comm_hook(None, exchange_nothing)
+    return Competitor(module, partial(loss_of_share, forward), chosen)
+
+
+def mesh_of(backend: str) -> DeviceMesh:
+    return DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
+
+
+def fsdp2(chosen: argparse.Namespace, backend: str) -> Competitor:
+    model, mesh = layers(chosen), mesh_of(OURS if backend == OWN_MEMORY else backend)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    sharded = fully_shard(model, mesh=mesh)
+    if backend == OWN_MEMORY:
+        sharded.set_allocate_memory_from_process_group_for_comm(True)
+    return Competitor(model, partial(loss_of_share, model), chosen)
+
+
+def tensor_parallel(chosen: argparse.Namespace, backend: str) -> Competitor:
+    model, mesh = layers(chosen), mesh_of(backend)
+    for layer in model:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return Competitor(model, partial(loss_of, model), chosen)
+
+
+def pipeline(chosen: argparse.Namespace, backend: str) -> Competitor:
+    first, last = hvd.rank() == 0, hvd.rank() == hvd.size() - 1
+    each = chosen.layers // hvd.size()
+    module = layers(chosen)[hvd.rank() * each : (hvd.rank() + 1) * each]
+    group = dist.new_group(backend=backend)
+    stage = PipelineStage(module, hvd.rank(), hvd.size(), torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mse_loss)
+
+    def train(batch: Tensor) -> None:
+        schedule.step(*([batch] if first else []), target=batch.flip(1) if last else None)
+
+    return Competitor(module, train, chosen)
+
+
+#: How each program makes its competitors, and over what.
+PROGRAMS: dict[str, tuple[Callable[..., Competitor], tuple[str, ...]]] = {
+    "ddp": (ddp, (GLOO, OURS, NOTHING, COMPUTE)),
+    "ddp+views": (partial(ddp, views=True), (GLOO, OURS, NOTHING, COMPUTE)),
+    "fsdp2": (fsdp2, (GLOO, OURS, OWN_MEMORY)),
+    "tensor-parallel": (tensor_parallel, (GLOO, OURS)),
+    "pipeline": (pipeline, (GLOO, OURS)),
+}
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench backends",
+        description="Time a training step of torch's DDP, FSDP2, tensor parallelism and pipeline over gloo and over gradwire."
+        " Run under torchrun.",
+    )
+    add = parser.add_argument
+    programs = partial(names_of, tuple(PROGRAMS))
+    add("--programs", type=programs, default=list(PROGRAMS), help="of ddp, ddp+views, fsdp2, tensor-parallel, pipeline")
+    add("--width", type=partial(count_from, 1), default=512, help="features of a sample (default 512)")
+    add("--layers", type=partial(count_from, 1), default=6, help="layers, each of 8 width^2 parameters (default 6)")
+    add("--steps", type=partial(count_from, 1), default=2, help="steps in one turn (default 2)")
+    add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
+    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    return parser.parse_args(arguments)
+
+
+def measure(chosen: argparse.Namespace, program: str) -> list[BackendRow]:
+    """Return the rows of a program, the same on all ranks."""
+    build, backends = PROGRAMS[program]
+    competitors = {backend: build(chosen, backend) for backend in backends}
+    cpu = torch.device("cpu")
+    protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
+    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(cpu), protocol)
+    seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, cpu), strict=True))
+    return [
+        BackendRow(
+            program=program,
+            backend=backend,
+            world_size=hvd.size(),
+            step_ms=1e3 * median_and_p99(seconds[backend])[0],
+            as_gloo=float(np.median(seconds[GLOO]) / np.median(seconds[backend])),
+            interval=None if backend == GLOO else speedup_interval(seconds[backend], seconds[GLOO]),
+            beyond_of_gloo=beyond(seconds, backend),
+            difference=None if backend in (NOTHING, COMPUTE) else difference(competitor, competitors[GLOO]),
+        )
+        for backend, competitor in competitors.items()
+    ]
+
+
+def beyond(seconds: dict[str, Times], backend: str) -> float | None:
+    """Return what a backend takes longer than computing, as a part of what gloo takes; None where that cannot be said."""
+    if COMPUTE not in seconds:
+        return None
+    ours, gloo = (float(np.median(seconds[name] - seconds[COMPUTE])) for name in (backend, GLOO))
+    return ours / gloo if gloo > 0 else None
+
+
+def difference(competitor: Competitor, reference: Competitor) -> float:
+    """Return the largest difference of parameters over all ranks, relative to the largest parameter."""
+    expected = reference.parameters()
+    off = (competitor.parameters() - expected).abs().max() / expected.abs().max()
+    dist.all_reduce(off, op=dist.ReduceOp.MAX)
+    return float(off)
+
+
+def format_table(rows: Sequence[BackendRow], meta: dict[str, Any]) -> list[str]:
+    width = max(len(row.backend) for row in rows)
+    lines = [
+        f"# {meta['layers']} layers, {meta['parameters'] / 1e6:.2f} M parameters, {SAMPLES} samples a rank,"
+        f" world size {rows[0].world_size}, {meta['rounds']} turns of {meta['steps']} steps",
+        *([f"# Network: {meta['network']}"] if meta["network"] else []),
+        f"# {'program':16} {'backend':{width}}  step (ms)  times as fast as gloo   beyond computing, of gloo's",
+    ]
+    for row in rows:
+        part = "" if row.beyond_of_gloo is None else f"{row.beyond_of_gloo:.2f}"
+        times = f"{row.as_gloo:.2f} {format_interval(row.interval)}"
+        lines.append(f"  {row.program:16} {row.backend:{width}} {row.step_ms:10.2f}  {times:22} {part}".rstrip())
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 1, on every rank, if two backends train to different parameters."""
+    chosen = parse_arguments(arguments)
+    hvd.init()
+    share_cores()
+    if "pipeline" in chosen.programs and chosen.layers % hvd.size():
+        raise SystemExit(
+            f"a pipeline needs equally many layers on each rank: {chosen.layers} layers, {hvd.size()} ranks"
+        )
+    rows = [row for program in chosen.programs for row in measure(chosen, program)]
+    if hvd.rank() == 0:
+        meta = {
+            **software_and_machine(torch.device("cpu")),
+            "parameters": sum(parameter.numel() for parameter in layers(chosen).parameters()),
+            "samples": SAMPLES,
+            **{name: getattr(chosen, name) for name in ("width", "layers", "steps", "rounds")},
+            "time": "median over interleaved turns, per step, each as long as on its slowest rank",
+        }
+        print("\n".join(format_table(rows, meta)), flush=True)
+        write_json(chosen.json, meta, rows)
+    hvd.shutdown()
+    return 0 if all(row.difference is None or row.difference <= TOLERANCE for row in rows) else 1
