@@ -103,12 +103,13 @@ def earlier(path: Path | None, settings: dict[str, Any], ways: Sequence[str]) ->
     if path is None or not path.exists():
         return []
     read = json.loads(path.read_text())
+    others = [row for row in read["rows"] if row["way"] not in ways]
     differing = [name for name, value in settings.items() if read["meta"].get(name) != value]
-    if differing:
+    if others and differing:
         raise ValueError(
-            f"{path} was measured with other settings ({', '.join(differing)}): give -J the name of another file"
+            f"{path} has other ways with other settings ({', '.join(differing)}): give -J the name of another file"
         )
-    return [Run.from_record(row) for row in read["rows"] if row["way"] not in ways]
+    return [Run.from_record(row) for row in others]
 
 
 def main(arguments: Sequence[str]) -> int:
