@@ -25,9 +25,11 @@ def draw(read: Mapping[str, Any], path: Path) -> None:
     meta, rows = read["meta"], read["rows"]
     figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
     losses, steps = figure.subplots(1, 2)
-    hosts = f" on {meta['hosts']} simulated hosts, one rank or host" if meta["hosts"] > 1 else ", one"
+    killed = ", one killed (gray line)"
+    if meta["hosts"] > 1:
+        killed = f" on {meta['hosts']} simulated hosts, a rank (gray line) or a whole host (dotted) killed"
     figure.suptitle(
-        f"{meta['ranks']} ranks{hosts} killed every {meta['every_s']:g} s",
+        f"{meta['ranks']} ranks{killed} every {meta['every_s']:g} s",
         x=0.01,
         ha="left",
         fontsize=10,
@@ -40,11 +42,9 @@ def draw(read: Mapping[str, Any], path: Path) -> None:
         style = {"color": _COLORS[row["way"]], "linewidth": 1.6, "label": _LABELS[row["way"]] + goodput}
         steps.plot(times, reached, **style)
         ends = [BLOCK_STEPS * (block + 1) for block in range(len(row["losses"]))]
-        losses.plot(
-            [next(at for at, step in zip(times, reached, strict=True) if step >= end) for end in ends],
-            row["losses"],
-            **style,
-        )
+        # The last step may end just after the last point.
+        at = [next((at for at, step in zip(times, reached, strict=True) if step >= end), times[-1]) for end in ends]
+        losses.plot(at, row["losses"], **style)
     for kill in max((row["kills"] for row in rows), key=len):
         for panel in (losses, steps):
             panel.axvline(kill["at_s"] / 60, color=GRID, linestyle=":" if kill["of_host"] else "-", zorder=0)
