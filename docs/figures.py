@@ -5,8 +5,9 @@ benchmarks of RUNS before that, all of them or those named; between hosts they n
 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
 
-holds what VIEW makes of docs/figures/NAME.json, or of several runs; `predictions` makes it of all that a folder of docs has. A
-test fails where a page and its JSON differ.
+holds what VIEW makes of docs/figures/NAME.json, or of several runs; `predictions` makes it of all that a folder of docs has,
+`failures` of a file of docs that `python -m gradwire.bench failures -J` has written. A test fails where a page and its JSON
+differ.
 """
 
 from __future__ import annotations
@@ -174,6 +175,34 @@ def predictions(folder: str) -> str:
     return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}")
 
 
+def failures(name: str) -> str:
+    """Return a table of a run of `bench failures`: what each way lost by the failures."""
+    run = json.loads((DOCS / f"{name}.json").read_text())
+    rows = []
+    for row in run["rows"]:
+        if row["way"] == "undisturbed":
+            continue
+        hosts, firsts = (sum(kill[of] for kill in row["kills"]) for of in ("of_host", "of_rank_0"))
+        outages = row["outages_s"]
+        cells = (
+            f"{len(row['kills'])}: {hosts} of a host, {firsts} with rank 0",
+            row["hangs"],
+            f"{row['goodput']:.2f}",
+            "" if row["loss_over"] is None else f"{100 * row['loss_over']:+.2f} %",
+            f"{median(outages):.1f} s" if outages else "",
+            f"{max(outages):.1f} s" if outages else "",
+        )
+        rows.append((_WAYS[row["way"]], *map(str, cells)))
+    heading = ("", "kills", "hangs", "goodput", "loss at the same steps", "outage, median", "worst")
+    return _table(heading, rows, "---|---|---:|---:|---:|---:|---:")
+
+
+_WAYS = {
+    "in-process": "`gradwire run --min-np`",
+    "torchrun": "torchrun, commits in memory",
+    "disk": "torchrun, a checkpoint on disk every 5 s",
+}
+
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,
     "steps": steps,
@@ -181,6 +210,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "command": command,
     "predictions": predictions,
+    "failures": failures,
 }
 
 

@@ -1,64 +1,43 @@
-"""`python -m gradwire.bench failures`: training while ranks are killed, beside the same training undisturbed.
+"""`python -m gradwire.bench failures`: training while ranks and hosts are killed, beside the same training undisturbed.
 
-Each way runs for the same time: undisturbed; in process, by `gradwire run --min-np`; by torchrun, which starts all ranks again,
-from commits in memory; and by torchrun from checkpoints on disk alone. Every so many seconds one rank, drawn by lot, is killed by
-SIGKILL. Goodput is the steps that count, over those of the undisturbed run. --hosts kills whole hosts, too (as root, in process
-only): simulated ones, while the launcher is on another.
+Each way runs for the same time, one after the other: undisturbed; in process, by `gradwire run --min-np`; by torchrun, which
+starts all ranks again, from commits in memory; and by torchrun from checkpoints on disk alone. Every so many seconds one rank,
+drawn at random, is killed by SIGKILL. With --hosts (as root), ranks train on simulated hosts, launcher and torchrun's store are
+on one more, and every third kill takes all processes of a host drawn at random, which comes back after --repair-s seconds.
 
-    python -m gradwire.bench failures --minutes 20 -J failures.json
-    python -m gradwire.bench failures --plot failures.png failures.json
+Goodput is the number of steps that count, divided by that of the undisturbed run. A hang is a job that does not end, or gets no
+further for two minutes. -J adds the ways of a run to a file of the same settings, so that ways can be measured one by one.
+
+    python -m gradwire.bench failures --minutes 20 --hosts 2 -J docs/failures.json --plot docs/images/failures.png
+    python -m gradwire.bench failures --plot docs/images/failures.png docs/failures.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from gradwire.bench.hosts import Cluster
+from gradwire.bench.failures.kills import Killer
+from gradwire.bench.failures.outcome import Run, compare, described, line
+from gradwire.bench.failures.ways import UNDISTURBED, WAYS, hosts_for, kill_all, start
+from gradwire.bench.hosts import HostsError, check_machine, rate_bits_per_s
 from gradwire.bench.options import count_from, names_of, picture
 from gradwire.bench.results import software_and_machine, write_json
 
-UNDISTURBED, IN_PROCESS, RESTART, DISK = WAYS = ("undisturbed", "in-process", "torchrun", "disk")
-_MODULE = "gradwire.bench.failures.training"
-_CHECKPOINT_S = 5.0
 _END_S = 60.0
 """What a run has beyond its time to end, after which it hangs."""
-_LAST = 50
-"""Over how many steps the last loss is averaged."""
-
-
-@dataclass
-class Run:
-    """What one way came to. goodput: steps over those of the undisturbed run. loss_over: the last loss, over that of the
-    undisturbed run at the same steps, less 1. outages_s: after each kill, how long it took to the next step further than before.
-    curve: (seconds, step, loss, ranks) of every step that was logged."""
-
-    way: str
-    exit_status: int | None
-    steps: int = 0
-    goodput: float = 0.0
-    loss: float = 0.0
-    loss_over: float = 0.0
-    kills_s: list[float] = field(default_factory=list)
-    outages_s: list[float] = field(default_factory=list)
-    curve: list[tuple[float, int, float, int]] = field(default_factory=list)
+_KILL_S = 10.0
+_SETTINGS = ("minutes", "every_s", "repair_s", "ranks", "hosts", "rate", "seed")
+"""What is the same for all ways that are compared."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -68,181 +47,90 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("files", nargs="*", type=Path, help="with --plot: what a run has written by -J")
+    add("files", nargs="*", type=Path, help="with --plot: draw what a run has written by -J, and run nothing")
     add("--ways", type=partial(names_of, WAYS), default=list(WAYS), help=f"{', '.join(WAYS)}, or all (all)")
     add("--minutes", type=float, default=2.0, help="of each way (2)")
     add("--every-s", type=float, default=30.0, help="seconds between kills (30)")
+    add("--repair-s", type=float, default=5.0, help="seconds after which a host that was lost comes back (5)")
     add("--ranks", type=partial(count_from, 2), default=4, help="default 4")
-    add("--hosts", type=partial(count_from, 1), default=1, help="simulated hosts, of which every third kill takes one")
-    add("--at-once", action="store_true", help="run all ways at the same time, which share the cores")
+    add("--hosts", type=partial(count_from, 1), default=1, help="simulated hosts; 1, the default: this machine")
     add("--rate", default="1gbit", help="of each simulated host's link (1gbit)")
     add("--seed", type=partial(count_from, 0), default=0, help="of who is killed (0)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
-    add("--plot", type=picture, metavar="FILE.png", help="draw the file")
+    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows, beside those of other ways in the file")
+    add("--plot", type=picture, metavar="FILE.png", help="draw the file of -J, or the one that is given")
     flags = parser.parse_args(arguments)
-    if bool(flags.files) != bool(flags.plot):
-        parser.error("--plot takes what an earlier run has written, and nothing else does")
-    if flags.hosts > 1 and {RESTART, DISK} & set(flags.ways):
-        parser.error("--hosts is for --ways undisturbed,in-process")
+    if len(flags.files) != bool(flags.plot and flags.json is None):
+        parser.error("--plot needs either -J FILE, or one file that an earlier run has written")
+    if flags.ranks % flags.hosts:
+        parser.error(f"--ranks {flags.ranks} cannot be divided among --hosts {flags.hosts}")
+    try:
+        rate_bits_per_s(flags.rate)
+    except ValueError as error:
+        parser.error(str(error))
     return flags
 
 
-def command(way: str, flags: argparse.Namespace, log: Path, until: float) -> list[str]:
-    """Return what starts the training."""
-    script = ["-m", _MODULE, "--into", str(log), "--until", str(until)]
-    if way in (RESTART, DISK):
-        restarts = ["--standalone", "--nproc-per-node", str(flags.ranks), "--max-restarts", "100000"]
-        disk = ["--checkpoint-s", str(_CHECKPOINT_S)] if way == DISK else []
-        return [sys.executable, "-m", "torch.distributed.run", *restarts, *script, *disk]
-    each = flags.ranks // flags.hosts
-    hosts = ["-H", ",".join(f"host{host}:{each}" for host in range(flags.hosts))] if flags.hosts > 1 else []
-    least = ["--min-np", str(each if flags.hosts > 1 else flags.ranks // 2)]
-    return [sys.executable, "-m", "gradwire", "run", "-np", str(flags.ranks), *least, *hosts, *script]
+def run(way: str, flags: argparse.Namespace) -> Run:
+    """Run one way, and return what came of it. Raises HostsError where hosts cannot be simulated."""
+    folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # is left with the output
+    log = folder / "steps.jsonl"
+    with hosts_for(flags, folder) as hosts, (folder / "output.txt").open("wb") as output:
+        killer = Killer(flags.seed, log, hosts.networks)
+        began = time.time()
+        until = began + 60 * flags.minutes
+        try:
+            job = start(way, hosts, flags, log, until, output)
+            next_kill = began + flags.every_s
+            back_at: dict[int, float] = {}
+            while job.status() is None and time.time() < until + _END_S:
+                time.sleep(0.05)
+                for host in [host for host, at in back_at.items() if time.time() >= at]:
+                    del back_at[host]
+                    job.bring_back(host)
+                if way != UNDISTURBED and next_kill <= time.time() < until - flags.every_s:
+                    if (lost := killer()) is not None:
+                        job.lose(lost)
+                        back_at[lost] = time.time() + flags.repair_s
+                    next_kill += flags.every_s
+            status = job.status()
+        finally:
+            kill_all(log, _KILL_S)
+    return described(way, status, log, began, 60 * flags.minutes, killer.kills)
 
 
-def ranks_running(log: Path) -> list[int]:
-    """Return the processes that train for a log, by what launchers set in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            is_rank = b"TORCHELASTIC_RUN_ID=" in (folder / "environ").read_bytes()
-            trains = str(log).encode() in (folder / "cmdline").read_bytes().split(b"\0")
-            if is_rank and trains:
-                found.append(int(folder.name))
-    return sorted(found)
-
-
-class Killer:
-    """Kills a rank, or every third time a host where there are several, and notes when."""
-
-    def __init__(self, seed: int, log: Path, networks: Sequence[str]) -> None:
-        self._random = random.Random(seed)
-        self._log = log
-        self._networks = networks
-        self.times: list[float] = []
-
-    def __call__(self) -> None:
-        if self._networks and len(self.times) % 3 == 2:
-            network = self._random.choice(self._networks)
-            holders = [
-                int(folder.name)
-                for folder in Path("/proc").glob("[0-9]*")
-                if _network_of(folder) == network and b"gradwire" in (folder / "cmdline").read_bytes()
-            ]
-        elif running := ranks_running(self._log):
-            holders = [self._random.choice(running)]
-        else:
-            return  # all are being started
-        self.times.append(time.time())
-        for process in holders:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-
-def _network_of(folder: Path) -> str | None:
-    with suppress(OSError):
-        return os.readlink(folder / "ns" / "net")
-    return None
-
-
-def run(way: str, flags: argparse.Namespace, folder: Path) -> Run:
-    """Run one way, and return what came of it."""
-    log = folder / f"{way}.jsonl"
-    with _hosts(flags) as (enter, environment, networks):
-        killer = Killer(flags.seed, log, networks)
-        until = time.time() + 60 * flags.minutes
-        started = enter(command(way, flags, log, until))
-        with (folder / f"{way}.txt").open("wb") as output:
-            job = subprocess.Popen(
-                started, stdout=output, stderr=output, env={**os.environ, **environment, "OMP_NUM_THREADS": "1"}
-            )
-            next_kill = time.time() + flags.every_s
-            try:
-                while job.poll() is None and time.time() < until + _END_S:
-                    time.sleep(0.1)
-                    if way != UNDISTURBED and next_kill <= time.time() < until - flags.every_s / 2:
-                        killer()
-                        next_kill += flags.every_s
-                status = job.poll()
-            finally:
-                job.kill()
-                job.wait()
-    return described(way, status, log, until - 60 * flags.minutes, killer.times)
-
-
-@contextmanager
-def _hosts(
-    flags: argparse.Namespace,
-) -> Iterator[tuple[Callable[[Sequence[str]], list[str]], dict[str, str], list[str]]]:
-    """Make simulated hosts, and one more for the launcher, which reaches them by an `ssh` that enters their namespaces."""
-    if flags.hosts == 1:
-        yield list, {}, []
-        return
-    with Cluster(flags.hosts + 1, flags.rate) as cluster, tempfile.TemporaryDirectory() as folder:
-        cases = "".join(f"host{number}) target={each.pid};;\n" for number, each in enumerate(cluster.hosts))
-        ssh = Path(folder, "ssh")
-        ssh.write_text(
-            '#!/bin/sh\nwhile [ "${1#host}" = "$1" ]; do shift; done\n'
-            f'case "$1" in\n{cases}esac\n'
-            f'exec nsenter --target "$target" --net --uts --mount --wd="{os.getcwd()}" -- sh -c "$2"\n'
+def earlier(path: Path | None, settings: dict[str, Any], ways: Sequence[str]) -> list[Run]:
+    """Return what a file has of other ways. Raises ValueError where it was measured with other settings."""
+    if path is None or not path.exists():
+        return []
+    read = json.loads(path.read_text())
+    others = [row for row in read["rows"] if row["way"] not in ways]
+    differing = [name for name, value in settings.items() if read["meta"].get(name) != value]
+    if others and differing:
+        raise ValueError(
+            f"{path} has other ways with other settings ({', '.join(differing)}): give -J the name of another file"
         )
-        ssh.chmod(0o755)
-        networks = [os.readlink(f"/proc/{each.pid}/ns/net") for each in cluster.hosts[:-1]]
-        settings = {"PATH": f"{folder}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "eth0"}
-        yield cluster.hosts[-1].enter, settings, networks
-
-
-def described(way: str, status: int | None, log: Path, began: float, kills: Sequence[float]) -> Run:
-    """Return a run by its log."""
-    records: list[dict[str, Any]] = []
-    with suppress(OSError):
-        records = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-    curve = [(each["time"] - began, each["step"], each["loss"], each["ranks"]) for each in records]
-    found = Run(way, status, curve=curve, kills_s=[at - began for at in kills])
-    found.steps = max((step for _, step, *_ in curve), default=0)
-    for at in found.kills_s:
-        before = max((step for seconds, step, *_ in curve if seconds <= at), default=0)
-        after = [seconds for seconds, step, *_ in curve if seconds > at and step > before + 1]
-        if after:
-            found.outages_s.append(min(after) - at)
-    return found
-
-
-def compare(runs: Sequence[Run]) -> None:
-    """Set goodput and losses beside the first run's."""
-    reference = {step: loss for _, step, loss, _ in runs[0].curve}
-    for each in runs:
-        losses = {step: loss for _, step, loss, _ in each.curve}
-        last = [step for step in range(each.steps - _LAST + 1, each.steps + 1) if step in losses and step in reference]
-        each.goodput = each.steps / max(1, runs[0].steps)
-        if last:
-            each.loss = sum(losses[step] for step in last) / len(last)
-            each.loss_over = each.loss / (sum(reference[step] for step in last) / len(last)) - 1
-
-
-def _line(run: Run) -> str:
-    outage = f"outage {median(run.outages_s):.2f} s (median), {max(run.outages_s):.2f} (most)" if run.outages_s else ""
-    return (
-        f"{run.way:12} exit {run.exit_status}  steps {run.steps:6}  goodput {run.goodput:5.2f}  loss {run.loss:.4f}"
-        f" ({run.loss_over:+.2%})  {len(run.kills_s)} kills  {outage}"
-    )
+    return [Run.from_record(row) for row in others]
 
 
 def main(arguments: Sequence[str]) -> int:
     flags = parse_arguments(arguments)
+    if not flags.files:
+        settings = {name: getattr(flags, name) for name in _SETTINGS}
+        try:
+            if flags.hosts > 1:
+                check_machine()
+            runs = earlier(flags.json, settings, flags.ways)
+            for way in flags.ways:
+                runs.append(run(way, flags))
+                runs.sort(key=lambda each: WAYS.index(each.way))
+                compare(runs)
+                print(line(next(each for each in runs if each.way == way)), flush=True)
+                write_json(flags.json, software_and_machine(torch.device("cpu")) | settings, runs)
+        except (HostsError, ValueError) as error:
+            print(f"bench failures: {error}", file=sys.stderr)
+            return 2
     if flags.plot:
         from gradwire.bench.failures.plot import draw
 
-        draw(json.loads(flags.files[0].read_text()), flags.plot)
-        return 0
-    meta = software_and_machine(torch.device("cpu"))
-    meta |= {key: getattr(flags, key) for key in ("minutes", "every_s", "ranks", "hosts", "at_once", "seed")}
-    runs: list[Run] = []
-    folder = Path(tempfile.mkdtemp(prefix="failures."))  # with the output of every way
-    with ThreadPoolExecutor(len(flags.ways) if flags.at_once else 1) as threads:
-        for each in threads.map(lambda way: run(way, flags, folder), flags.ways):
-            runs.append(each)
-            compare(runs)
-            print(_line(each), flush=True)
-            write_json(flags.json, meta, runs)
-    return int(any(each.exit_status != 0 for each in runs))
+        draw(json.loads((flags.json or flags.files[0]).read_text()), flags.plot)
+    return 0 if flags.files else int(any(each.exit_status != 0 or each.hangs for each in runs))

@@ -4,9 +4,10 @@ All train the same model from the same weights on the same data, in turns of a f
 `gradwire+ddp` is torch's DDP over our backend of torch.distributed. `compute` exchanges nothing: what a step costs at least,
 and what the others' replicas drift apart without. With codecs, ours takes part with each of them too, and DDP with torch's
 fp16 hook; `auto` among them chooses among the others, or int8. With --reports, ours also takes part with on_step, with a
-check of replicas after every step, and while a timeline is recorded. With --shard-states, ours also takes part with that, and
-DDP with torch's ZeroRedundancyOptimizer. With --overlap, ours also takes part with overlap="next_forward", with each codec,
-and nobody clips gradients, for which all of them must be there.
+check of replicas after every step, and while a timeline is recorded. With --commits, ours also takes part with a commit to the
+memory of its host after every step. With --shard-states, ours also takes part with that, and DDP with torch's
+ZeroRedundancyOptimizer. With --overlap, ours also takes part with overlap="next_forward", with each codec, and nobody clips
+gradients, for which all of them must be there.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from gradwire.bench.timing import (
     speedup_interval,
     take_turns,
 )
+from gradwire.bench.training.committing import committing_trainee
 from gradwire.collectives import Communicator
 from gradwire.collectives.diagnostics.timeline import Timeline
 from gradwire.trainer.examples import bytes_gpt
@@ -176,6 +178,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
     add("--reports", action="store_true", help="compare what it costs to tell of a step, too")
+    add("--commits", action="store_true", help="compare a commit of hvd.elastic after every step, too")
     add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
     add("--overlap", action="store_true", help="compare waiting in the next forward, too, and clip no gradients")
     add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
@@ -191,7 +194,11 @@ def configured(chosen: argparse.Namespace) -> bytes_gpt.Config:
 
 
 def builders(
-    compression: Sequence[str], reports: bool = False, shard_states: bool = False, overlap: bool = False
+    compression: Sequence[str],
+    reports: bool = False,
+    shard_states: bool = False,
+    overlap: bool = False,
+    commits: bool = False,
 ) -> dict[str, Callable[[nn.Module], Trainee]]:
     """What makes each competitor of its model."""
     telling: dict[str, Callable[[nn.Module], Trainee]] = {
@@ -219,6 +226,7 @@ def builders(
         **compressed,
         **(overlapping if overlap else {}),
         **(telling if reports else {}),
+        **({f"{OURS}+commits": committing_trainee} if commits else {}),
         **(sharded if shard_states else {}),
         OURS_DDP: backend_trainee,
         DDP: ddp_trainee,
@@ -233,7 +241,8 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     config = configured(chosen)
     task = bytes_gpt.task(config)
     competitors: dict[str, Competitor] = {}
-    for name, build in builders(chosen.compression, chosen.reports, chosen.shard_states, chosen.overlap).items():
+    flags = chosen.reports, chosen.shard_states, chosen.overlap, chosen.commits
+    for name, build in builders(chosen.compression, *flags).items():
         torch.manual_seed(config.seed)
         trainee = build(task.build().to(device))
         if chosen.overlap:

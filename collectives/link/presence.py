@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -194,6 +194,7 @@ def arrive(
     left: Container[str] = (),
     keepers: Collection[int] = (),
     by_agent: bool = False,
+    lost: Callable[[], Collection[int]] | None = None,
 ) -> Presence:
     """Arrive, and return what is known of the others once all ranks have arrived. A collective call.
 
@@ -202,12 +203,15 @@ def arrive(
     that arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the
     rank whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
     again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then waited
-    for. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns
-    this process away; LinkError where a rank has ended or cannot connect, and, with the ranks that did not arrive, at the
-    deadline; OSError where this process cannot connect.
+    for. lost: returns the ranks whose end a launcher has noted in its store, also of those that did not arrive; it is called
+    again and again. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process away; LinkError where
+    a rank has ended or cannot connect, and, with the ranks that did not arrive, at the deadline; OSError where this process
+    cannot connect.
     """
     with closing(Asking(store, deadline, None, keepers)) as asking:
-        arrival = _Arrival(store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent)
+        arrival = _Arrival(
+            store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent, lost
+        )
         while True:
             try:
                 return arrival.attempt()
@@ -230,6 +234,7 @@ class _Arrival:
     admission: Admission
     left: Container[str]
     by_agent: bool
+    lost: Callable[[], Collection[int]] | None
 
     def attempt(self) -> Presence:
         """See arrive."""
@@ -239,6 +244,7 @@ class _Arrival:
         try:
             presence = self._enter(hub_card, hub, note)
             for _ in presence.await_all(self.deadline):
+                self._check_lost()
                 if hub is None:
                     continue
                 socket.socket().close()  # raises where those who are still to come could not be accepted
@@ -264,6 +270,11 @@ class _Arrival:
                 hub.disown()
             raise
 
+    def _check_lost(self) -> None:
+        """Raise LinkError where the launcher has noted the end of ranks, which may never have come."""
+        if self.lost is not None and (lost := self.asking.ask(self.lost)):
+            raise Failure.loss_of(lost).as_link_error()
+
     def _read(self, note: str) -> Failure | None:
         """Return the first failure that a rank, which may not be connected to the hub, has left in the store."""
         if not self.asking.ask(lambda: self.store.check([note])):
@@ -278,6 +289,7 @@ class _Arrival:
             ask(lambda: store.set(_HUB, json.dumps(made)))
             return made, hub
         while True:
+            self._check_lost()
             if ask(lambda: store.check([_HUB])):
                 found = json.loads(ask(lambda: store.get(_HUB)))
                 if found["key"] not in self.left:
@@ -316,7 +328,7 @@ class _Arrival:
         else:
             place = hub_card["rank"], hub_card["address"], hub_card["port"]
             try:
-                connection = dial(*place, self.deadline, lambda: None, set_up, small_segments=True)
+                connection = dial(*place, self.deadline, self._check_lost, set_up, small_segments=True)
             except LinkError as error:
                 error.ended = isinstance(error.__cause__, ConnectionError)
                 if error.ended and self.by_agent and time.monotonic() < self.deadline:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -68,13 +69,44 @@ if sys.argv[1] == "epoch":
 raise ValueError("the script's own")
 """
 
+#: Runs a program that worker 1 does not survive: it is killed where the program makes its optimizer, before it trains, or at its
+#: second commit.
+KILLED = """
+import os, runpy, signal, sys
+import gradwire as hvd
+from gradwire.trainer.world.epochs import WORKER
+
+owner, name, left = {"makes": (hvd, "DistributedOptimizer", 1), "trains": (hvd.elastic.TorchState, "commit", 2)}[sys.argv[1]]
+call = getattr(owner, name)
+
+
+def fatal(*args, **kwargs):
+    global left
+    left -= 1
+    if left == 0 and os.environ[WORKER] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call(*args, **kwargs)
+
+
+setattr(owner, name, fatal)
+variables = runpy.run_path(sys.argv[2])
+ended = [parameter.sum().item() for parameter in variables["model"].parameters()]
+print("ended:", hvd.size(), variables["state"].epoch, ended)
+"""
+
 Launch = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     """Start launchers in a folder with the scripts and ssh, and leave no process behind."""
-    for name, text in {"worker.py": WORKER, "fails.py": FAILS, "prints.py": PRINTS, "ssh": SSH}.items():
+    for name, text in {
+        "worker.py": WORKER,
+        "fails.py": FAILS,
+        "killed.py": KILLED,
+        "prints.py": PRINTS,
+        "ssh": SSH,
+    }.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.chdir(tmp_path)
@@ -86,8 +118,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     }
     started: list[subprocess.Popen[str]] = []
 
-    def start(*flags: str) -> subprocess.Popen[str]:
-        command = [python(), "-m", "gradwire", "run", *flags]
+    def start(*flags: str, interpreter: str | None = None) -> subprocess.Popen[str]:
+        command = [interpreter or python(), "-m", "gradwire", "run", *flags]
         piped = subprocess.PIPE
         started.append(
             subprocess.Popen(
@@ -174,6 +206,26 @@ def test_an_error_of_the_script_ends_the_job(launch: Launch, where: str, ends: l
     error = "workers 0, 1 on host localhost ended with exit code 1: ValueError: the script's own"
     assert told(launcher) == [*ends[:1], error, *ends[1:]]
     assert launcher.returncode == 1
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(4 * DEADLINE_S)
+@pytest.mark.parametrize(("when", "lost"), [("makes", 3), ("trains", 1)])
+def test_an_example_of_horovods_survives_a_kill(launch: Launch, when: str, lost: int) -> None:
+    """Ranks that cannot go on, since they have not come to the decorated function, are started again; others stay. Commits are
+    named after the process that has started a rank, which the tests' python is not."""
+    program = ROOT / "tests" / "ranks" / "horovod_programs" / "elastic.py"
+    launcher = launch("--min-np", "3", "-np", "3", "killed.py", when, str(program), interpreter=sys.executable)
+    output, errors = launcher.communicate(
+        timeout=3 * DEADLINE_S
+    )  # three times the imports of torch by several processes
+    assert launcher.returncode == 0, errors
+    assert re.search("epoch 1: 3 ranks;.* worker 1 on host localhost was killed by SIGKILL", errors), errors
+    assert len(re.findall("joined as rank", errors)) == lost
+    ended = [line.partition("ended: ")[2] for line in output.splitlines() if "ended: " in line]
+    assert len(ended) == 3
+    assert len(set(ended)) == 1
+    assert ended[0].startswith("3 1 [")
 
 
 def test_what_workers_print(launch: Launch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,42 @@ def test_slurm_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
     slurm["SLURM_CPUS_PER_TASK"] = "2"
     output = call(["bash", str(FOLDER / "slurm.sh")], tmp_path, SCRIPT=str(FOLDER / "ddp.py"), **slurm)
     assert "20 exchanges" in output
+
+
+ELASTIC = ROOT / "tests" / "ranks" / "horovod_programs" / "elastic.py"
+
+
+@pytest.mark.wide
+def test_slurm_starts_an_elastic_job(tmp_path: Path) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost", "SLURM_CPUS_PER_TASK": "2"}
+    output = call(["bash", str(FOLDER / "slurm_elastic.sh")], tmp_path, SCRIPT=str(ELASTIC), **slurm)
+    assert "epoch 0: 2 ranks" in output
+
+
+@pytest.mark.wide
+def test_pods_of_kubernetes_meet_in_a_store_that_is_none_of_theirs() -> None:
+    """Two pods of one rank each, on this machine. The port is replaced, as another test may have it."""
+    _, deployment, job = yaml.safe_load_all((FOLDER / "kubernetes_elastic.yaml").read_text())
+    store, pod = (each["spec"]["template"]["spec"]["containers"][0]["command"] for each in (deployment, job))
+    port = str(30000 + os.getpid() % 10000)
+    assert store[-1].count("29500") == 1
+    replaced = {
+        "--nproc-per-node=2": "--nproc-per-node=1",
+        "--rdzv-endpoint=gradwire-store:29500": f"--rdzv-endpoint=127.0.0.1:{port}",
+        "/train/train.py": str(ELASTIC),
+    }
+    assert replaced.keys() < set(pod)
+    keeper = start([sys.executable, *store[1:-1], store[-1].replace("29500", port)], FOLDER)
+    try:
+        command = [replaced.get(word, word) for word in pod]
+        with ThreadPoolExecutor(2) as pods:
+            list(pods.map(lambda _: call(command), range(2)))
+        assert keeper.poll() is None
+    finally:
+        keeper.kill()
+        keeper.communicate()
 
 
 def read_yaml(name: str) -> dict[str, Any]:

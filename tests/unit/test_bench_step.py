@@ -48,6 +48,8 @@ def test_every_codec_and_the_fp16_hook_take_part_only_where_codecs_do() -> None:
     telling = ["gradwire+on_step", "gradwire+check", "gradwire+timeline"]
     ddp = ["gradwire+ddp", "ddp"]
     assert list(builders((), parse_arguments(["--reports"]).reports)) == ["gradwire", *telling, *ddp, "compute"]
+    commits = parse_arguments(["--commits"]).commits
+    assert list(builders((), commits=commits)) == ["gradwire", "gradwire+commits", *ddp, "compute"]
     sharded = parse_arguments(["--shard-states"]).shard_states
     assert list(builders((), shard_states=sharded)) == ["gradwire", "gradwire+shards", *ddp, "ddp+zero", "compute"]
     overlapping = parse_arguments(["--overlap"]).overlap

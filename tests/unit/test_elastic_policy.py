@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
-from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, TOGETHER_S, Policy
+from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, Policy
 from gradwire.trainer.cli.elastic.ranks import next_epoch
 from gradwire.trainer.cli.elastic.workers import HOST_FAILURES
 from gradwire.trainer.cli.options import Elastic
@@ -77,10 +77,31 @@ def test_one_that_never_answers_is_killed_at_last() -> None:
     policy.exited(2, 1, now=11)
     end = 10 + Elastic.timeout_s
     assert Kill(1) not in policy.decide(end - 0.01)
-    actions = policy.decide(end)
-    assert actions[0] == Kill(1)
-    assert actions[-1] == End((0, 2, 1), "no rank survived to go on")
-    assert policy.decide(end + 1) == []
+    assert policy.decide(end)[0] == Kill(1)
+
+
+@pytest.mark.parametrize("code", [-9, 1])
+def test_what_fails_because_one_was_killed_is_started_again_all_together(code: int) -> None:
+    """As ranks do that have not called the decorated function. Errors of the script alone, and too many kills, end the job."""
+    policy = begun(Elastic(min_ranks=1, max_ranks=2), {"a": 2})
+    worker = 0
+    for _ in range(NEW_STARTS):
+        policy.exited(worker, code, now=10)
+        policy.exited(worker + 1, 1, now=10)
+        if code == 1:
+            break
+        worker += 2
+        said, *starts = policy.decide(10)
+        assert isinstance(said, Say)
+        assert starts == [Start(worker, 0, 0), Start(worker + 1, 0, 1)]
+        policy.arrived(worker)
+        assert policy.decide(10) == []
+        policy.arrived(worker + 1)
+        assert workers_of(policy.decide(10)) == (worker, worker + 1)
+    else:
+        policy.exited(worker, code, now=10)
+        policy.exited(worker + 1, 1, now=10)
+    assert policy.decide(10) == [End((worker, worker + 1), "no rank survived to go on")]
 
 
 def test_ranks_are_interrupted_once_for_workers_that_come_together() -> None:
@@ -235,7 +256,8 @@ class Jobs(RuleBasedStateMachine):
         self.given_up: set[int] = set()
         self.epoch: Epoch | None = None
         self.departed: set[int] = set()
-        self.asked = self.has_finished = False
+        self.asked = self.has_finished = self.was_struck = False
+        self.new_starts = 0
         self.end: End | None = None
         self.policy.set_hosts(hosts if sum(hosts.values()) >= least else {"a": least})
         self.decide()
@@ -256,6 +278,7 @@ class Jobs(RuleBasedStateMachine):
                 case Kill(worker):
                     assert worker in self.staying
                     self.given_up.add(worker)
+                    self.was_struck = True
                 case Stop(worker):
                     assert worker in self.running
                     assert worker not in self.members
@@ -266,7 +289,7 @@ class Jobs(RuleBasedStateMachine):
                     self.asked = True
                 case Begin(epoch):
                     self.check(epoch)
-                    self.epoch, self.departed, self.asked = epoch, set(), False
+                    self.epoch, self.departed, self.asked, self.was_struck = epoch, set(), False, False
                 case End():
                     self.end = action
 
@@ -287,7 +310,8 @@ class Jobs(RuleBasedStateMachine):
             return
         assert epoch.number == self.epoch.number + 1
         kept = [worker for worker in before if worker in workers]
-        assert kept
+        self.new_starts = 0 if kept else self.new_starts + 1
+        assert self.new_starts <= self.was_struck * NEW_STARTS
         assert kept == [worker for worker in workers if worker in before]
         if sorted(epoch.nodes) == sorted(self.epoch.nodes):
             assert [before.index(worker) for worker in kept] == [workers.index(worker) for worker in kept]
@@ -302,6 +326,7 @@ class Jobs(RuleBasedStateMachine):
 
     def exit(self, worker: int, code: int) -> None:
         self.running.remove(worker)
+        self.was_struck |= code < 0
         self.has_finished |= (
             code == 0 and worker not in self.given_up and (self.epoch is None or worker in self.members)
         )
@@ -382,6 +407,7 @@ class Jobs(RuleBasedStateMachine):
         if nodes:
             node = data.draw(st.sampled_from(nodes))
             self.running -= {worker for worker in self.running if self.slots[worker][0] == node}
+            self.was_struck = True
             self.policy.host_lost(node, "it fell silent", self.now)
             self.decide()
 

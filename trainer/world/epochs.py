@@ -1,6 +1,6 @@
 """Epochs of an elastic world: which processes are its ranks, as the launcher decides each time a process is lost or joins.
 
-`gradwire run --elastic` keeps a store. Its processes, the *workers*, have numbers that are never used twice. Each worker writes
+`gradwire run --min-np` keeps a store. Its processes, the *workers*, have numbers that are never used twice. Each worker writes
 there that it is ready, and that it has left an epoch and why; the launcher writes the epochs. Both poll: the store calls nobody.
 """
 
@@ -104,6 +104,14 @@ class Epochs:
             return None
         workers, nodes = self._read(f"epoch/{number}")
         return Epoch(number, tuple(workers), tuple(nodes))
+
+    def lose(self, epoch: int, lost: tuple[int, ...]) -> None:
+        """Note all workers that an epoch has lost by now."""
+        self._store.set(f"lost/{epoch}", json.dumps(lost))
+
+    def lost(self, epoch: int) -> tuple[int, ...]:
+        """Return the workers that an epoch has lost."""
+        return tuple(self._read(f"lost/{epoch}") or ())
 
     def want_update(self, epoch: int) -> None:
         """Ask the ranks of an epoch to leave it after their next commit: other workers are to take part."""

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -65,12 +65,19 @@ class Meeting:
     key: str
 
 
-def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = ()) -> Meeting:
+def meet(
+    launch: Launch,
+    timeout_s: float,
+    backend: str,
+    left: Container[str] = (),
+    lost: Callable[[], Collection[int]] | None = None,
+) -> Meeting:
     """Find the other ranks, and initialize torch.distributed with them. Collective over all processes that were launched.
 
     left: the keys of the meetings that this process has left. A store may outlive a world: torchrun's agent keeps one
     for all, and rank 0 keeps its own for as long as anything in its process holds it. So rank 0 opens each meeting anew,
-    and the others do not enter one that they have left.
+    and the others do not enter one that they have left. lost: returns the ranks whose end the launcher of an elastic job has
+    noted, so that nobody waits for them.
 
     Raises ValueError where the environment does not say how to find rank 0. Within timeout_s seconds and at most four it raises
     CollectiveError, which says what was found at the meeting point: PeerLost where a rank has ended, CollectiveTimeout with
@@ -101,6 +108,7 @@ def meet(launch: Launch, timeout_s: float, backend: str, left: Container[str] = 
                 left=left,
                 keepers=keepers,
                 by_agent=os.environ.get(AGENT_STORE) == "True" and WORKER not in os.environ,
+                lost=lost,
             )
     membership = membership_from(presence, store, (), ranks)
     group_store = PrefixStore("torch", membership.store)

@@ -59,6 +59,12 @@ class Worker:
         blamed = tuple(self.epoch.workers[rank] for rank in lost)
         self._epochs.leave(self.number, self.epoch.number, Departure(error is None, reason, blamed))
 
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of this epoch whose processes have ended, as the launcher says. Raises as leave."""
+        if self.epoch is None:
+            return ()
+        return tuple(self.epoch.workers.index(worker) for worker in self._epochs.lost(self.epoch.number))
+
     def is_update_wanted(self) -> bool:
         """Return whether the launcher wants the ranks to leave this epoch. Raises as leave."""
         return self.epoch is not None and self._epochs.is_update_wanted(self.epoch.number)

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -125,7 +125,10 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
             worker.take_place(settings.timeout_s)
         launch = read_launch(os.environ)
         try:
-            meeting = start_torch_distributed(launch, settings.timeout_s, left=_holder.left) if owns else None
+            lost = None if worker is None else worker.lost_ranks
+            meeting = (
+                start_torch_distributed(launch, settings.timeout_s, left=_holder.left, lost=lost) if owns else None
+            )
             world = World(launch, settings, ranks, meeting, owns_process_group=owns)
             break
         except CollectiveError as error:
@@ -191,16 +194,20 @@ def _lost_by(error: CollectiveError) -> tuple[int, ...]:
 
 
 def start_torch_distributed(
-    launch: Launch, timeout_s: float, backend: str | None = None, left: Container[str] = ()
+    launch: Launch,
+    timeout_s: float,
+    backend: str | None = None,
+    left: Container[str] = (),
+    lost: Callable[[], Collection[int]] | None = None,
 ) -> Meeting | None:
     """Initialize torch.distributed as launched, and return how the ranks have met; None for a rank that is alone.
 
-    backend None: gloo, with NCCL for CUDA tensors where torch has both. left: as in meet().
+    backend None: gloo, with NCCL for CUDA tensors where torch has both. left, lost: as in meet().
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if launch.size > 1:
-        return meet(launch, timeout_s, backend, left)
+        return meet(launch, timeout_s, backend, left, lost)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=HashStore(), rank=0, world_size=1)
     return None
 

@@ -72,6 +72,7 @@ class _Run:
         self._late_at: dict[int, float] = {}
         self._exit_codes: dict[int, int] = {}
         self._lost: dict[int, Failure] = {}
+        self._told_lost: tuple[int, tuple[int, ...]] = -1, ()
         self._end: End | None = None
         self._is_ending = False
         self._have_hosts(job.hosts)
@@ -85,6 +86,7 @@ class _Run:
                     self._look()
                     for action in self._policy.decide(time.monotonic()):
                         self._do(action)
+                    self._tell_lost()
                 self._end_all(signals)
             finally:
                 for agent in self._agents.values():
@@ -149,6 +151,13 @@ class _Run:
                 _say(text)
             case End():
                 self._end = action
+
+    def _tell_lost(self) -> None:
+        """Have the ranks of an epoch that still meet learn for whom they need not wait."""
+        epoch, lost = self._policy.epoch, self._policy.lost
+        if epoch is not None and lost and self._told_lost != (epoch.number, lost):
+            self._told_lost = epoch.number, lost
+            self._epochs.lose(*self._told_lost)
 
     def _have_hosts(self, hosts: Iterable[Host]) -> None:
         self._known |= {host.name: host for host in hosts}

@@ -19,8 +19,10 @@ from gradwire.trainer.world.epochs import Departure, Epoch
 BLAMED_S = 2.0
 #: What the others have to end once one worker has finished and another one has failed.
 GRACE_S = 5.0
-#: For how long workers that have arrived wait for those that were started with them, before ranks are interrupted.
+#: For how long workers that have arrived wait for those that were started with them, before an epoch begins.
 TOGETHER_S = 5.0
+#: How many epochs in a row may end without a survivor and still be followed by one of new workers.
+NEW_STARTS = 3
 
 
 @dataclass
@@ -29,7 +31,8 @@ class _Happened:
 
     departed: the workers that have left it. broken_since: when it began to end, by a departure or a loss. waits_since: when
     workers for the next one turned out to be too few. arrived_since: when there began to be workers that are no ranks.
-    failed: the workers that are lost. reasons: of departures. news: for the user.
+    failed: the workers that are lost. is_struck: whether a signal or the loss of a host has ended one of them, so that the others
+    may have failed because of that. reasons: of departures. news: for the user.
     """
 
     departed: set[int] = field(default_factory=set)
@@ -39,6 +42,7 @@ class _Happened:
     waits_since: float | None = None
     arrived_since: float | None = None
     failed: list[int] = field(default_factory=list)
+    is_struck: bool = False
     reasons: list[str] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
 
@@ -53,6 +57,7 @@ class Policy:
         self._wanted = wanted
         self._start_by = start_by
         self._finished_since: float | None = None
+        self._new_starts = 0
         self._new = _Happened()
 
     # What has happened
@@ -69,7 +74,7 @@ class Policy:
         for number in self.workers.running_on(node):
             self.workers.of[number].is_running = False
             if self.workers.of[number].is_alive:
-                self._lose(number, "was lost with its host", now)
+                self._lose(number, "was lost with its host", now, is_struck=True)
 
     def arrived(self, worker: int) -> None:
         """Note that a worker can become a rank."""
@@ -92,7 +97,7 @@ class Policy:
             each.is_alive = False
             self._finished_since = now if self._finished_since is None else self._finished_since
         elif each.is_alive:
-            self._lose(worker, ending(exit_code), now)
+            self._lose(worker, ending(exit_code), now, is_struck=exit_code < 0)
 
     # What is looked for, and what is done
 
@@ -102,6 +107,11 @@ class Policy:
         return [
             number for number in self._ranks if self.workers.of[number].is_alive and number not in self._new.departed
         ]
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Return the ranks of the current epoch, as workers, that have ended or were given up."""
+        return tuple(number for number in self._ranks if not self.workers.of[number].is_alive)
 
     @property
     def is_changing(self) -> bool:
@@ -123,7 +133,7 @@ class Policy:
             for number in self.staying:
                 late = self._new.broken_since + self._wanted.timeout_s
                 if now >= min(late, self._new.blamed_since.get(number, late) + BLAMED_S):
-                    self._lose(number, "was killed, since it did not answer", now)
+                    self._lose(number, "was killed, since it did not answer", now, is_struck=True)
                     killed.append(Kill(number))
         return killed
 
@@ -156,11 +166,13 @@ class Policy:
 
     def _next(self, now: float, epoch: Epoch) -> list[Action]:
         survivors = [number for number in epoch.workers if self.workers.of[number].is_alive]
-        if not survivors:
+        if not survivors and (not self._new.is_struck or self._new_starts == NEW_STARTS):
             return self._end("no rank survived to go on")
         if self._is_last:
             return self._end(f"epoch {epoch.number} is the last one that --reset-limit allows")
         joining, least = self._joining, self._wanted.min_ranks
+        if not survivors and len(joining) >= least and not self._are_together(now):
+            return []
         welcome = [number for number in survivors if self.workers.of[number].is_welcome]
         # Those of hosts that have been taken away go on for one more epoch where nobody else has what has been learnt, or others
         # are too few.
@@ -181,18 +193,21 @@ class Policy:
         return self._end()
 
     def _update(self, now: float, epoch: Epoch) -> list[Action]:
-        joining = self._joining
-        if not joining:
-            self._new.arrived_since = None
-        elif self._new.arrived_since is None:
-            self._new.arrived_since = now
-        are_together = not self.workers.coming() or now >= (self._new.arrived_since or now) + TOGETHER_S
+        joining, are_together = self._joining, self._are_together(now)
         welcome = [number for number in epoch.workers if self.workers.of[number].is_welcome]
         can_shrink = 0 < len(welcome) < len(epoch.workers) and len(welcome) + len(joining) >= self._wanted.min_ranks
         if self._new.is_update_wanted or self._is_last or not (can_shrink or (joining and are_together)):
             return []
         self._new.is_update_wanted = True
         return [Update(epoch.number)]
+
+    def _are_together(self, now: float) -> bool:
+        """Return whether workers that have arrived need not wait any longer for others that may come."""
+        if not self._joining:
+            self._new.arrived_since = None
+        elif self._new.arrived_since is None:
+            self._new.arrived_since = now
+        return not (self.workers.coming() or self._starting) or now >= (self._new.arrived_since or now) + TOGETHER_S
 
     def _wait(self, now: float, found: int) -> list[Action]:
         """Wait for workers to arrive, where they may, and it is not too late."""
@@ -264,8 +279,9 @@ class Policy:
         if self._new.broken_since is None:
             self._new.broken_since = now
 
-    def _lose(self, number: int, how: str, now: float) -> None:
+    def _lose(self, number: int, how: str, now: float, *, is_struck: bool) -> None:
         self._new.failed.append(number)
+        self._new.is_struck |= is_struck
         self._new.news.append(f"worker {number} on host {self.workers.host_of(number).name} {how}")
         if news := self.workers.fail(number):
             self._new.news.append(news)
@@ -283,6 +299,7 @@ class Policy:
                 self._new.news.append(
                     f"worker {number} on host {self.workers.host_of(number).name} joined as rank {rank}"
                 )
+        self._new_starts = 0 if is_first or set(before) & set(epoch.workers) else self._new_starts + 1
         begin = Begin(epoch, tuple(self._new.news))
         self.epoch = epoch
         self._new = _Happened()

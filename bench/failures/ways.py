@@ -1,0 +1,183 @@
+"""How each way of surviving failures is started, on this machine or on simulated hosts, and how a host is lost and comes back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from gradwire.bench.hosts import Cluster
+
+UNDISTURBED, IN_PROCESS, RESTART, DISK = WAYS = ("undisturbed", "in-process", "torchrun", "disk")
+_MODULE = "gradwire.bench.failures.training"
+_CHECKPOINT_S = 5.0
+_PORT = 29500
+#: torchrun notices after 3 s that a host is lost (15 by default), and waits 2 s for more hosts than it needs (30 by default).
+_RENDEZVOUS = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
+#: Holds the store in which torchrun's agents meet, so that it outlives each of them.
+_STORE = (
+    "import sys, time; from torch.distributed import TCPStore; "
+    f"store = TCPStore(sys.argv[1], {_PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
+)
+
+
+class Hosts:
+    """The hosts on which ranks train, and one more, which no kill takes; with one host all is on this machine.
+
+    networks: the network namespace of each host, by number; empty without simulated hosts.
+    """
+
+    def __init__(self, cluster: Cluster | None, folder: Path) -> None:
+        self.folder = folder
+        self.networks: list[str] = []
+        self.names = ["localhost"]
+        self.control = "localhost"
+        self._cluster = cluster
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if cluster is not None:
+            trains = cluster.hosts[:-1]
+            self.networks = [os.readlink(f"/proc/{each.pid}/ns/net") for each in trains]
+            self.names = [f"host{number}" for number in range(len(trains))]
+            self.control = f"host{len(trains)}"
+            self._environment |= {"GLOO_SOCKET_IFNAME": "eth0", "PATH": f"{folder}:{os.environ['PATH']}"}
+            cases = "".join(f"host{number}) target={each.pid};;\n" for number, each in enumerate(cluster.hosts))
+            ssh = folder / "ssh"
+            ssh.write_text(
+                '#!/bin/sh\nwhile [ "${1#host}" = "$1" ]; do shift; done\n'
+                f'case "$1" in\n{cases}esac\n'
+                f'exec nsenter --target "$target" --net --uts --mount --wd="{os.getcwd()}" -- sh -c "$2"\n'
+            )
+            ssh.chmod(0o755)
+
+    def start(self, command: Sequence[str], host: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start a command on a host. host: -1 for the one that no kill takes."""
+        entered = command if self._cluster is None else self._cluster.hosts[host].enter(command)
+        return subprocess.Popen(entered, stdout=output, stderr=output, env=self._environment)
+
+
+@contextmanager
+def hosts_for(flags: argparse.Namespace, folder: Path) -> Iterator[Hosts]:
+    """Make the hosts of a run. Raises HostsError where they cannot be made. folder: for what they need."""
+    if flags.hosts == 1:
+        yield Hosts(None, folder)
+        return
+    with Cluster(flags.hosts + 1, flags.rate) as cluster:
+        yield Hosts(cluster, folder)
+
+
+class InProcess:
+    """`gradwire run --min-np`. A host that is lost is not listed until it comes back, as of a cluster's scheduler."""
+
+    def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
+        self._hosts, self._each = hosts, flags.ranks // flags.hosts
+        self._listed = set(hosts.names)
+        run = [sys.executable, "-m", "gradwire", "run", "-np", str(flags.ranks), "--max-np", str(flags.ranks)]
+        run += ["--min-np", str(self._each if flags.hosts > 1 else flags.ranks // 2)]
+        if flags.hosts > 1:
+            discover = hosts.folder / "discover"
+            discover.write_text(f"#!/bin/sh\ncat {hosts.folder}/hosts\n")
+            discover.chmod(0o755)
+            self._list()
+            run += ["--host-discovery-script", str(discover)]
+        self._launcher = hosts.start([*run, *script], -1, output)
+
+    def lose(self, host: int) -> None:
+        """Note that all processes of a host were killed."""
+        self._listed.discard(self._hosts.names[host])
+        self._list()
+
+    def bring_back(self, host: int) -> None:
+        """Note that a host is there again."""
+        self._listed.add(self._hosts.names[host])
+        self._list()
+
+    def status(self) -> int | None:
+        """Return the exit status; None while it runs."""
+        return self._launcher.poll()
+
+    def _list(self) -> None:
+        new = self._hosts.folder / "hosts.new"
+        new.write_text("".join(f"{name}:{self._each}\n" for name in sorted(self._listed)))
+        new.rename(self._hosts.folder / "hosts")
+
+
+class Restart:
+    """torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back."""
+
+    def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
+        self._hosts, self._output = hosts, output
+        each = str(flags.ranks // flags.hosts)
+        restarts = ["--nproc-per-node", each, "--max-restarts", "100000", "--monitor-interval", "0.1"]
+        meets = ["--standalone"]
+        self._lost: set[int] = set()
+        if flags.hosts > 1:
+            hosts.start([sys.executable, "-c", _STORE, hosts.control, *script], -1, output)
+            at = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.control}:{_PORT}", "--rdzv-id", "failures"]
+            meets = ["--nnodes", f"1:{flags.hosts}", *at, "--rdzv-conf", _RENDEZVOUS]
+        self._command = [sys.executable, "-m", "torch.distributed.run", *meets, *restarts, *script]
+        self._agents = [hosts.start(self._command, host, output) for host in range(flags.hosts)]
+
+    def lose(self, host: int) -> None:
+        """Note that all processes of a host were killed."""
+        self._lost.add(host)
+
+    def bring_back(self, host: int) -> None:
+        """Start the agent of a host again."""
+        self._lost.discard(host)
+        self._agents[host] = self._hosts.start(self._command, host, self._output)
+
+    def status(self) -> int | None:
+        """Return the exit status; None while any agent runs, or is going to."""
+        statuses = [agent.poll() for agent in self._agents]
+        if self._lost or None in statuses:
+            return None
+        return next((status for status in statuses if status), 0)
+
+
+def start(
+    way: str, hosts: Hosts, flags: argparse.Namespace, log: Path, until: float, output: IO[bytes]
+) -> InProcess | Restart:
+    """Start the training of a way. until: time.time() seconds."""
+    script = ["-m", _MODULE, "--into", str(log), "--until", str(until)]
+    if way == DISK:
+        script += ["--checkpoint-s", str(_CHECKPOINT_S)]
+    return (Restart if way in (RESTART, DISK) else InProcess)(hosts, flags, script, output)
+
+
+def processes_of(log: Path, network: str | None = None) -> list[int]:
+    """Return the processes with a log among their arguments: launchers, agents, ranks. network: only those in this namespace."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_one = str(log).encode() in (folder / "cmdline").read_bytes()
+            if is_one and network in (None, os.readlink(folder / "ns" / "net")):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def ranks_of(log: Path) -> list[int]:
+    """Return the processes that train for a log, by what launchers set in their environment."""
+    ranks = []
+    for process in processes_of(log):
+        with suppress(OSError):
+            if b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{process}/environ").read_bytes():
+                ranks.append(process)
+    return ranks
+
+
+def kill_all(log: Path, within_s: float) -> None:
+    """Kill all processes of a log; they may be starting others. Raises RuntimeError where some are left."""
+    end = time.monotonic() + within_s
+    while processes := processes_of(log):
+        if time.monotonic() > end:
+            raise RuntimeError(f"processes {processes} of {log} cannot be killed")
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, 9)
+        time.sleep(0.05)

@@ -1,0 +1,58 @@
+"""What `bench failures` makes of the log of a run."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.failures.kills import Kill
+from gradwire.bench.failures.outcome import BLOCK_STEPS, Run, compare, described
+from gradwire.bench.failures.run import earlier, parse_arguments
+
+BEGAN, SECONDS = 1000.0, 300.0
+
+
+def log_of(path: Path, steps: list[tuple[float, int, float]], ends_within: str = "") -> Path:
+    """Write a log of steps: seconds since the beginning, step, loss."""
+    lines = (json.dumps({"time": BEGAN + at, "step": step, "loss": loss, "process": 7}) for at, step, loss in steps)
+    path.write_text("".join(f"\n{line}" for line in lines) + ends_within)
+    return path
+
+
+def test_a_run_by_its_log(tmp_path: Path) -> None:
+    """A rank is killed at 50.5 s, while it logs a step; training goes back to step 40, and stops for 150 s at step 100."""
+    forth = [(float(step), step, 2.0) for step in range(1, 51)]
+    again = [(60.0 + step - 40, step, 1.0) for step in range(41, 101)]
+    last = [(270.0, 101, 1.0)]
+    log = log_of(tmp_path / "log", [*forth, *again, *last], '\n{"time": 13')
+    run = described("disk", 0, log, BEGAN, SECONDS, [Kill(50.5, of_host=False, of_rank_0=True)])
+    assert (run.steps, run.hangs) == (101, 1)
+    assert run.outages_s == [60.0 + 52 - 40 - 50.5]
+    assert run.losses == [(40 * 2.0 + 10 * 1.0) / BLOCK_STEPS, 1.0]
+    assert (run.reached[0], run.reached[-1]) == (0, 101)
+    assert run.reached == sorted(run.reached)
+    undisturbed = Run("undisturbed", 0, steps=202, losses=[1.0, 0.8, 0.7])
+    compare([undisturbed, run])
+    assert run.goodput == 0.5
+    assert run.loss_over == pytest.approx(0.25)
+    assert Run.from_record(json.loads(json.dumps(asdict(run)))) == run
+
+
+def test_a_job_that_does_not_end_hangs(tmp_path: Path) -> None:
+    assert described("torchrun", None, tmp_path / "none", BEGAN, 60.0, []).hangs == 1
+
+
+def test_ways_of_other_settings_are_not_put_into_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "failures.json"
+    path.write_text(json.dumps({"meta": {"minutes": 2.0}, "rows": [asdict(Run("undisturbed", 0, steps=9))]}))
+    assert [run.steps for run in earlier(path, {"minutes": 2.0}, ["disk"])] == [9]
+    assert earlier(path, {"minutes": 20.0}, ["undisturbed"]) == []
+    with pytest.raises(ValueError, match=r"other settings \(minutes\)"):
+        earlier(path, {"minutes": 20.0}, ["disk"])
+
+
+@pytest.mark.parametrize("flags", ["--plot p.png", "file.json", "--hosts 3", "--rate fast"])
+def test_flags_that_do_not_fit(flags: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(flags.split())
