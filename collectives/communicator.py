@@ -221,7 +221,7 @@ class Communicator(SharedTensors):
             again = {codec.identity for codec in coding}
             earlier = tuple(call for call in self._costs.calls if call.algorithm not in again)
             self._costs = replace(self._costs, calls=earlier)
-            timed = time_codecs(self, coding, lambda numel, codec: self.predict(numel, codec=codec))
+            timed = time_codecs(self, self._costs, coding, lambda numel, codec: self.predict(numel, codec=codec))
             self._costs = replace(self._costs, calls=earlier + timed)
         return self._costs
 

@@ -22,8 +22,9 @@ _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
 """What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has
 measured, and which may save up for bursts meanwhile."""
 
-#: Of float32, with a codec. What longer ones take beside the walk is what these take.
-_OF_CODECS = (1 << 10, 64 << 10)
+#: Sizes of float32 with a codec, in a host and between hosts. The walk misses a share of what a call takes in a host, and what
+#: Python takes between the messages of any call.
+_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 64 << 10)
 
 #: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
 #: that take long.
@@ -55,7 +56,7 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
 
 
 def time_codecs(
-    verbs: SharedTensors, codecs: Sequence[Codec], predict: Callable[[int, Codec], float]
+    verbs: SharedTensors, costs: Costs, codecs: Sequence[Codec], predict: Callable[[int, Codec], float]
 ) -> tuple[CallCost, ...]:
     """Return what compressed allreduces of float32 took, by the identity of the codec, the same on all ranks. A collective call;
     raises what allreduce raises.
@@ -66,7 +67,7 @@ def time_codecs(
     calls = {
         (name, nbytes): max(1, min(_MOST_CALLS, int(_TURN_S / predict(nbytes // 4, codec))))
         for name, codec in named.items()
-        for nbytes in _OF_CODECS
+        for nbytes in (_CODED_INSIDE if len(costs.hosts) == 1 else _CODED_BETWEEN)
     }
     return _call_costs(_in_turns(verbs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0)))
 

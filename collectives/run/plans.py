@@ -270,7 +270,8 @@ class Plans:
             return self._predict_numbers(costs, numel * itemsize, itemsize)
         measured = costs.measured("allreduce", codec.identity)
         walk = partial(self._walk_codes, costs, codec)
-        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), costs.call_s, scales=False)
+        scales = len(costs.hosts) == 1
+        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), costs.call_s, scales=scales)
 
     def _predict_numbers(self, costs: Costs, nbytes: int, itemsize: int) -> float:
         name, segment = split_choice(self.choose("allreduce", "auto", nbytes))
