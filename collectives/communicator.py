@@ -215,15 +215,16 @@ class Communicator(SharedTensors):
         wanted = dict.fromkeys([*map(make_codec, codecs), Raw()])
         links = self._costs or self._probe().run()
         links = links if links.calls else replace(links, calls=self._timed_calls(links))
-        self._costs = self._probe().run(links, list(wanted), device)
+        costs = self._probe().run(links, list(wanted), device)
+        coding = [codec for codec in wanted if codec.name != "none"]
+        anew = {codec.identity for codec in coding}
+        costs = replace(costs, calls=tuple(call for call in costs.calls if call.algorithm not in anew))
         if device == "cpu":
-            coding = [codec for codec in wanted if codec.name != "none"]
-            again = {codec.identity for codec in coding}
-            earlier = tuple(call for call in self._costs.calls if call.algorithm not in again)
-            self._costs = replace(self._costs, calls=earlier)
-            timed = time_codecs(self, self._costs, coding, lambda numel, codec: self.predict(numel, codec=codec))
-            self._costs = replace(self._costs, calls=earlier + timed)
-        return self._costs
+            plans = self._engine.plans
+            timed = time_codecs(self, costs, coding, lambda numel, codec: plans.predict(costs, numel, 4, codec))
+            costs = replace(costs, calls=costs.calls + timed)
+        self._costs = costs
+        return costs
 
     def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
         """Return how many seconds an allreduce by 'auto' takes, of so many numbers of itemsize bytes, or of float32 by a codec:

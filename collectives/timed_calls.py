@@ -22,8 +22,8 @@ _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
 """What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has
 measured, and which may save up for bursts meanwhile."""
 
-#: Sizes of float32 with a codec, in a host and between hosts. The walk misses a share of what a call takes in a host, and what
-#: Python takes between the messages of any call.
+#: The same with a codec, of float32. Inside a host the walk misses a share of each call's time, and between hosts the time that
+#: Python takes between messages, which does not depend on the size.
 _CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 64 << 10)
 
 #: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
@@ -82,8 +82,8 @@ def _call_costs(taken: Mapping[tuple[str, int], float]) -> tuple[CallCost, ...]:
 def _in_turns(
     verbs: SharedTensors, calls: Mapping[tuple[str, int], int], run: Callable[[torch.Tensor, str], object]
 ) -> dict[tuple[str, int], float]:
-    """Return how long a call of each name and size takes: of the slowest rank, in the second quickest of the turns, since what
-    else a host does makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
+    """Return how long a call of each name and size takes: of the slowest rank, in the quickest turn but one where there are
+    four, since other work on a host makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
     buffer = verbs.empty(max((nbytes for _, nbytes in calls), default=0) // 4).zero_()
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
     for turn in range(_TURNS):

@@ -44,12 +44,20 @@ class Trial:
             return None
         self._calls.append(seconds)
         number = len(self._tried)
-        rounds, place = divmod(len(self._calls), number)
-        self.choice = self._tried[place]
-        if rounds < SKIPPED + COUNTED:
+        self.choice = self._tried[self._place(len(self._calls))]
+        if len(self._calls) < (SKIPPED + COUNTED) * number:
             return None
-        calls, self._calls = self._calls[SKIPPED * number :], []
-        return [median(calls[place::number]) for place in range(number)]
+        taken: list[list[float]] = [[] for _ in self._tried]
+        for call, each in enumerate(self._calls):
+            if call >= SKIPPED * number:
+                taken[self._place(call)].append(each)
+        self._calls = []
+        return [*map(median, taken)]
+
+    def _place(self, call: int) -> int:
+        """Return which of the choices a call uses. The next round begins with the next choice: calls for the same bucket of each
+        step, which overlap with the same computation, must not all use the same choice."""
+        return (call + call // len(self._tried)) % len(self._tried)
 
     def judge(self, seconds: Sequence[float]) -> str:
         """Go on after a measurement, and return in words what was found.

@@ -247,24 +247,30 @@ def test_checkpoints_midway_go_on_alike() -> None:
 
 @on_ranks(3)
 def test_ranks_agree_on_an_order_by_the_last_rank_to_fill_a_bucket() -> None:
-    """On the last rank, the second bucket is full long after the others, on the other ranks at once."""
+    """On the last rank, the second bucket is full long after the others, on the other ranks at once. The last bucket is full when
+    two exchanges of the quickest rank have ended, and one of the slowest has not."""
     started: list[int] = []
     model, optimizer = wrapped("next_forward", bucket_bytes=8000)
     spy(optimizer, lambda tensor, options: started.append(tensor.data_ptr()))
     take_steps(model, optimizer, share, [0])
     exchange = optimizer._rule.exchange
     for number in range(1, 5):
+        if number == 2:
+            loss_of(model, share(number)).backward()
+            optimizer.synchronize()  # an exchange without a step
+            optimizer.zero_grad()
         take_steps(model, optimizer, share, [number])
         buckets = len(optimizer._rule.buckets)
-        full_s = [0.0, 100.0 if hvd.rank() == 2 else 0.0, *[1.0] * (buckets - 2)]
-        exchange._ready = [full_s] * 9  # in place of what is measured
-        exchange._taken = [[1.0 + hvd.rank()] * buckets] * 9  # the quickest rank waits for no other
+        full_s = [0.0, 100.0 if hvd.rank() == 2 else 0.0, *[0.0] * (buckets - 3), 2.0]
+        for measured, values in ((exchange._ready, full_s), (exchange._taken, [1.0 + 2 * hvd.rank()] * buckets)):
+            measured.clear()
+            measured.append(values)
     optimizer.settle()
     places = [bucket.buffer.values.data_ptr() for bucket in optimizer._rule.buckets]
     assert len(places) > 4
     natural, agreed = started[-2 * len(places) : -len(places)], started[-len(places) :]
     assert natural == places
-    assert agreed == [places[0], *places[:1:-1], places[1]]
+    assert agreed == [places[0], places[-2], places[-1], *places[-3:1:-1], places[1]]
     optimizer.close()
 
 

@@ -15,7 +15,8 @@ def tried(taken: dict[str, float], choice: str = "ring") -> tuple[Trial, list[st
     while not trial.settled:
         used = trial._tried.copy()
         for turn in range(SKIPPED + COUNTED):
-            for place, name in enumerate(used):
+            for place in range(len(used)):
+                name = used[(place + turn) % len(used)]  # no choice is always the first, or that of one bucket
                 assert trial.choice == name
                 medians = trial.note(1e3 if turn < SKIPPED else taken[name])
                 is_last = turn == SKIPPED + COUNTED - 1 and place == len(used) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from gradwire.trainer.gradients.exchange import GradientExchange
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import uncompiled
 
-_MEASURED, _MORE = 3, 4
-"""After so many exchanges by one layout the ranks agree on the order in which they start its buckets, again after _MORE times as
-many, and so on: each order changes the times a little, and more of them have a better median."""
+_MEASURED, _MORE, _KEPT = 3, 4, 48
+"""After so many steps by one layout the ranks agree on the order in which they start its buckets, then after _MORE times as many,
+and so on, by the last _KEPT of them: each order changes the times a little."""
 
 
 class AwaitedGradient(Tensor):
@@ -57,10 +58,10 @@ class DeferredExchange(GradientExchange):
         self.is_pending = False
         self._agreed_order: list[int] = []
         self._full_s: dict[int, float] = {}
-        self._ready: list[list[float]] = []
-        self._taken: list[list[float]] = []
+        self._ready: deque[list[float]] = deque(maxlen=_KEPT)
+        self._taken: deque[list[float]] = deque(maxlen=_KEPT)
         self._laid_out: list[Bucket] = []
-        self._laid_out_at, self._agree_after = 0, _MEASURED
+        self._steps, self._agree_after = 0, _MEASURED
 
     def on_gradient(self, index: int, parameter: Tensor) -> None:
         if self.is_pending:
@@ -98,24 +99,30 @@ class DeferredExchange(GradientExchange):
         self.is_pending = False
 
     def agree_on_order(self) -> None:
-        """Find the order in which buckets are started, for this layout, once that is measured. Collective when due."""
+        """Find the order in which buckets are started, for this layout, once that is measured. Called after each step; collective
+        when due."""
         buckets = self._bucketing.buckets
         if self._laid_out is not buckets:
-            self._laid_out, self._agreed_order, self._ready, self._taken = buckets, [], [], []
-            self._laid_out_at, self._agree_after = self.step, _MEASURED
-        elif self.step - self._laid_out_at == self._agree_after:
-            self._agree_after *= _MORE
-            steps = filter(None, (self._ready, self._taken))
-            mine = [[*map(statistics.median, zip(*each, strict=True))] for each in steps]
-            self._ready, self._taken = [], []
-            measured = [*filter(None, self._combination.communicator.allgather_record(mine))]
-            if measured:  # by no rank where no backward() reached a parameter
-                # A bucket starts when it is full on the last rank, and this one then waits for nobody else.
-                ready, taken = (zip(*ranks, strict=True) for ranks in zip(*measured, strict=True))
-                self._agreed_order = order_by_need([*map(max, ready)], [*map(min, taken)])
+            self._laid_out, self._agreed_order, self._steps, self._agree_after = buckets, [], 0, _MEASURED
+            self._ready.clear()
+            self._taken.clear()
+            return
+        self._steps += 1
+        if self._steps < self._agree_after:
+            return
+        self._agree_after *= _MORE
+        steps = filter(None, (self._ready, self._taken))
+        mine = [[*map(statistics.median, zip(*each, strict=True))] for each in steps]
+        measured = [*filter(None, self._combination.communicator.allgather_record(mine))]
+        if measured:  # by no rank where no backward() reached a parameter
+            # A bucket starts when it is full on the last rank, and this one then waits for nobody else.
+            ready, taken = (zip(*ranks, strict=True) for ranks in zip(*measured, strict=True))
+            self._agreed_order = order_by_need([*map(max, ready)], [*map(min, taken)])
 
     def _order(self) -> Sequence[int]:
-        return [*self._agreed_order, *range(len(self._agreed_order), len(self._bucketing.buckets))]
+        buckets = self._bucketing.buckets
+        agreed = self._agreed_order if self._laid_out is buckets else []
+        return [*agreed, *range(len(agreed), len(buckets))]
 
     @uncompiled
     def _on_all_started(self) -> None:
@@ -123,6 +130,7 @@ class DeferredExchange(GradientExchange):
             buckets = self._bucketing.buckets
             now = time.perf_counter()
             full_s = [self._full_s.get(number, now) for number in range(len(buckets))]
+            self._full_s.clear()
             self._ready.append([each - min(full_s) for each in full_s])
             self._taken.append([bucket.buffer.seconds for bucket in buckets])  # by the exchange before
             if self._completing is not None or self._bucketing.is_learning:
