@@ -122,7 +122,7 @@ def backends(*names: str) -> str:
             times = (f"**{_number(row['as_gloo'])}**{_interval(row['interval'])}" for row in found)
             beyond = ("" if row["beyond_of_gloo"] is None else _number(row["beyond_of_gloo"]) for row in found)
             rows.append((f"`{program}`", backend, *times, *beyond))
-    where = [run["meta"]["network"] or "one host" for run in runs]
+    where = [(run["meta"]["network"] or "one host").split(" (")[0] for run in runs]
     heading = ("program", "backend", *where, *(f"{each}: beyond computing" for each in where))
     return _table(heading, rows, "|".join(["---"] * (2 + len(runs)) + ["---:"] * len(runs)))
 
