@@ -108,7 +108,11 @@ class InProcess:
 
 
 class Restart:
-    """torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back."""
+    """torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back.
+
+    So is one that fails, as a cluster's scheduler does: where a host is lost after agents have met and before their ranks are
+    counted, torchrun's agent fails after 60 s.
+    """
 
     def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
         self._hosts, self._output = hosts, output
@@ -133,11 +137,14 @@ class Restart:
         self._agents[host] = self._hosts.start(self._command, host, self._output)
 
     def status(self) -> int | None:
-        """Return the exit status; None while any agent runs, or is going to."""
+        """Return the exit status, which is 0 once an agent has finished; None while any agent runs, or is going to."""
         statuses = [agent.poll() for agent in self._agents]
-        if self._lost or None in statuses:
-            return None
-        return next((status for status in statuses if status), 0)
+        has_finished = 0 in statuses
+        if not has_finished:
+            for host, status in enumerate(statuses):
+                if status is not None and host not in self._lost:
+                    self.bring_back(host)
+        return 0 if has_finished and None not in statuses else None
 
 
 def start(
