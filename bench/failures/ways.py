@@ -39,7 +39,9 @@ class Hosts:
         self.names = ["localhost"]
         self.control = "localhost"
         self._cluster = cluster
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # By default, torchrun's agent keeps what it was told of ranks' store at its first rendezvous, and an agent that comes later
+        # waits for 60 s for what nobody writes (torch 2.13).
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         if cluster is not None:
             trains = cluster.hosts[:-1]
             self.networks = [os.readlink(f"/proc/{each.pid}/ns/net") for each in trains]
@@ -108,11 +110,7 @@ class InProcess:
 
 
 class Restart:
-    """torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back.
-
-    So is one that fails, as a cluster's scheduler does: where a host is lost after agents have met and before their ranks are
-    counted, torchrun's agent fails after 60 s.
-    """
+    """torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back."""
 
     def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
         self._hosts, self._output = hosts, output
@@ -137,14 +135,11 @@ class Restart:
         self._agents[host] = self._hosts.start(self._command, host, self._output)
 
     def status(self) -> int | None:
-        """Return the exit status, which is 0 once an agent has finished; None while any agent runs, or is going to."""
+        """Return the exit status; None while any agent runs, or is going to."""
         statuses = [agent.poll() for agent in self._agents]
-        has_finished = 0 in statuses
-        if not has_finished:
-            for host, status in enumerate(statuses):
-                if status is not None and host not in self._lost:
-                    self.bring_back(host)
-        return 0 if has_finished and None not in statuses else None
+        if self._lost or None in statuses:
+            return None
+        return next((status for status in statuses if status), 0)
 
 
 def start(
