@@ -173,7 +173,9 @@ def test_slurm_starts_an_elastic_job(tmp_path: Path) -> None:
 def test_pods_of_kubernetes_meet_in_a_store_that_is_none_of_theirs() -> None:
     """Two pods of one rank each, on this machine. The port is replaced, as another test may have it."""
     _, deployment, job = yaml.safe_load_all((FOLDER / "kubernetes_elastic.yaml").read_text())
-    store, pod = (each["spec"]["template"]["spec"]["containers"][0]["command"] for each in (deployment, job))
+    keeps, trains = (each["spec"]["template"]["spec"]["containers"][0] for each in (deployment, job))
+    store, pod = keeps["command"], trains["command"]
+    environment = {each["name"]: each["value"] for each in trains["env"]}
     port = str(30000 + os.getpid() % 10000)
     assert store[-1].count("29500") == 1
     replaced = {
@@ -186,7 +188,7 @@ def test_pods_of_kubernetes_meet_in_a_store_that_is_none_of_theirs() -> None:
     try:
         command = [replaced.get(word, word) for word in pod]
         with ThreadPoolExecutor(2) as pods:
-            list(pods.map(lambda _: call(command), range(2)))
+            list(pods.map(lambda _: call(command, **environment), range(2)))
         assert keeper.poll() is None
     finally:
         keeper.kill()
