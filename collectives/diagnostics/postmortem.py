@@ -112,7 +112,7 @@ def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
         watch.wait_for(lambda: known() or len(difference()) == watch.size, agreement.patience_s())
         return Findings(reports(), difference=difference())
     if not watch.lost:
-        watch.say_unheard(speak_by - time.monotonic())
+        watch.report_unreachable(speak_by - time.monotonic())
     if watch.lost:
         watch.wait_for(lambda: False, _TOGETHER_S)
     lost, left, cut = frozenset(watch.lost), dict(watch.left), frozenset(watch.cut)

@@ -115,7 +115,7 @@ class Joined:
         self._round += 1
         self._begun = first
         self.on_change = None
-        self._watch.look_again()
+        self._watch.reset_has_news()
         self.hear()  # of those that have joined again already
 
 

@@ -365,7 +365,7 @@ class Operations:
 
     def leave(self, why: str) -> None:
         """Tell the other ranks by what exception this one ends, before it does."""
-        self._watch.say_leaving(self._unfinished, why)
+        self._watch.report_leaving(self._unfinished, why)
 
     def _absent(self, sequence: int) -> bool:
         """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
@@ -451,7 +451,7 @@ class Operations:
     def _break(self, call: str, why: str, sequence: int, said: str = "") -> None:
         """Take no part in an operation and all after it, and let the others know. said: of the exception that is to blame."""
         self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
-        self._watch.say_leaving(sequence, said)
+        self._watch.report_leaving(sequence, said)
         self._transport.abort()
 
     def _explain(self, error: LinkError, call: str, deadline: float, peers: frozenset[int]) -> CollectiveError:
@@ -472,7 +472,7 @@ class Operations:
             place="" if peers else self._place(),
             sent=_sent(error) if peers else "",
         )
-        self._watch.say_report(report.to_news())
+        self._watch.report_failure(report.to_news())
         self._transport.abort()
         asked_at = self._stalls.ask()
         findings = inquire(self._watch, report, self._agreement)
@@ -488,7 +488,7 @@ class Operations:
             return False
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
-        self._watch.say_leaving(promised, "" if error is None else whereabouts.of_exception(error))
+        self._watch.report_leaving(promised, "" if error is None else whereabouts.of_exception(error))
         return True
 
     def drain(self, deadline: float, finish: Callable[[float], None]) -> None:
@@ -501,7 +501,7 @@ class Operations:
             self._queue.close(_LET_GO_S)
         else:
             finish(deadline)
-        self._watch.say_done()
+        self._watch.report_done()
 
     def part(self, deadline: float) -> None:
         """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()).
@@ -511,7 +511,7 @@ class Operations:
         """
         watch = self._watch
         all_done = self._failure is None and watch.wait_for(self._all_done, min(_HEARD_S, deadline - time.monotonic()))
-        hopeless = self._failure is not None or (not all_done and watch.is_unheard())
+        hopeless = self._failure is not None or (not all_done and watch.is_unconfirmed())
         if not hopeless:
             watch.wait_for(self._all_done, deadline - time.monotonic())
         watch.close(after_failure=hopeless)
@@ -547,7 +547,7 @@ class Operations:
         A thread that is still inside the backend when the interpreter is gone would end the process with an abort.
         """
         self._exiting = True
-        self._watch.say_leaving(self._unfinished)
+        self._watch.report_leaving(self._unfinished)
         if self._queue.busy():
             self._transport.abort()
             self._queue.close(_LET_GO_S)
