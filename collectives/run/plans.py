@@ -114,7 +114,7 @@ class Plans:
         names, segment_bytes = self._algorithms, self.segment_bytes
         with self._lock:
             self.measured = Measured(
-                costs, names, segment_bytes, self.usual, may_cut=may_cut, corrects=corrects, speaks=rank == 0
+                costs, names, segment_bytes, self.usual, may_cut=may_cut, corrects=corrects, logs=rank == 0
             )
             self._place = costs.place(rank)
             self._planned.clear()  # which may depend on whose link is slow

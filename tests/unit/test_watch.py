@@ -125,7 +125,7 @@ def test_everyone_hears_who_lives_but_confirms_nothing(monkeypatch: pytest.Monke
 
 def test_a_rank_that_lives_is_not_lost() -> None:
     with watches(4) as all_watches:
-        all_watches[0]._say("lost", 1, by=0)  # as when the connection between them ends
+        all_watches[0]._send("lost", 1, by=0)  # as when the connection between them ends
         assert_all_see(all_watches, lambda watch: watch.cut == {(0, 1)} and not watch.lost)
 
 
