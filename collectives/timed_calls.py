@@ -1,6 +1,6 @@
-"""The time of allreduces that are called as training calls them, by which predictions are corrected.
+"""Measured times of allreduces, called as training calls them, which correct the predictions.
 
-A walk over the messages of a Program knows nothing of wake-ups, of caches, and of what the verb does itself.
+A walk over the messages of a Program ignores wake-ups, caches, and the verb's own work.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
 """What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has
 measured, and which may save up for bursts meanwhile."""
 
-#: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
-#: that take long.
+#: In each turn, every algorithm and size is called for about this long, and at most this many times. The first turns leave out
+#: long calls.
 _TURNS, _OF_LONG, _TURN_S, _MOST_CALLS = 4, 2, 0.003, 32
 
-#: How many times as fast as others a link's own algorithm may be.
+#: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
 
 
 def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment_bytes: int) -> tuple[CallCost, ...]:
-    """Return what allreduces took, by algorithm, the same on all ranks. A collective call; raises what allreduce raises.
+    """Return the measured times of allreduces, by algorithm, the same on all ranks. A collective call; raises what allreduce
+    raises.
 
-    names: of the algorithms. One that is the link's own is taken to be some times as fast as the others, as the link prefers it.
+    names: of the algorithms. The number of calls follows from predictions; for a link's own algorithm, see _OWN_FASTER.
     """
     inside = len(costs.hosts) == 1
     sizes, longest_s = (_INSIDE, _LONGEST_INSIDE_S) if inside else (_BETWEEN, _LONGEST_BETWEEN_S)
@@ -57,8 +58,8 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
 def _in_turns(
     verbs: SharedTensors, calls: Mapping[tuple[str, int], int], most_bytes: int
 ) -> dict[tuple[str, int], float]:
-    """Return how long a call of each algorithm and size takes: of the slowest rank, in the second quickest of the turns, since
-    what else a host does makes calls longer and never shorter. calls: how many a turn makes."""
+    """Return the seconds of a call of each algorithm and size: those of the slowest rank, in the lower quartile of the turns,
+    since other work on a host only makes calls longer. calls: how many a turn makes."""
     buffer = verbs.empty(most_bytes // 4).zero_()
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
     for turn in range(_TURNS):

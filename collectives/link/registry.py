@@ -81,7 +81,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
     ValueError for a link that returns another rank's Transport, or prefers an algorithm that it does not offer.
     """
     rank = membership.rank
-    FIRST_USE.speaks = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
+    FIRST_USE.reports = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
     with coming_together(rank, timeout_s, membership), ExitStack() as made:
         settings = settings if link == AUTO else f"link={link!r}, {settings}"
         watch, machines = _watch(membership, settings, time.monotonic() + timeout_s)

@@ -9,4 +9,4 @@ from gradwire.collectives.verbs.shares import Halves
 
 
 class Verbs(Halves, Objects, Messages):
-    """All that a user calls to move tensors and objects between the ranks of a group."""
+    """The methods that move tensors and objects between the ranks of a group."""

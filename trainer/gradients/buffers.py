@@ -202,7 +202,7 @@ class CodecBuffer(CodedBuffer):
 
     def outstanding(self) -> Tensor:
         feedback = self._feedback
-        return torch.zeros_like(self.values) if feedback is None else feedback.owed(self._combination.inputs)
+        return torch.zeros_like(self.values) if feedback is None else feedback.unsent_error(self._combination.inputs)
 
     def _remembered(self) -> list[Carried]:
         remembered: list[Carried] = [{} for _ in self.items]
