@@ -15,7 +15,7 @@ MODULES = {
     "failures": "gradwire.bench.failures.run",
     "simulate": "gradwire.bench.simulate.run",
 }
-#: What runs under torchrun, and so on simulated hosts.
+#: The benchmarks that run under torchrun, and so on simulated hosts.
 BENCHMARKS = (*COLLECTIVES, "step", "convergence", "rules", "predicted")
 
 USAGE = """\
