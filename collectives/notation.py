@@ -1,5 +1,4 @@
-"""Text that users write: message sizes (8, 4K, 32M, 1G, with units of powers of 1024), and names of codecs, algorithms and
-links."""
+"""Text that users write: message sizes (8, 4K, 32M, 1G, in powers of 1024), and names of codecs, algorithms and links."""
 
 from __future__ import annotations
 

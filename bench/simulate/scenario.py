@@ -98,7 +98,8 @@ def _replayed(scenario: Scenario, ranks: int) -> Point:
 
 
 def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
-    """Return how long steps take in which all ranks average gradients, or parameters every so many, and what that exchanges."""
+    """Return the seconds of steps in which all ranks average gradients, or parameters every so many steps, and the exchanges of
+    a step."""
     weights, computing_s = MODELS[scenario.model], scenario.device.step_s
     computed = computing_s * scenario.jitter.slowest(scenario.steps, ranks, scenario.every)
     exchange = Exchange(scenario.network.costs(ranks), scenario.algorithm, scenario.codec)

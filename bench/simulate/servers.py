@@ -60,9 +60,7 @@ def update_seconds(
     versions, waiting = [0] * workers, set[int]()
     inbound_s = outbound_s = 0.0
     numbers, pushed = count(), list[float]()
-    events: list[
-        tuple[float, int, int, bool]
-    ] = []  # time, number, worker, whether a push arrives (else it is sent)
+    events: list[tuple[float, int, int, bool]] = []  # time, number, worker, whether a push arrives (else it is sent)
 
     def computes(worker: int, now: float) -> None:
         heappush(events, (now + float(generator.choice(computing_s)), next(numbers), worker, False))
