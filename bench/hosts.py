@@ -1,8 +1,8 @@
 """Simulated hosts on one machine: `python -m gradwire.bench hosts --hosts 4 --rate 1gbit --ranks 8 -- allreduce -b 4M`.
 
-Every host is a network, UTS and mount namespace of its own (own address, hostname, /etc/hosts and /dev/shm), so what
-runs in it can tell hosts apart as on real ones. A veth pair joins each host to one bridge, which stands in a namespace
-too, and `tc tbf` limits both ends of the pair: one end is the host's uplink, the other its downlink. Full duplex.
+Every host is a network, UTS and mount namespace of its own (own address, hostname, /etc/hosts and /dev/shm), so processes
+distinguish hosts as on real ones. A veth pair joins each host to one bridge, which has a namespace too, and `tc tbf` limits
+both ends of the pair: one end is the host's uplink, the other its downlink. Full duplex.
 
 The namespaces have no names: they live as long as the processes in them, and those die with this one, even by SIGKILL.
 Two runs can therefore not collide, and nothing is left behind.
@@ -71,10 +71,9 @@ def rate_bits_per_s(rate: str) -> float:
 
 
 def rates_of(rate: str, hosts: int) -> list[str]:
-    """The rate of every host's link: "100mbit,1gbit" is the first host's, then that of all others.
+    """Return the rate of every host's link. "100mbit,1gbit": the first host's, then that of all others.
 
-    Raises:
-        ValueError: one of them is no rate, or they are more than the hosts.
+    Raises: ValueError: one of them is malformed, or there are more rates than hosts.
     """
     rates = rate.split(",")
     for each in rates:
@@ -85,7 +84,8 @@ def rates_of(rate: str, hosts: int) -> list[str]:
 
 
 def ranks_per_host(ranks: int, hosts: int) -> list[int]:
-    """Ranks spread evenly in contiguous order, the first hosts taking what is left over: (5, 4) -> [2, 1, 1, 1].
+    """Spread ranks evenly over the hosts, in order; the first hosts get one more if they do not divide evenly: (5, 4) -> [2, 1,
+    1, 1].
 
     Raises:
         ValueError: fewer ranks than hosts, or no host.
@@ -103,26 +103,26 @@ def address(host: int) -> str:
 
 
 def link_shape(rate: str) -> str:
-    """What `tc qdisc add` is told for both ends of a link."""
+    """Return the arguments of `tc qdisc add` for both ends of a link."""
     limit_bytes = BURST_BYTES + int(rate_bits_per_s(rate) / 8 * QUEUE_S)
     return f"root tbf rate {rate} burst {BURST_BYTES} limit {limit_bytes}"
 
 
 def host_table() -> str:
-    """/etc/hosts of every host: its addresses as IPv4 sees them, and as a socket that listens to both kinds does."""
+    """Return /etc/hosts of every host: its addresses as IPv4, and as a socket that listens on both IPv4 and IPv6 shows them."""
     names = [f"{prefix}{address(host)} host{host}" for prefix in ("", "::ffff:") for host in range(MAX_HOSTS)]
     return "\n".join(["127.0.0.1 localhost", *names])
 
 
 def network_description(hosts: int, rate: str) -> str:
-    """What a result measured here must say of its network."""
+    """Return the description of the network for a result that is measured here."""
     congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     return f"{hosts} simulated hosts, {rate} links (tc tbf, TCP {congestion_control})"
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One process to start: where, and the environment that torchrun would give it."""
+    """A process to start: its host, and the environment that torchrun would give it."""
 
     rank: int
     host: int
@@ -167,7 +167,7 @@ class Namespace:
             raise HostsError(f"namespaces cannot be made: {why}")
 
     def enter(self, command: Sequence[str]) -> list[str]:
-        """`command` as it must be started to run inside, in the present directory."""
+        """Return the command that runs `command` inside, in the present directory."""
         inside = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}", "--"]
         return ["setpriv", "--pdeathsig", "KILL", *inside, *command]
 
@@ -221,7 +221,7 @@ class Cluster:
 
 
 def run_ranks(cluster: Cluster, ranks: Sequence[Rank], command: Sequence[str], deadline_s: float) -> int:
-    """Run `command` once per rank; the exit code of the first that failed, 124 past the deadline, else 0."""
+    """Run `command` once per rank. Return the exit code of the first rank that failed, 124 after the deadline, else 0."""
     processes: list[subprocess.Popen[bytes]] = []
     exit_code = 0
     give_up = time.monotonic() + deadline_s
@@ -283,7 +283,7 @@ def _stop(signal_number: int, _frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
-    """`benchmarks`: the names after `--` that mean `python -m gradwire.bench NAME` and not a command."""
+    """Run the command line. benchmarks: the names after `--` that stand for `python -m gradwire.bench NAME`."""
     chosen = parse_arguments(arguments)
     bench = [sys.executable, "-m", "gradwire.bench"] if chosen.command[0] in benchmarks else []
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Results in a file, with what they must carry to be compared with others: software, machine, network, protocol."""
+"""Files of results, with the software, machine, network and protocol, without which they cannot be compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """Of the tree that holds this file, `-dirty` if it was changed since; None outside a repository."""
+    """Return the commit of this tree, with `-dirty` if files have changed since; None outside a repository."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
         done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)

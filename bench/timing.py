@@ -1,13 +1,12 @@
 """The timing protocol, the same for all competitors of a comparison.
 
-Competitors take turns: in each round every one has one, in an order drawn anew, so whatever the machine does meanwhile
-hits them alike. Before each turn the buffers are filled anew and all ranks meet in a barrier of torch's, outside the
-clock. A turn takes as long as it does on its slowest rank; of a competitor's turns the median counts, and the 99th
-percentile is shown beside it.
+Competitors take turns: in each round, every one has a turn, in a new random order, so that disturbances of the machine affect
+all alike. Before each turn, the buffers are filled anew and all ranks pass a barrier of torch's, untimed. The time of a turn is
+that of the slowest rank. A competitor's result is the median of its turns, shown with the 99th percentile.
 
-Traps that give wrong conclusions: one competitor after the other (the machine changes in between); always the same
-neighbour before one (it leaves caches and sockets as it likes); the mean (one interrupted turn outweighs ten); rank 0's
-clock (a broadcast's root is done first); reducing into the last turn's result (it overflows, and is no longer checked).
+Traps that give wrong conclusions: one competitor after the other (the machine changes in between); always the same competitor
+before another one (it changes caches and sockets); the mean (one interrupted turn outweighs ten); rank 0's clock (a broadcast's
+root finishes first); reducing into the last turn's result (it overflows, and is no longer checked).
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ FEWEST_TURNS = 8
 
 @dataclass(frozen=True)
 class Protocol:
-    """Turns of each competitor: timed, before those untimed, and of the untimed ones those whose result is checked."""
+    """The turns of each competitor: the timed ones, the untimed ones before them, and how many of the untimed ones are
+    checked."""
 
     iters: int = 20
     warmup_iters: int = 1
@@ -38,14 +38,15 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Machine:
-    """How the ranks meet, and how a rank waits until its device is done."""
+    """The barrier of the ranks, and a rank's wait for its device."""
 
     barrier: Callable[[], object]
     synchronize: Callable[[], None]
 
 
 def distributed_machine(device: torch.device, meet: Callable[[], object] = dist.barrier) -> Machine:
-    """Over the default process group. meet: how ranks without GPUs meet; the closer, the less of a turn is waiting."""
+    """Return the Machine of the default process group. meet: the barrier of ranks without GPUs; the closer together ranks leave
+    it, the less of a turn is waiting."""
     if device.type == "cuda":
 
         def barrier() -> None:
@@ -97,7 +98,7 @@ def take_turns(
 
 
 def slowest_rank(seconds: Times, device: torch.device) -> Times:
-    """Each turn's time on its slowest rank, on every rank. One reduction."""
+    """Return each turn's time on its slowest rank, on every rank, by one reduction."""
     tensor = torch.from_numpy(seconds).to(device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     slowest: Times = tensor.cpu().numpy()
@@ -105,13 +106,13 @@ def slowest_rank(seconds: Times, device: torch.device) -> Times:
 
 
 def most_bytes(sent: int | None, device: torch.device) -> int | None:
-    """Return the most that any rank sends, on every rank; None where no rank can tell."""
+    """Return the most bytes that any rank sends, on every rank; None if no rank knows its bytes."""
     most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])
     return most if most >= 0 else None
 
 
 def over_ranks(counts: npt.NDArray[np.int64], device: torch.device) -> npt.NDArray[np.int64]:
-    """The sum over the ranks, on every rank."""
+    """Return the sum over the ranks, on every rank."""
     tensor = torch.from_numpy(counts).to(device)
     dist.all_reduce(tensor)
     total: npt.NDArray[np.int64] = tensor.cpu().numpy()
@@ -119,12 +120,12 @@ def over_ranks(counts: npt.NDArray[np.int64], device: torch.device) -> npt.NDArr
 
 
 def median_and_p99(seconds: Times) -> tuple[float, float]:
-    """Of one competitor's turns. The p99 is a turn that happened: with fewer than 100, the slowest."""
+    """Return the median and the p99 of one competitor's turns. The p99 is a measured turn: with fewer than 100, the slowest."""
     return float(np.median(seconds)), float(np.quantile(seconds, 0.99, method="higher"))
 
 
 def speedup_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float] | None:
-    """Return the 95 % bootstrap interval of the peer's median over ours: where it would fall if the same turns were drawn again.
+    """Return the 95 % bootstrap interval of the peer's median over ours, by drawing from the measured turns again.
 
     None for fewer than FEWEST_TURNS.
     """

@@ -1,4 +1,4 @@
-"""The absence of a rank that has no more to give: it joins, and from then on calls with zeros what the others call."""
+"""The absence of a rank that has no more data: it joins, and from then on makes the others' calls with zeros."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.collectives.verbs import Verbs
 
 @dataclass(frozen=True)
 class Wanted:
-    """An operation in which others wait for this rank, which has joined: its number, and the rest as of a Call."""
+    """An operation in which others wait for this joined rank: its number, and the fields of its Call."""
 
     sequence: int
     call: str
@@ -28,16 +28,16 @@ class Wanted:
 
     @property
     def numel(self) -> int:
-        """How many numbers there are in all."""
+        """The number of elements of all tensors."""
         return sum(math.prod(shape) for shape, _, _ in self.tensors)
 
 
 class Absence:
     """Lets this rank join, on one Communicator, and take part with zeros until all ranks have joined.
 
-    Joined ranks take part in sums, averages and barriers; another verb is a PeerJoined on the ranks that have not joined, and
-    does no other harm. The order: leave(); stand_in() whenever wanted() returns an operation, until everyone_left; then, when all
-    ranks know of it, resume(). Nobody pays for it before the first rank leaves.
+    Joined ranks take part in sums, averages and barriers; another verb raises PeerJoined on the ranks that have not joined, and
+    has no other effect. Call in this order: leave(); stand_in() whenever wanted() returns an operation, until everyone_left;
+    then, when all ranks know of that, resume(). It costs nothing before the first rank leaves.
     """
 
     def __init__(self, verbs: Verbs, engine: Engine) -> None:
@@ -63,19 +63,19 @@ class Absence:
 
     @property
     def firsts(self) -> Mapping[int, int]:
-        """By rank that has joined, the number of the first operation in which it did not take part by itself."""
+        """The number of the first operation that each joined rank did not call itself, by rank."""
         return {rank: first for rank, (first, _) in self._joined.ranks().items()}
 
     @property
     def last(self) -> int:
-        """Who of those that have joined took part in most operations before; among equals, who came last by the clocks."""
+        """The joined rank that took part in most operations before; of several, the last one by their clocks."""
         joined = self._joined.ranks()
         return max(joined, key=lambda rank: (joined[rank][1], rank))
 
     @property
     def is_broken(self) -> bool:
-        """Whether some rank has failed in an operation, or ended, or this rank has no connection to the others any more: nothing
-        can be run any more, and whoever tries gets an error that says why."""
+        """Whether some rank has failed in an operation, or ended, or this rank has lost its connections to the others. Every
+        further operation then raises an error that says why."""
         return bool(self._watch.reports or self._watch.lost or self._watch.failure)
 
     @property
@@ -84,24 +84,26 @@ class Absence:
         return bool(self._watch.left)
 
     def allow(self, allows: Callable[[str], bool]) -> None:
-        """Decide what a joined rank may take part in, by what is called. The same on all ranks."""
+        """Set the function that decides, by a call's text, whether a joined rank may take part. It must be the same on all
+        ranks."""
         self._joined.allows = allows
 
     def leave(self, on_change: Callable[[], object]) -> None:
-        """Finish what this rank has issued, and let the others know that it gives zeros from now on. on_change: is called on
-        another thread whenever there may be something new."""
+        """Finish the operations that this rank has issued, and post that it gives zeros from now on. on_change: called on
+        another thread whenever there may be news."""
         self._operations.settle()
         self._joined.on_change = on_change
         self._joined.join(self._operations.issued, time.time())
 
     def fail(self) -> None:
-        """Raise what has failed on other ranks, where is_broken or has_leavers says that something has."""
+        """Raise the failure of other ranks, if is_broken or has_leavers."""
         self._operations.fail()
 
     def wanted(self) -> Wanted | None:
-        """Return the operation that this rank would begin next, if others wait for it there, or have not needed to.
+        """Return the operation that this rank must begin next, if others have announced it or a later one; else None.
 
-        One that is not allowed counts only when all who have not joined are in it: then all of them know that it is refused.
+        An operation that is not allowed is returned only when all ranks that have not joined are in it, so that all of them
+        know that it is refused.
         """
         sequence = self._operations.issued
         joined = self._joined.ranks()
@@ -114,8 +116,8 @@ class Absence:
         return None
 
     def stand_in(self, wanted: Wanted, device: torch.device) -> None:
-        """Take part in an operation with zeros. device: where they lie, if the others' numbers are on one of its kind; else
-        on any of theirs. Raises what the verb raises, and RuntimeError for an operation of which too little is known."""
+        """Take part in an operation with zeros. device: where they lie, if the others' numbers are on one of its kind; else on
+        any of theirs. Raises what the verb raises, and RuntimeError for an operation that was not fully announced."""
         verbs, verb, arguments = self._verbs, wanted.verb, dict(wanted.arguments)
         if not arguments:
             raise RuntimeError(
@@ -136,7 +138,7 @@ class Absence:
             getattr(verbs, verb)(**_by_name(verb, tensors, verbs.rank, verbs.size, root), **arguments)
 
     def resume(self) -> None:
-        """Take part by itself again. Nothing may be under way."""
+        """End the absence: this rank calls operations itself again. No operation may be under way."""
         self._joined.resume(self._operations.issued)
 
 
@@ -146,7 +148,7 @@ def _zeros(shape: list[int], dtype: str, device_type: str, device: torch.device)
 
 
 def _by_name(verb: str, tensors: list[Tensor], rank: int, size: int, root: int | None) -> dict[str, Any]:
-    """Return a verb's tensors as its arguments on a rank, made of those that its Call has."""
+    """Return the tensor arguments of a verb on a rank, made from the tensors of its Call."""
     if verb in ("allgather", "reduce_scatter"):
         mine = torch.zeros_like(tensors[rank])
         return {"output": tensors, "input": mine} if verb == "allgather" else {"output": mine, "input": tensors}

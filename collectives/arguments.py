@@ -1,4 +1,4 @@
-"""The arguments of verbs: checked before anything is sent, and described so that ranks which differ notice.
+"""The arguments of verbs: checked before anything is sent, and described as text, by which ranks compare their calls.
 
 Raises ValueError or TypeError that name this rank and what is allowed.
 """
@@ -21,17 +21,18 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """Return what all ranks must agree upon, such as 'float32[8, 128]'."""
+    """Return the text on which all ranks must agree, such as 'float32[8, 128]'."""
     return f"{dtype_name(tensor)}{list(tensor.shape)}"
 
 
 def sketch(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> tuple[Sequence[int], torch.dtype, str]:
-    """Return shape, dtype and kind of device, from which zeros can be made elsewhere. shape: another than the tensor's."""
+    """Return shape, dtype and device type, from which a joined rank makes zeros. shape: replaces the tensor's."""
     return tensor.shape if shape is None else shape, tensor.dtype, tensor.device.type
 
 
 def signature(text: str, lengths: Sequence[int]) -> str:
-    """Return what makes a call new: its text, but without lengths that depend on the rank, which may be others each time."""
+    """Return the signature by which a call is known: its text without lengths that depend on the rank and may change each
+    time."""
     return text if len(set(lengths)) <= 1 else text.replace(str(lengths), "[...]", 1)
 
 
@@ -40,8 +41,8 @@ def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]
 
 
 def held(tensors: Sequence[torch.Tensor], async_op: bool) -> list[torch.Tensor]:
-    """Return what an operation works on: where it is asynchronous, what the tensors are now, whatever their owner makes of
-    them."""
+    """Return the tensors of an operation. For an asynchronous one, these are views of their present memory, even if the caller
+    gives the tensors other memory."""
     return [kept(tensor) for tensor in tensors] if async_op else list(tensors)
 
 
@@ -69,7 +70,8 @@ def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
 
 
 def check_written(engine: Engine, *tensors: torch.Tensor) -> None:
-    """Do as check_tensors, and raise ValueError for what is to be written and whose elements share memory, as expand() makes."""
+    """Check tensors as check_tensors does. Also raise ValueError for an output whose elements share memory, as after
+    expand()."""
     check_tensors(engine, *tensors)
     for tensor in tensors:
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -82,8 +84,8 @@ def check_written(engine: Engine, *tensors: torch.Tensor) -> None:
 def reduction_of(
     engine: Engine, tensors: Sequence[torch.Tensor], op: Op, prescale: float = 1.0, postscale: float = 1.0
 ) -> Reduction:
-    """Return what is to be done to tensors in place. Raises what check_written raises of each; ValueError for an unknown op, and
-    TypeError where it, or a factor, means nothing for one of them."""
+    """Return the Reduction of tensors in place. Raises what check_written raises; ValueError for an unknown op; TypeError if
+    the op or a factor is not defined for a dtype."""
     name = op_name(engine.rank, op)
     for tensor in tensors:
         check_written(engine, tensor)
@@ -135,7 +137,7 @@ def part_lengths(
 def rooted_list(
     engine: Engine, name: str, tensors: Sequence[torch.Tensor] | None, one: torch.Tensor, root_name: str, root: int
 ) -> list[torch.Tensor]:
-    """Return the list that only the root gives, empty elsewhere."""
+    """Return the root's list of tensors; empty on other ranks."""
     parts = list(tensors or ())
     check_tensors(engine, one, *parts)
     wanted = engine.size if engine.rank == root else 0

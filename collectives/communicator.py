@@ -1,4 +1,4 @@
-"""Communicator: what a user makes to move tensors between the ranks of a group. Its verbs are in `gradwire.collectives.verbs`."""
+"""The Communicator, which moves tensors between the ranks of a group. Its verbs are in `gradwire.collectives.verbs`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Communicator(SharedTensors):
                     f"rank {rank}: {name}={seconds}: it must be positive and finite, or None to turn it off"
                 )
         link = link or os.environ.get(LINK) or AUTO
-        check_link(link, os.environ)  # what is wrong is found before anyone connects
+        check_link(link, os.environ)  # checked before any rank connects
         tuning = os.environ.get(TUNING) or "0"
         tuned = None if tuning in ("0", "1") else _text_of(tuning)
         membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
@@ -147,7 +147,7 @@ class Communicator(SharedTensors):
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
             algorithms = legal_algorithms(transport.algorithms)
-            tables = overrides(algorithms, os.environ)  # a wrong one is a ValueError on all ranks alike
+            tables = overrides(algorithms, os.environ)  # an invalid file raises ValueError on all ranks
             by_hand = frozenset(tables)
             for collective in algorithms:
                 tables.setdefault(
@@ -171,7 +171,7 @@ class Communicator(SharedTensors):
                 self._tally = OperationTally(folder, self.global_rank, self.topology.size, self.routes)
                 weakref.finalize(self, self._tally.write)
                 self.record(None)
-        except BaseException:  # or the others would believe that this rank takes part
+        except BaseException:  # else the others would count on this rank
             connection.close()
             raise
         plans.by_hand = by_hand
@@ -180,7 +180,7 @@ class Communicator(SharedTensors):
         self._costs: Costs | None = None
         try:
             if tuned is not None:
-                self._choose_by(self._read(tuned, tuning), corrects=False)  # a file keeps the bits
+                self._choose_by(self._read(tuned, tuning), corrects=False)  # runs with a file keep their bits
             elif tuning == "1" and transport.quick and len(self.topology.hosts) > 1:
                 self.tune()
         except BaseException as error:
@@ -227,8 +227,9 @@ class Communicator(SharedTensors):
         return costs
 
     def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
-        """Return how many seconds an allreduce by 'auto' takes, of so many numbers of itemsize bytes, or of float32 by a codec:
-        by what was measured, the same on all ranks. Raises KeyError for what was not; see measure_codecs()."""
+        """Return the predicted seconds of an allreduce by 'auto' of numel numbers of itemsize bytes, or with a codec, of
+        float32. The same on all ranks. Raises KeyError for a codec or an algorithm that was not measured; see
+        measure_codecs()."""
         if self._costs is None:
             raise KeyError("links were not measured")
         made = make_codec(codec) if codec is not None else None
@@ -245,7 +246,7 @@ class Communicator(SharedTensors):
 
     @property
     def measured(self) -> Measured | None:
-        """Return what 'auto' selects by after a measurement of the links; None without one."""
+        """Return the Measured by which 'auto' selects after a measurement of the links; None without one."""
         return self._engine.plans.measured
 
     @property
@@ -276,12 +277,12 @@ class Communicator(SharedTensors):
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """Return what connects this rank with which others, as lines for people."""
+        """Return lines of text: what connects this rank with which others."""
         return self._engine.routes
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that each operation may take from its start; what is set counts for those that start later."""
+        """Seconds that each operation may take from its start; a new value applies to operations that start later."""
         return self._engine.operations.timeout_s
 
     @timeout_s.setter
@@ -326,7 +327,7 @@ class Communicator(SharedTensors):
 
     @property
     def absence(self) -> Absence:
-        """This rank's way to take part with zeros in what the others call. See there."""
+        """This rank's Absence, by which it takes part with zeros in the others' operations."""
         return Absence(self, self._engine)
 
     def post(self, topic: str, record: Any) -> None:
@@ -377,8 +378,8 @@ class Communicator(SharedTensors):
 
 
 def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:
-    """Close several Communicators as close() does one, in little more time than one takes: all say so before any waits. error:
-    the exception by which this rank leaves, which the others' errors then name."""
+    """Close several Communicators in little more time than one: all of them report it before any waits. error: the exception by
+    which this rank leaves, which the others' errors then name."""
     engines = [communicator._engine for communicator in communicators]
     engines = [engine for engine in engines if engine.operations.announce_close(error)]
     drain_by = time.monotonic() + DRAIN_S
@@ -394,8 +395,8 @@ def close_all(communicators: Iterable[Communicator], error: BaseException | None
 
 
 def abandon_all(communicators: Iterable[Communicator], error: BaseException) -> None:
-    """End several Communicators at once: what is under way fails, on all ranks, and nobody is waited for. error: why, which the
-    others' errors then name. Takes a fraction of a second, whatever the others do."""
+    """End several Communicators at once, without waiting for other ranks: operations under way fail on all ranks. error: the
+    reason, which the others' errors then name. Takes a fraction of a second, whatever the others do."""
     engines = [communicator._engine for communicator in communicators]
     engines = [engine for engine in engines if engine.operations.abandon(error)]
     for engine in engines:
@@ -403,7 +404,7 @@ def abandon_all(communicators: Iterable[Communicator], error: BaseException) -> 
 
 
 def _text_of(tuning_file: str) -> str | TuningError:
-    """Return what a tuning file holds, or why it cannot be read, which all ranks compare before any of them raises it."""
+    """Return the text of a tuning file, or why it cannot be read. All ranks compare it before any of them raises."""
     try:
         return Path(tuning_file).read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -14,12 +14,12 @@ _Calls = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
 
 class DaemonThread:
-    """Runs calls one after the other on a thread of its own, for which the end of the process does not wait, as it would for that
-    of a ThreadPoolExecutor.
+    """Runs calls one after the other on a separate thread. The end of the process does not wait for it, as it would for the
+    threads of a ThreadPoolExecutor.
 
-    or_callers: whether, in a process that cannot start a thread, each call runs on the thread of its caller, which waits until it
-    returns: the process still has to reach the other ranks, to report that it cannot go on. Raises RuntimeError there otherwise.
-    close: lets the thread end after the last call, and does not wait for it. What nobody uses any more is closed, too.
+    or_callers: whether, in a process that cannot start a thread, each call runs on the thread of its caller, which waits until
+    it returns: such a process must still reach the other ranks, to report that it cannot go on. Without or_callers, it raises
+    RuntimeError. close: lets the thread end after the last call, and does not wait for it. Deleting the object does so too.
     """
 
     def __init__(self, name: str, *, or_callers: bool = False) -> None:
@@ -34,7 +34,7 @@ class DaemonThread:
             self._calls = None
 
     def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
-        """Run a call after those submitted before it; return what will hold its result or error."""
+        """Run a call after those submitted before it; return the Future of its result."""
         future: Future[_Result] = Future()
         if self._calls is None:
             _run(call, future)
@@ -47,13 +47,13 @@ def _serve(calls: _Calls) -> None:
     while (each := calls.get()) is not None:
         call, future = each
         _run(call, future)
-        del each, call, future  # with what they hold on to
+        del each, call, future  # they keep objects alive
 
 
 def _run(call: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(call())
-    except BaseException as error:  # raised where the result is asked for
+    except BaseException as error:  # result() raises it
         future.set_exception(error)
     finally:
         del call, future  # which the error's traceback would keep

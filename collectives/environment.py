@@ -11,10 +11,10 @@ TABLE_PREFIX = "COLLECTIVES_"
 #: Overrides what `topology.host_id` finds out.
 HOST_ID = "COLLECTIVES_HOST_ID"
 
-#: Name the network interface through which this rank is reached, the first that is set: ours, and gloo's own.
+#: Variables that name the network interface at which this rank is reached: ours, and gloo's. The first that is set counts.
 INTERFACE_VARIABLES = ("COLLECTIVES_INTERFACE", "GLOO_SOCKET_IFNAME")
 
-#: The name of the link where a Communicator is not given one.
+#: The name of the link of Communicators that are made without one.
 LINK = "COLLECTIVES_LINK"
 
 #: The name under which torch.distributed knows the backend of gradwire.collectives.torch_backend.
@@ -26,25 +26,25 @@ TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 #: "True" where torchrun's agent keeps torch.distributed's store, and not rank 0: torchrun sets it.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
-#: How 'auto' knows what links cost: 0, as without it, takes the table made by hand, 1 measures them when a Communicator between
-#: hosts is made, anything else is the name of a file that `gradwire tune --out` has written.
+#: How 'auto' selects: 0, the default, by the table made by hand; 1 by a measurement when a Communicator over several hosts is
+#: made; anything else is the name of a file from `gradwire tune --out`.
 TUNING = "COLLECTIVES_TUNING"
 
-#: Set to 0 on any rank, all ranks do without shared memory.
+#: If it is 0 on any rank, no rank uses shared memory.
 SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
 
-#: A folder in which every rank leaves what `gradwire report`, which sets it, makes a page of.
+#: A folder in which every rank writes files for `gradwire report`, which sets this variable.
 REPORT = "COLLECTIVES_REPORT"
 
 
 def report_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder for what this rank leaves for `gradwire report`; None where there is no report."""
+    """Return the folder for this rank's files for `gradwire report`; None without a report."""
     text = environment.get(REPORT)
     return Path(text) if text else None
 
 
 def shared_memory_wanted(environment: Mapping[str, str]) -> bool:
-    """Whether this rank is to share memory with the others of its host: unless COLLECTIVES_SHARED_MEMORY=0.
+    """Return whether this rank may share memory with the others of its host: False for COLLECTIVES_SHARED_MEMORY=0.
 
     Raises ValueError for anything but 0 and 1.
     """

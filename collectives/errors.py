@@ -1,4 +1,4 @@
-"""Errors of the world: what a collective raises when it cannot finish through no fault of its caller.
+"""The errors that a collective raises when it cannot finish through no fault of its caller.
 
 A caller's mistake (a wrong argument) is a ValueError or TypeError, raised before anything is sent.
 """
@@ -113,7 +113,7 @@ class Mismatch(CollectiveError):
         places: Mapping[int, str] | None = None,
         differing: Sequence[str] = (),
     ) -> None:
-        """differing: what it is, in words, that is not the same in all calls."""
+        """differing: the names of what differs between the calls."""
         self.calls = dict(sorted(calls.items()))
         self.places = dict(sorted((places or {}).items()))
         by_call = by_value(self.calls).items()
@@ -156,7 +156,7 @@ class ReplicasDiffer(CollectiveError):
     def __init__(
         self, tensor: str, hashes: Sequence[int | None], count: int, *, rank: int, operation: str, detail: str = ""
     ) -> None:
-        """hashes: of the value, by rank; None where a rank has no such value."""
+        """hashes: of the value, by rank; None for a rank without such a value."""
         by_hash = by_value(dict(enumerate(hashes)))
         most = max(by_hash.values(), key=len)
         self.tensor = tensor
@@ -180,12 +180,11 @@ def _hash_text(hashed: int | None) -> str:
 
 
 class LinkError(Exception):
-    """A transport's own report, turned into one of the errors above by diagnostics.postmortem.
+    """An error of a transport, which diagnostics.postmortem turns into one of the errors above.
 
-    peer: the rank at the other end, None where the transport cannot tell. timed_out: a deadline passed
-    (False: the connection is gone). awaited: all ranks that were waited for, where it was for several at once. ended: whether
-    their processes are known to have ended. found: of a message that does not fit what was posted for it, what kind of numbers it
-    carries and how many bytes, as far as that is known (kind 0: unknown).
+    peer: the rank at the other end; None if the transport does not know. timed_out: a deadline passed (False: the connection is
+    gone). awaited: all awaited ranks, if there were several. ended: whether their processes are known to have ended. found: for
+    a message that does not match the posted receive, the kind and the bytes of its numbers, as far as known (kind 0: unknown).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What users write: message sizes as text (8, 4K, 32M, 1G, the units being powers of 1024), and names of what is plugged in."""
+"""Text that users write: message sizes (8, 4K, 32M, 1G, in powers of 1024), and names of codecs, algorithms and links."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def parse_size(text: str) -> int:
     """Return bytes: "4K" -> 4096, "1.5M" -> 1572864.
 
-    Raises ValueError for what is not a number followed by nothing, K, M or G, or not a whole number of bytes.
+    Raises ValueError for anything but a number, optionally followed by K, M or G, that is a whole number of bytes.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     if match is None:
@@ -31,7 +31,7 @@ def format_size(nbytes: int) -> str:
 
 
 def check_name(kind: str, name: object, taken: Iterable[str]) -> None:
-    """Raise ValueError unless `name` is a word in lower case that nothing of this kind has yet."""
+    """Raise ValueError unless `name` is a word in lower case that is not taken yet."""
     article = "an" if kind[0] in "aeiou" else "a"
     if not isinstance(name, str) or re.fullmatch("[a-z][a-z0-9_]*", name) is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Compiling all kernels for the CPU ahead, as when an image for a cluster is built."""
+"""Compiles all kernels for the CPU ahead of their first use, such as when an image for a cluster is built."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_cache, cpu_kernels, cpu_sockets
 from gradwire.collectives.kernels.first_use import FIRST_USE
 
-#: A name for people, and what compiles that part.
+#: A part's name, and the function that compiles it.
 Part: TypeAlias = tuple[str, Callable[[], object]]
 
 
 def precompile() -> int:
-    """Compile what is not on the disk yet, and print what was done and where it is kept.
+    """Compile all kernels that are not on the disk yet, and print how many and the folder.
 
-    Returns the exit status: 1 where nothing can be compiled, or kept.
+    Returns the exit status: 1 if kernels cannot be compiled or saved.
     """
     try:
         import numba
     except ImportError as error:
         print(f"cannot compile: {error}: pip install numba", file=sys.stderr)
         return 1
-    FIRST_USE.speaks = False
+    FIRST_USE.reports = False
     begun, before = time.monotonic(), len(FIRST_USE.compiled)
     for compile_part in _shown(_parts()):
         compile_part()
@@ -65,7 +65,7 @@ def _parts() -> list[Part]:
 
 
 def _shown(parts: Sequence[Part]) -> Iterator[Callable[[], object]]:
-    """Yield what compiles each part, and show how far it is: by rich where it is installed, else in plain lines."""
+    """Yield the function that compiles each part, and show the progress, with rich if it is installed, else in plain lines."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-#: How a caller names a reduction: one of COMBINE's names, or torch's ReduceOp.SUM, AVG, MIN, MAX, PRODUCT.
+#: A caller's name of a reduction: one of COMBINE's names, or torch's ReduceOp.SUM, AVG, MIN, MAX, PRODUCT.
 Op = str | dist.ReduceOp.RedOpType
 
-#: (first, second, out=) -> elementwise result in out, which may be either operand. Which operand comes first matters to the
-#: sign of a zero in min and max, so ranks that combine the same two must order them alike.
+#: (first, second, out=) -> elementwise result in out, which may be either operand. The order of the operands decides the sign
+#: of a zero in min and max, so ranks that combine the same two must use the same order.
 Combine = Callable[..., object]
 
 COMBINE: dict[str, Combine] = {
@@ -65,7 +65,7 @@ def check_dtype(rank: int, dtype: torch.dtype) -> None:
 
 
 def check_arithmetic(rank: int, dtype: torch.dtype, op: str, prescale: float = 1.0, postscale: float = 1.0) -> None:
-    """Raise TypeError where op or a scale factor means nothing for the dtype."""
+    """Raise TypeError if op or a scale factor is not defined for the dtype."""
     check_dtype(rank, dtype)
     if not isinstance(prescale, int | float) or not isinstance(postscale, int | float):
         raise TypeError(f"rank {rank}: prescale={prescale!r} and postscale={postscale!r}; numbers are needed")
@@ -87,7 +87,7 @@ def carried(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
 
 
 def finish(tensor: torch.Tensor, op: str, size: int, postscale: float = 1.0) -> None:
-    """Turn a sum over `size` ranks into an average where op asks for it, and scale. Integer averages truncate toward zero."""
+    """Divide a sum over `size` ranks if op is 'average', and scale it. Integer averages truncate toward zero."""
     if op == "average":
         tensor.div_(size, rounding_mode=None if tensor.dtype.is_floating_point else "trunc")
     if postscale != 1.0:
@@ -117,5 +117,5 @@ class Reduction:
             contribution.mul_(self.prescale)
 
     def end(self, result: torch.Tensor, size: int, *, is_average: bool) -> None:
-        """Make the result of what came from `size` ranks, in place. is_average: whether it is divided by their number already."""
+        """Finish a reduction over `size` ranks, in place. is_average: whether it is divided by their number already."""
         finish(result, "sum" if is_average else self.op, size, self.postscale)

@@ -1,4 +1,4 @@
-"""How soon the operating system runs a thread that waits for messages, where all cores are busy."""
+"""Scheduling of threads that wait for messages while all cores are busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that ranks of a host share: buffers that they allreduce in place, and tensors of which each sees what others write."""
+"""Memory that ranks of a host share: buffers that they allreduce in place, and tensors that all of them read and write."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SharedTensors(Verbs):
     def shared_empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a CPU tensor of zeros that is the same memory on all ranks of one host. A collective call.
 
-        What one rank writes, all see; only barriers order their accesses. The shape is given as for torch.empty. Each rank has
+        All ranks see what one writes; only barriers order their accesses. The shape is given as for torch.empty. Each rank has
         the memory for as long as it keeps the tensor, even if other ranks end or the Communicator is closed.
 
         Raises, on all ranks, ValueError if they are on several hosts, share no memory, or give different arguments, and
@@ -83,7 +83,8 @@ class SharedTensors(Verbs):
         return tuple(torch.empty(*shape, device="meta").shape)
 
     def _card_of_rank_0(self, card: dict[str, Any]) -> dict[str, Any]:
-        """Return what rank 0 says of the memory. Raises ValueError, on all ranks, where these want different ones. Collective."""
+        """Return rank 0's description of the memory. Raises ValueError, on all ranks, if their shapes or dtypes differ.
+        Collective."""
         cards: list[dict[str, Any]] = self.allgather_record(card)
         for rank, theirs in enumerate(cards):
             if theirs["wanted"] != cards[0]["wanted"]:
@@ -94,7 +95,7 @@ class SharedTensors(Verbs):
         return cards[0]
 
     def _check_one_host(self) -> None:
-        """Raise ValueError where there is no memory that all ranks could share; on all ranks alike."""
+        """Raise ValueError, on all ranks, if they cannot all share memory."""
         hosts = self._engine.plans.topology.hosts
         if len(hosts) > 1:
             raise ValueError(
@@ -109,7 +110,7 @@ class SharedTensors(Verbs):
 
 
 def _reserve(name: str, nbytes: int) -> Segment:
-    """Make a segment. Raises OSError where there is too little memory for it."""
+    """Make a segment. Raises OSError if there is too little memory."""
     if nbytes > (left := memory_left()):
         raise OSError(errno.ENOMEM, f"{nbytes} bytes of shared memory are wanted, and {left} bytes of memory are left")
     return Segment.create(name, nbytes)

@@ -1,6 +1,6 @@
 """The time of allreduces that are called as training calls them, with and without codecs, by which predictions are corrected.
 
-A walk over the messages of a Program knows nothing of wake-ups, of caches, and of what the verb does itself.
+A walk over the messages of a Program ignores wake-ups, caches, and the verb's own work.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 64 << 10
 #: that take long.
 _TURNS, _OF_LONG, _TURN_S, _MOST_CALLS = 4, 2, 0.003, 32
 
-#: How many times as fast as others a link's own algorithm may be.
+#: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
 
 
 def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment_bytes: int) -> tuple[CallCost, ...]:
-    """Return what allreduces took, by algorithm, the same on all ranks. A collective call; raises what allreduce raises.
+    """Return the measured times of allreduces, by algorithm, the same on all ranks. A collective call; raises what allreduce
+    raises.
 
-    names: of the algorithms. One that is the link's own is taken to be some times as fast as the others, as the link prefers it.
+    names: of the algorithms. The number of calls follows from predictions; for a link's own algorithm, see _OWN_FASTER.
     """
     inside = len(costs.hosts) == 1
     sizes, longest_s = (_INSIDE, _LONGEST_INSIDE_S) if inside else (_BETWEEN, _LONGEST_BETWEEN_S)

@@ -1,4 +1,4 @@
-"""What torch has no public name for. Only this file of the package uses names that torch keeps to itself."""
+"""All uses of private names of torch in this package."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.utils import _pytree
 #: One of torch.distributed's C++ backends, whose methods torch's type stubs leave out.
 Backend = Any
 
-#: What a group in Python derives from.
+#: The base class of a process group written in Python.
 ProcessGroup: Any = dist.ProcessGroup
 
 T = TypeVar("T")
 
 _NOT_PROFILED = nullcontext()
 
-#: The graph task where no backward() is running.
+#: The graph task outside of backward().
 OUTSIDE_BACKWARD = -1
 
 _HOOKS = [
@@ -50,34 +50,35 @@ def map_only(kind: type[Any], function: Callable[[Any], object], tree: object) -
 
 
 def plainly(function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-    """Call a function of torch's, for which subclasses of Tensor are tensors as any other, in its result too."""
+    """Call a function with __torch_function__ disabled: subclasses of Tensor are treated as plain tensors, in its result
+    too."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 
 def graph_task() -> int:
-    """Return a number that tells the backward() that is running from all others, or OUTSIDE_BACKWARD."""
+    """Return a number that identifies the running backward(), or OUTSIDE_BACKWARD."""
     return torch._C._current_graph_task_id()
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call back at the end of the backward() that is running; its errors are backward()'s."""
+    """Let the autograd engine call a function at the end of the running backward(), which raises its errors."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Give a wrapper the hooks of the optimizer inside it, in place of those that torch's __init__ would make."""
+    """Let a wrapper use the hooks of the optimizer inside it, in place of those that torch's __init__ would make."""
     for hooks in _HOOKS:
         setattr(wrapper, hooks, getattr(optimizer, hooks))
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether anything is called before or after each step of an optimizer."""
+    """Return whether an optimizer has hooks before or after its steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def profiling(name: str) -> AbstractContextManager[object]:
-    """Return what shows profilers a range of this name; nothing where none records."""
+    """Return a context manager that shows profilers a range of this name; it does nothing if none records."""
     return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _NOT_PROFILED
 
 
@@ -112,12 +113,12 @@ def nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.P
 
 
 def begin_coalescing(backend: Backend) -> None:
-    """Let NCCL gather what is sent and received from now on into one group of calls."""
+    """Let NCCL gather the sends and receives from now on into one group of calls."""
     backend._start_coalescing()
 
 
 def end_coalescing(backend: Backend) -> dist.Work:
-    """Launch what has been gathered."""
+    """Launch the gathered calls."""
     work: dist.Work = backend._end_coalescing()
     return work
 
@@ -142,14 +143,15 @@ def reduce_scatter(
 def left_to_parent(made: T) -> T:
     """Return a backend or store whose destructor is never called in a child that is forked from this process.
 
-    It would wait there for threads that only the parent has, for ever, when the child ends.
+    There, it would wait for ever for threads that only the parent has, when the child ends.
     """
     _with_threads.add(made)
     return made
 
 
 def _after_fork() -> None:
-    """Keep for ever what has threads in the parent: what this package has made, and the groups of torch.distributed."""
+    """In a forked child, never destroy objects whose threads are in the parent: this package's, and the groups of
+    torch.distributed."""
     kept: list[Any] = list(_with_threads)
     for group, (_, store) in list(_world.pg_map.items()):
         kept += [group, store, *(group._get_backend(device) for device in group._device_types)]

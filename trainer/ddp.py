@@ -62,9 +62,9 @@ def ddp_comm_hook(
 class CompressionHook:
     """Averages every bucket that is full, when DDP calls it. Made by ddp_comm_hook.
 
-    The gradients in a bucket that one encoding is for are copied into a buffer of their own, which is exchanged as one
-    and has residuals. Buffers stay what they are until DDP fills other buckets with their parameters; then the residuals are
-    added to the gradients, which for once travel uncompressed, and new buffers begin.
+    The gradients of a bucket with the same encoding are copied into a separate buffer, which is exchanged as one and has
+    residuals. Buffers are kept until DDP fills other buckets with their parameters. Then the residuals are added to the
+    gradients, which are exchanged uncompressed once, and new buffers are made.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class CompressionHook:
         self._combination: Combination | None = None
         self._closed = False
         self._queue = WorkQueue("gradwire DDP hook")
-        # Runs after the Communicator's own, which is made later, and lets go of what its thread waits for.
+        # Runs after the Communicator's exit function, which is registered later and ends the operations that the thread waits
+        # for.
         atexit.register(self._queue.close, _CLOSE_S)
         self._graph_task = OUTSIDE_BACKWARD
         self._in_flight: list[Work] = []
@@ -108,7 +109,7 @@ class CompressionHook:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average the bucket over the ranks; its buffer will be the future's value. state: unused."""
+        """Begin to average the bucket over the ranks. The result of the future is its buffer. state: unused."""
         combination, device = self._open(), bucket.buffer().device
         parameters = bucket.parameters()
         numbers = [self._number(parameter) for parameter in parameters]
@@ -128,7 +129,7 @@ class CompressionHook:
             self._step += 1
             self._settled = True
             self._sizes, self._last_sizes = [], self._sizes
-        # Of a codec of matrices, later sums depend on the first. All ranks have the same order if one thread calls.
+        # Later sums of a matrix codec depend on the first. All ranks run them in the same order if one thread does so.
         in_turn = any(isinstance(encoding.codec, MatrixCodec) for encoding in self._policy.encodings)
         if not in_turn:
             exchange.begin()
@@ -140,8 +141,8 @@ class CompressionHook:
         return ExchangeStats() if self._combination is None else self._combination.traffic.stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals and the step, to be saved by every rank for itself: only numbers, strings, lists, dicts
-        and tensors, in the form of those that DistributedOptimizer saves. Tensors are the hook's own."""
+        """Return the residuals and the step, which every rank must save: only numbers, strings, lists, dicts and tensors, in
+        the format of DistributedOptimizer. Tensors are not copied."""
         return {
             **self._identity(),
             "op": Average,
@@ -153,8 +154,8 @@ class CompressionHook:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what this rank saved, in a world of the same size, with the same model, DDP's arguments,
-        compression and policy; to the bit, if that was after three steps or more.
+        """Load what this rank saved, in a world of the same size, with the same model, arguments of DDP, compression and
+        policy. Training resumes bit for bit if it was saved after three steps or more.
 
         Raises ValueError for anything else; for another model not before backward().
         """
@@ -178,7 +179,7 @@ class CompressionHook:
         self._buffers, self._residuals, self._loaded = {}, {}, list(state_dict["buckets"])
 
     def close(self) -> None:
-        """Finish what was begun and close the Communicator, as that does. The hook cannot be called any more."""
+        """Finish running exchanges and close the Communicator. The hook cannot be called any more."""
         self._closed = True
         atexit.unregister(self._queue.close)
         self._queue.close(_CLOSE_S)
@@ -186,17 +187,17 @@ class CompressionHook:
             self._combination.communicator.close()
 
     def _identity(self) -> dict[str, Any]:
-        """Return who saves, which must be who loads."""
+        """Return the fields that must be equal when a state is saved and loaded."""
         group = self._group
         return {"version": VERSION, "world_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
 
     @property
     def _here(self) -> str:
-        """Return what messages of errors begin with."""
+        """Return the beginning of error messages."""
         return f"rank {dist.get_rank(self._group)}: "
 
     def _open(self) -> Combination:
-        """Return what averages, with a Communicator that the first call makes."""
+        """Return the Combination for averages; the first call makes its Communicator."""
         if self._closed:
             raise RuntimeError("the communication hook was called after its close()")
         if self._combination is None:
@@ -204,7 +205,7 @@ class CompressionHook:
         return self._combination
 
     def _number(self, parameter: Tensor) -> int:
-        """Return a parameter's number, in the order in which DDP first came with them, the same on all ranks."""
+        """Return a parameter's number, in the order of DDP's first buckets, which is the same on all ranks."""
         if parameter in self._numbers:
             return self._numbers[parameter]
         number, shape = len(self._numbers), list(parameter.shape)
@@ -223,7 +224,7 @@ class CompressionHook:
         return number
 
     def _check_same(self, number: int, was: tuple[str, list[int]], now: tuple[str, list[int]]) -> None:
-        """Raise ValueError where a parameter is not the one that was saved."""
+        """Raise ValueError if a parameter differs from the saved one."""
         if was != now:
             raise ValueError(
                 f"{self._here}the loaded state is that of another model: its parameter {number} is {was[0]!r} of "
@@ -231,7 +232,7 @@ class CompressionHook:
             )
 
     def _make_loaded(self, device: torch.device) -> None:
-        """Make the buffers that were loaded, once their parameters are known."""
+        """Make the loaded buffers, once their parameters are known."""
         loaded, self._loaded = self._loaded, []
         for entry in loaded:
             if max(entry["parameters"]) >= len(self._numbers):
@@ -248,7 +249,7 @@ class CompressionHook:
             buffer.load_state_dict(entry)
 
     def _buffers_of(self, wanted: tuple[int, ...], gradients: Mapping[int, Tensor]) -> list[CodedBuffer]:
-        """Return the buffers that these parameters of a bucket are in; none where they are to go uncompressed."""
+        """Return the buffers of these parameters of a bucket; none if they are exchanged uncompressed."""
         inside = [members for members in self._buffers if set(wanted).issuperset(members)]
         if sum(map(len, inside)) != len(wanted):
             if not self._settled:
@@ -259,15 +260,15 @@ class CompressionHook:
         return [] if self._return_residuals(wanted, gradients) else [self._buffers[members] for members in inside]
 
     def _return_residuals(self, members: Iterable[int], gradients: Mapping[int, Tensor]) -> bool:
-        """Add what the buffers of these parameters have left to their gradients; return whether there was anything."""
+        """Add the residuals of these parameters' buffers to their gradients. Return whether there were any."""
         outstanding = [number for number in members if number in self._residuals]
         for number in outstanding:
             gradients[number].add_(self._residuals.pop(number))
         return bool(outstanding)
 
     def _choose(self, combination: Combination, numbers: Sequence[int], buffer: Tensor) -> None:
-        """Choose what these parameters of a bucket travel as, with compression="auto": as they are, before DDP's buckets have
-        settled. Collective in the first step, and in some others."""
+        """With compression="auto", choose the encoding of these parameters of a bucket; none before DDP's buckets have settled.
+        Collective in the first step, and in some others."""
         if not numbers or self._policy.auto is None:
             return
         if self._choice is None:
@@ -294,7 +295,7 @@ class CompressionHook:
         return buffer
 
     def _dissolve(self, numbers: Collection[int]) -> None:
-        """End the buffers that have any of these parameters, and keep their residuals."""
+        """Remove the buffers that have any of these parameters, and keep their residuals."""
         for members in [members for members in self._buffers if not set(members).isdisjoint(numbers)]:
             buffer = self._buffers.pop(members)
             outstanding = buffer.outstanding()
@@ -302,7 +303,7 @@ class CompressionHook:
                 self._residuals[number] = outstanding[span].view(view.shape)
 
     def _in_background(self, exchange: "_Exchange", rank: int, *, begins: bool) -> Future[Tensor]:
-        """Have an exchange finished, and begun before where it is not."""
+        """Finish an exchange on the queue's thread. begins: whether to begin it there too."""
         device = exchange.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
@@ -320,12 +321,13 @@ class CompressionHook:
         work = Work(rank, "exchange of a DDP bucket", run)
         self._queue.submit(work)
         self._wait_when_backward_ends(work)
-        return done.then(lambda done: done.value())  # raises inside, which is what DDP takes for an error
+        return done.then(lambda done: done.value())  # the error is raised inside, where DDP notices it
 
     def _wait_when_backward_ends(self, work: Work) -> None:
-        """Wait before DDP does, which makes a RuntimeError of every error, so that backward() raises the exchange's."""
+        """Wait before DDP does, so that backward() raises the error of the exchange: DDP turns every error into
+        RuntimeError."""
         task = graph_task()
-        if task == OUTSIDE_BACKWARD:  # DDP's join(), after this rank's last backward()
+        if task == OUTSIDE_BACKWARD:  # in DDP's join(), after this rank's last backward()
             return
         if task != self._graph_task:
             self._graph_task = task
@@ -341,8 +343,8 @@ class CompressionHook:
 
 @dataclass
 class _Exchange:
-    """Averages one bucket: what is in coded buffers by these, the other gradients as they are; without any, the bucket
-    as a whole, as `cast` where that is given."""
+    """Averages one bucket: gradients in coded buffers by these, and the others uncompressed. Without coded buffers, the bucket
+    is averaged as a whole, by `cast` if given."""
 
     combination: Combination
     buffer: Tensor
@@ -353,7 +355,7 @@ class _Exchange:
     works: list[Work] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Start all that does not depend on anything. All ranks begin their exchanges in the same order."""
+        """Start the operations that do not depend on others. All ranks begin their exchanges in the same order."""
         combination, traffic = self.combination, self.combination.traffic
         if not self.coded:
             traffic.count(uncompressed=traffic.wire_bytes(self.buffer.nbytes))
@@ -371,7 +373,7 @@ class _Exchange:
             self.works = [combination.communicator.grouped_allreduce(tensors, combination.op, async_op=True)]
 
     def finish(self) -> None:
-        """Wait until all is averaged, and bring it into the bucket."""
+        """Wait until all gradients are averaged, and copy them into the bucket."""
         for coded in self.coded:
             coded.complete()
         for work in self.works:
@@ -381,7 +383,7 @@ class _Exchange:
 
     @property
     def seconds(self) -> float:
-        """Return for how long its operations ran, once it has finished."""
+        """Return the seconds that its operations ran, once it has finished."""
         return sum(buffer.seconds for buffer in self.coded) + sum(work.seconds for work in self.works)
 
     def _views(self) -> Iterator[tuple[int, Tensor]]:
@@ -391,8 +393,8 @@ class _Exchange:
 
 
 def _in_buffers(kind: Cast | Encoding, dtype: torch.dtype) -> Encoding | None:
-    """Return what gradients in a buffer of their own travel as, if it is not as they are: an encoding that begins when DDP's
-    buckets have settled."""
+    """Return the encoding of gradients in a separate buffer, which begins when DDP's buckets have settled; None for
+    uncompressed ones."""
     if isinstance(kind, Encoding):
         return replace(kind, warmup_steps=max(UNSETTLED_STEPS, kind.warmup_steps))
     codec = kind.codec(dtype)

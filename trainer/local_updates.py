@@ -22,7 +22,7 @@ from gradwire.trainer.world.world import current_world, here
 
 @dataclass(frozen=True)
 class LocalReport:
-    """Holds the costs of local updates on this rank.
+    """The costs of local updates on this rank.
 
     steps: the steps of the optimizer, including those before a checkpoint that was loaded.
     warmup_bytes_per_step: bytes of gradients, per step of the warm-up.
@@ -152,10 +152,10 @@ class LocalUpdates(DistributedOptimizer):
         return super().can_rebind and not self._has_inner
 
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
-        """Return what local updates have cost so far. batch_per_rank: of a step, which the report then says."""
+        """Return the costs of local updates so far. batch_per_rank: the batch of a step, for the report."""
         steps, warmup_steps, steps_alone = self.steps, 0, 0
         warmup = moved = inner = ExchangeStats()
-        if isinstance(self._rule, LocalSteps):  # and not of a rank that is outside of the process set
+        if isinstance(self._rule, LocalSteps):  # not on a rank outside of the process set
             steps, warmup_steps, steps_alone = self._rule.step, self._rule.warmup_taken, self._rule.alone_taken
             warmup, moved, inner = self._rule.sent
         return LocalReport(
@@ -172,7 +172,7 @@ class LocalUpdates(DistributedOptimizer):
 
 
 def _check_averaging(policy: Policy) -> None:
-    """Raise ValueError where movements would at first be averaged over all ranks, and then over those that send a number."""
+    """Raise ValueError if movements would first be averaged over all ranks, and later over those that send a number."""
     for encoding in policy.encodings:
         if is_one_shot(encoding) and encoding.warmup_steps:
             raise ValueError(

@@ -148,7 +148,7 @@ class DistributedOptimizer(WrappingOptimizer):
         self.shard_states = shard_states
         """Whether this rank's optimizer has the state of its pieces of the parameters only."""
         self.optimizer = optimizer
-        share_hooks(self, optimizer)  # for it is the wrapped optimizer that runs them, each once
+        share_hooks(self, optimizer)  # because the wrapped optimizer runs them, each once
         self._process_set = process_set
         self._owns_communicator = not isinstance(process_set, Communicator)
         self._passes = Passes(backward_passes_per_step)
@@ -168,8 +168,8 @@ class DistributedOptimizer(WrappingOptimizer):
         self._bind(described_passes=str(backward_passes_per_step))
 
     def _bind(self, described_passes: str) -> None:
-        """Connect to the other ranks of the process set, and begin to exchange with them. Collective. described_passes: what
-        backward_passes_per_step is compared by."""
+        """Connect to the other ranks of the process set, and begin to exchange with them. Collective. described_passes: the
+        text by which backward_passes_per_step is compared."""
         process_set = self._process_set
         if isinstance(process_set, Communicator):
             self._communicator = process_set
@@ -177,7 +177,7 @@ class DistributedOptimizer(WrappingOptimizer):
             self._communicator = current_world().open_communicator(process_set)
         record_in_timelines(self._communicator)
         setup: Setup = self._setup_with(self._combine(self._communicator))
-        self._rule = Rule(setup)  # which does nothing, until there is another
+        self._rule = Rule(setup)  # a rule without communication, until the real one is made
         check_every = self._reported.check_replicas_every
         try:
             described = _described(setup, self._make_rule, tensors_of(self.param_groups))
@@ -194,14 +194,14 @@ class DistributedOptimizer(WrappingOptimizer):
                     f"for {type(made).__name__}: name a codec"
                 )
             self._rule = made
-            self._take_in(known=())
+            self._add_new(known=())
             made.start()
             compared_on = self._communicator
             if not isinstance(process_set, Communicator) and not outside and check_every:
                 compared_on = current_world().communicator(process_set)
             self._reports = Reports(made, self._reported, self._all_names, compared_on)
         except BaseException:
-            self.close()  # or hooks of what was refused would go on exchanging, as long as anybody keeps the error
+            self.close()  # else its hooks would go on exchanging, as long as the error is alive
             raise
         is_allowed = made.can_stand_in
         self._communicator.absence.allow(lambda _: is_allowed)
@@ -210,35 +210,36 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def can_rebind(self) -> bool:
-        """Return whether rebind() is possible: where this connects all ranks of the world, and no others."""
+        """Return whether rebind() is possible: if the process set is all ranks of the world."""
         return self._process_set is None or self._process_set is global_process_set
 
     def release(self) -> None:
-        """Let go of the other ranks, whatever is under way, until rebind(): hooks are removed, and gradients are None."""
-        with suppress(CollectiveError):  # what is under way has failed
+        """Disconnect from the other ranks until rebind(), and abandon running exchanges. Hooks are removed, and gradients are
+        None."""
+        with suppress(CollectiveError):  # running exchanges have failed
             self._rule.close()
         self._rule = Rule(self._rule.setup)
         for parameter in tensors_of(self.param_groups):
             parameter.grad = None
         if self.shard_states:
-            self.optimizer.state.clear()  # of pieces that there are no more
+            self.optimizer.state.clear()  # it is that of pieces which no longer exist
 
     def rebind(self) -> None:
-        """Go on after release() among the ranks of the world of now, as if made there with the same arguments. Collective, as
-        are making it and load_state_dict(), which brings back what rules and codecs remember. backward_passes_per_step stays
-        what it is, and may differ until something sets it on all ranks."""
+        """After release(), connect to the ranks of the present world, as if made there with the same arguments. Collective.
+        load_state_dict() then restores the states of rules and codecs. backward_passes_per_step is unchanged, and may differ
+        between ranks until it is set on all of them."""
         self._passes.ended = 0
         self._was_synchronized = self._skips = False
         self._bind(described_passes="any")
 
     def check_passes_agree(self) -> None:
-        """Raise ValueError on all ranks alike unless they have the same backward_passes_per_step. Collective."""
+        """Raise ValueError on all ranks unless they have the same backward_passes_per_step. Collective."""
         passes = {"backward_passes_per_step": str(self._passes.per_step)}
         check_settings(self._communicator, "DistributedOptimizer", passes)
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """Return the wrapped optimizer's state, when the updates of all steps are in it."""
+        """Complete the updates of all steps, and return the wrapped optimizer's state."""
         self._rule.settle()
         return self.optimizer.state
 
@@ -341,10 +342,10 @@ class DistributedOptimizer(WrappingOptimizer):
         self._rule.settle()
         known = set(tensors_of(self.param_groups))
         self.optimizer.add_param_group(param_group)
-        self._take_in(known)
+        self._add_new(known)
 
-    def _take_in(self, known: Collection[Tensor]) -> None:
-        """Have the parameters exchanged that are not known yet."""
+    def _add_new(self, known: Collection[Tensor]) -> None:
+        """Add the parameters that are not known yet to the exchange."""
         names = {parameter: name for parameter, name in self._all_names().items() if parameter not in known}
         self._rule.add(list(names.values()), list(names))
 
@@ -387,12 +388,12 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def communicator(self) -> Communicator:
-        """Return what connects the ranks; it belongs to this optimizer alone."""
+        """Return the Communicator of the ranks; it belongs to this optimizer alone."""
         return self._communicator
 
     @uncompiled
     def stand_in(self, verb: str, numel: int) -> bool:
-        """Do as Rule.stand_in, for join()."""
+        """See Rule.stand_in; for join()."""
         return self._rule.stand_in(verb, numel)
 
     def settle(self) -> None:
@@ -416,7 +417,7 @@ class DistributedOptimizer(WrappingOptimizer):
         self._reports.step = value
 
     def close(self) -> None:
-        """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer lives on."""
+        """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer remains usable."""
         try:
             self._rule.close()
         finally:
@@ -425,7 +426,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
 
 def _checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool) -> Callable[[Setup], Rule]:
-    """Return what makes the rule that these arguments mean. Raises TypeError and ValueError."""
+    """Return the function from a Setup to the Rule that these arguments select. Raises TypeError and ValueError."""
     if not callable(rule):
         raise TypeError(f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}")
     if not isinstance(shard_states, bool):
@@ -443,7 +444,7 @@ def _checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool)
 
 
 def _overlapping(rule: Callable[[Setup], Rule], overlap: object, model: object) -> Callable[[Setup], Rule]:
-    """Return what makes the rule that the exchange overlaps as wanted with. Raises TypeError and ValueError."""
+    """Return the function from a Setup to the Rule with this overlap. Raises TypeError and ValueError."""
     if overlap not in ("backward", "next_forward"):
         raise ValueError(f"{here()}overlap must be 'backward' or 'next_forward', not {overlap!r}")
     if overlap == "backward":
@@ -474,7 +475,7 @@ def _switched_on(owner: object, name: str) -> Iterator[None]:
 
 
 def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence[Tensor]) -> dict[str, str]:
-    """Return in words, by the names of arguments, what must be the same on all ranks."""
+    """Return the settings that must be equal on all ranks, as text by the names of the arguments."""
     compression, policy = setup.policy.described
     return {
         "rule": getattr(rule, "__qualname__", type(rule).__qualname__),

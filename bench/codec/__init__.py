@@ -1,1 +1,1 @@
-"""Every codec by itself, beside a copy and torch's own operations."""
+"""Benchmarks of single codecs, beside a copy and torch's own operations."""

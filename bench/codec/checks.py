@@ -1,4 +1,4 @@
-"""What a codec promises of each number: no result of `python -m gradwire.bench codec` goes by without a look at this."""
+"""The error bounds of the codecs, by which `python -m gradwire.bench codec` checks every result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ULP = 2.0**-23
 
 
 def count_outside(codec: Codec, values: Tensor, decoded: Tensor) -> int:
-    """How many of the decoded numbers the codec cannot have made of `values` (float32, finite, whole blocks)."""
+    """Count the decoded numbers that are outside the codec's bound for `values` (float32, finite, whole blocks)."""
     if isinstance(codec, ChunkTopK):
         return _count_unlike_in_chunks(codec, values.view(-1, CHUNK), decoded.view(-1, CHUNK))
     if isinstance(codec, Sparse):
@@ -45,18 +45,18 @@ def count_outside(codec: Codec, values: Tensor, decoded: Tensor) -> int:
 
 
 def count_unequal(result: Tensor, expected: Tensor, terms: Tensor) -> int:
-    """Elements further from each other than the rounding of a sum of `terms` (>= 0: their magnitudes, added)."""
+    """Count the elements that differ by more than the rounding of a sum of `terms` (the sum of their magnitudes)."""
     return _count_above((result - expected).abs_(), terms * _ULP)
 
 
 def relative_error(values: Tensor, decoded: Tensor) -> float:
-    """|values - decoded| / |values| in L2 norms, in float64."""
+    """Return |values - decoded| / |values| in L2 norms, in float64."""
     exact = values.to(torch.float64)
     return float(torch.linalg.vector_norm(exact - decoded) / torch.linalg.vector_norm(exact))
 
 
 def _count_above(errors: Tensor, bound: Tensor) -> int:
-    """NaN is above everything."""
+    """Count the errors above their bounds; NaN counts."""
     return errors.numel() - int((errors <= bound).sum())
 
 
@@ -84,7 +84,8 @@ def _largest_error(codec: Codec, blocks: Tensor) -> Tensor:
 
 
 def _count_unlike(codec: Sparse, values: Tensor, decoded: Tensor) -> int:
-    """A number is sent as it is or not at all, as many as the codec says, and the largest unless they are drawn by lot."""
+    """Count violations of a sparse code: a number is sent exactly or not at all, the codec's count of them, and the largest
+    ones unless they are drawn at random."""
     sent = decoded != 0
     unlike = int((sent & (decoded != values)).sum())
     k, slack = codec.count(values.numel()), codec.slack(values.numel()) if isinstance(codec, Threshold) else 0
@@ -98,7 +99,8 @@ def _count_unlike(codec: Sparse, values: Tensor, decoded: Tensor) -> int:
 
 
 def _count_unlike_in_chunks(codec: ChunkTopK, chunks: Tensor, decoded: Tensor) -> int:
-    """In each chunk k are sent, with their signs, none of them larger than the largest, and the others are no larger."""
+    """Count violations in chunks: k numbers of each are sent, with their signs, not larger than the largest one, and no other
+    number is larger than these."""
     sent, magnitudes = decoded != 0, chunks.abs()
     unlike = int((sent.sum(1) - codec.k).abs().sum())
     unlike += int((sent & (decoded.sign() != chunks.sign())).sum())

@@ -1,9 +1,8 @@
-"""The codecs in torch's own operations: what one writes without kernels, and the other side of `python -m gradwire.bench codec`.
+"""The codecs in torch's own operations, without kernels of ours: the peers in `python -m gradwire.bench codec`.
 
-As fast as we could write them: temporaries are kept from call to call, or else allocated as expressions do; maxima need no
-pass for magnitudes, bits are packed as the lanes of wider integers. Numbers are a multiple of the block. What ours do beyond
-that is left out where it would cost torch time: NaN survives only where it does so by itself, indices of sparse codes are not
-sorted.
+As fast as we could write them: temporaries are kept from call to call, or else allocated as expressions do; maxima need no pass
+for magnitudes, bits are packed as the lanes of wider integers. Numbers are a multiple of the block. They omit what would cost
+torch time beyond the code itself: NaN is not handled separately, and indices of sparse codes are not sorted.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.kernels.reference.sparse import CHUNK
 
-#: Magnitudes are taken to be at least this, so that nothing is divided by 0.
+#: Magnitudes are clamped to this, so that nothing is divided by 0.
 _LEAST = 1e-30
 
 
 class Contender(ABC):
-    """A codec at work on `numel` numbers. It keeps the code of what it encoded last, and decodes that.
+    """A codec that encodes `numel` numbers, keeps the last code, and decodes it.
 
     keeps: temporaries from call to call.
     """
@@ -40,14 +39,14 @@ class Contender(ABC):
         return self._tensors[name]
 
     def restart(self) -> None:  # noqa: B027 - most have nothing to forget
-        """Forget what belongs to the residual, as that begins anew."""
+        """Reset the state that belongs to the residual, which begins anew."""
 
     @abstractmethod
     def encode(self, values: Tensor) -> None: ...
 
     @abstractmethod
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
-        """Encode values + residual; the residual becomes what was lost."""
+        """Encode values + residual; the residual becomes the error."""
 
     @abstractmethod
     def decode(self, out: Tensor) -> None: ...
@@ -64,7 +63,7 @@ class DensePeer(Contender):
 
     @abstractmethod
     def numbers(self, out: Tensor) -> None:
-        """Write what the codes stand for, before it is scaled."""
+        """Write the numbers of the codes, before they are scaled."""
 
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
         self.encode(residual.add_(values))

@@ -54,11 +54,11 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
         panel.spines["left"].set_visible(False)
     height = figure.get_figheight()
     figure.text(0.012, 1 - 0.33 / height, "Codecs on " + meta["where"], fontsize=13, fontweight="bold")
-    says = (
+    title = (
         f"{4 * meta['elements'] / 1e6:.0f} MB of gaussian float32 · {meta['device']} · median of {meta['iters']}"
         " interleaved turns · 2.0x: torch takes twice as long"
     )
-    figure.text(0.012, 1 - 0.58 / height, says, fontsize=9, color=QUIET)
+    figure.text(0.012, 1 - 0.58 / height, title, fontsize=9, color=QUIET)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     figure.tight_layout(rect=(0, 0.3 / height, 1, 1 - 0.65 / height))

@@ -1,7 +1,7 @@
-"""`gradwire bench codec`: what encoding and decoding cost, beside a copy and torch's own operations for the same codec.
+"""`gradwire bench codec`: the cost of encoding and decoding, beside a copy and torch's own operations for the same codec.
 
-For each codec all take turns (see `gradwire.bench.timing`): a copy, our four operations, and torch's. Times are those of
-the device: a core's, that it has computed for this process, or a GPU's.
+For each codec, a copy, our four operations, and torch's take turns (see `gradwire.bench.timing`). Times are those of the
+device: a core's processor time for this process, or a GPU's time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.bench.options import count_from, names_of, picture, size
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import Protocol
 
-#: Torch's operations are for whole blocks: this is the largest.
+#: Torch's operations need whole blocks; this is the largest block.
 MULTIPLE = 1024
 DEFAULT_ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 
@@ -117,7 +117,7 @@ def run(chosen: argparse.Namespace) -> list[CodecRow]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1 if any result is outside its codec's bound, ours or torch's."""
+    """Run the benchmark. Return 1 if any result, ours or torch's, is outside its codec's bound."""
     chosen = parse_arguments(arguments)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The turns of `python -m gradwire.bench codec`: what they work on, what becomes of it, and what they cost."""
+"""The turns of `python -m gradwire.bench codec`: their inputs, the checks of their results, and their times."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _VARIANTS: dict[str, Codec] = {
 #: In the order of the registry.
 CODECS = dict(sorted((_DEFAULTS | _VARIANTS).items(), key=lambda item: list(REGISTRY).index(item[1].name)))
 OPERATIONS = ("encode", "encode_ef", "decode", "decode_add")
-#: What a copy reads and writes of each number, in bytes.
+#: Bytes that a copy reads and writes for each number.
 COPIED_BYTES = 8
 SEED = 1
-#: Of a GPU's clock, about a millisecond: it is busy while the host enqueues what is to be timed.
+#: Cycles of a GPU's clock, about a millisecond, for which the GPU is kept busy while the host enqueues the timed operations.
 BUSY_CYCLES = 2_000_000
 
 
@@ -41,10 +41,10 @@ BUSY_CYCLES = 2_000_000
 class CodecRow:
     """One operation of one codec. Field names are the keys of the JSON.
 
-    encode_ef: with error feedback. rate_GBps: 1e9 bytes of float32 a second. moved_bytes: what the operation has to read and
-    write, per element. of_copy: the rate at which it moves them, over a copy's. torch_over_ours: torch's time over ours, with
-    temporaries kept, and its 95 % interval (None with few turns). plain_over_ours: with temporaries allocated in each call.
-    relative_error: in L2, against float64. wrong: elements outside the codec's bound, ours and torch's.
+    encode_ef: with error feedback. rate_GBps: 1e9 bytes of float32 a second. moved_bytes: bytes that the operation must read
+    and write, per element. of_copy: the rate at which it moves them, over a copy's rate. torch_over_ours: torch's time over
+    ours, with temporaries kept, and its 95 % interval (None with few turns). plain_over_ours: with temporaries allocated in
+    each call. relative_error: in L2, against float64. wrong: elements outside the codec's bound, ours and torch's.
     """
 
     codec: str
@@ -68,7 +68,7 @@ class CodecRow:
 
 
 class Ours(Contender):
-    """A codec of ours. What it remembers of encode is not that of encode_ef, whose numbers are larger."""
+    """A codec of ours. encode and encode_ef have separate states, since the numbers of encode_ef are larger."""
 
     def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
         super().__init__(codec, numel, device)
@@ -76,7 +76,7 @@ class Ours(Contender):
         self._state, self._plain_state = (codec.new_state(numel, device) for _ in range(2))
 
     def restart(self) -> None:
-        """A momentum, unlike a threshold, belongs to the residual."""
+        """Reset a momentum, which belongs to the residual, and keep a threshold."""
         if self._state is not None and isinstance(self.codec, DGC):
             self._state["momentum"].zero_()
 
@@ -95,7 +95,7 @@ class Ours(Contender):
 
 
 class Numbers:
-    """What all contenders for a codec work on; residual and out are as they were before each turn."""
+    """The inputs of all contenders for a codec; residual and out are restored before each turn."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.values = gaussian(numel, device, seed=0)
@@ -121,7 +121,7 @@ def laplace(numel: int, device: torch.device, seed: int) -> Tensor:
 
 
 class Turns:
-    """The turns of one contender at one codec's four operations, and what is wrong with the result of each."""
+    """The turns of one contender at one codec's four operations, and the number of wrong elements in each result."""
 
     def __init__(
         self, contender: Callable[[Codec, int, torch.device], Contender], codec: Codec, numbers: Numbers
@@ -159,7 +159,7 @@ class Turns:
 
 
 class OnCore:
-    """An operation on the CPU, timed by the processor's time that it takes: who else computes does not count."""
+    """An operation on the CPU, timed by its processor time, which excludes other processes."""
 
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation = operation
@@ -176,7 +176,7 @@ class OnCore:
 
 
 class OnDevice:
-    """An operation on a GPU, timed by the GPU: neither the host nor the launch counts."""
+    """An operation on a GPU, timed by the GPU, without the host's time and the launch."""
 
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation = operation
@@ -201,7 +201,7 @@ def take_all_turns(
     device: torch.device,
     protocol: timing.Protocol,
 ) -> tuple[Times, list[int]]:
-    """take_turns, where each operation has a check of its own, and times itself."""
+    """Run take_turns for operations that check and time themselves."""
     last = 0
 
     def turn(index: int) -> None:
@@ -217,7 +217,7 @@ def take_all_turns(
 
 
 def moved_bytes(codec: Codec, operation: str, numel: int) -> float:
-    """Per element: each number, residual and code read once, what becomes of them written once."""
+    """Return the bytes moved per element: each number, residual and code is read once, and each result written once."""
     wire = codec.wire_bytes(numel) / numel
     if operation == "encode":
         return 4 + wire
@@ -230,7 +230,7 @@ def moved_bytes(codec: Codec, operation: str, numel: int) -> float:
 
 
 def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
-    """The relative error, and how many elements are outside the bound."""
+    """Return the relative error, and how many elements are outside the bound."""
     contender, decoded = Ours(codec, values.numel(), values.device), torch.empty_like(values)
     contender.encode(values)
     contender.decode(decoded)
@@ -238,7 +238,7 @@ def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
 
 
 def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:
-    """The rows of a codec, and the seconds of a copy beside it."""
+    """Measure a codec: return its rows, and the seconds of a copy."""
     codec, values = CODECS[name], numbers.values
     peer = PEERS[codec.name]
     turns = [Turns(contender, codec, numbers) for contender in (Ours, peer, partial(peer, keeps=False))]

@@ -1,6 +1,6 @@
-"""All that the driver knows of each collective: size, data, bandwidth factor, call (nccl-tests' idea).
+"""The description of each collective for the driver: size, data, bandwidth factor, call (as in nccl-tests).
 
-`bytes` is the whole array, as nccl-tests counts it: what one rank holds after an allgather, before a reduce_scatter.
+`bytes` is the whole array, as in nccl-tests: one rank's bytes after an allgather, or before a reduce_scatter.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement of one collective, as one rank sees it.
+    """One measurement of one collective, on one rank.
 
-    `count`: elements, one rank's share of them where they are shared out. `op` is "none" where nothing is reduced,
-    `root` -1 where there is none.
+    count: elements, or one rank's share of them if they are shared out. op: "none" if nothing is reduced. root: -1 if there is
+    none.
     """
 
     rank: int
@@ -86,7 +86,7 @@ class Case:
         return not self.shared_out
 
     def count(self, nbytes: int, size: int, dtype: torch.dtype) -> int:
-        """Elements for about `nbytes`: never more, but for the one element a rank at least has."""
+        """Return the number of elements for at most `nbytes`; at least one per rank."""
         return max(1, nbytes // dtype.itemsize // (size if self.shared_out else 1))
 
     def nbytes(self, job: Job) -> int:
@@ -103,7 +103,7 @@ TORCH_OPS = {
 
 
 def torch_takes(job: Job) -> bool:
-    """Whether torch.distributed has the job's dtype: gloo lacks int16, and backends differ in what bools add up to."""
+    """Return whether torch.distributed supports the job's dtype: gloo lacks int16, and backends differ in the sum of bools."""
     return job.dtype not in (torch.int16, torch.bool)
 
 

@@ -1,7 +1,7 @@
 """`bench allreduce --codec`: compressed allreduces beside an uncompressed one and torch.distributed's, in the same turns.
 
-All reduce gaussian float32, unlike on every rank. What is compressed is not exact: instead, its relative error is stated,
-and what counts as wrong is an element that differs from rank 0's by a bit.
+All reduce gaussian float32, different on every rank. A compressed result is not exact: its relative error is stated, and an
+element counts as wrong if its bits differ from rank 0's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Clock:
 
 
 def timed(codec: Codec, clock: Clock) -> Codec:
-    """The same codes; `clock` is told how long each took. On a GPU nothing overlaps then."""
+    """Return the codec with its encodings and decodings timed by `clock`. On a GPU, nothing overlaps then."""
 
     def elapsed(start: float, device: torch.device) -> float:
         if device.type == "cuda":
@@ -87,7 +87,7 @@ def timed(codec: Codec, clock: Clock) -> Codec:
 
 
 def blank(codec: Codec) -> Codec:
-    """As many bytes, and no work: what is left of the time is the wire's."""
+    """Return a codec with codes of the same length that does no work, so that only the wire's time is left."""
 
     class Blank(_Stand):
         def at(self, step: int) -> Codec:
@@ -103,7 +103,7 @@ def blank(codec: Codec) -> Codec:
 
 
 class _Stand(Codec):
-    """Takes the place of a codec. Two stands are equal only where they are one, as caches need it."""
+    """A stand-in for a codec. Two stand-ins are equal only if they are the same object, as caches require."""
 
     name = "stand"
 
@@ -144,7 +144,7 @@ def exact(job: Job) -> Tensor:
 
 
 def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
-    """A call of allreduce; with error feedback, which then goes on from call to call."""
+    """Return a call of allreduce; with error feedback, its state is kept from call to call."""
     feedback = comm.new_feedback(codec, job.count, job.device) if with_feedback else None
     steps = itertools.count()
 
@@ -155,7 +155,7 @@ def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_
 
 
 def differing(output: Tensor) -> int:
-    """From rank 0's, to the bit."""
+    """Count the elements whose bits differ from rank 0's."""
     first = output.clone()
     dist.broadcast(first, 0)
     return int((first.view(torch.int32) != output.view(torch.int32)).sum())
@@ -164,7 +164,7 @@ def differing(output: Tensor) -> int:
 def measure(
     jobs: Sequence[Job], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
 ) -> list[Measured]:
-    """All that was measured, job by job, the same on every rank: torch's, ours, then by codec."""
+    """Return the rows of all jobs, the same on every rank: torch's, ours, then those of each codec."""
     return [one for job in jobs for one in _measure(job, comm, codecs, protocol, device)]
 
 
@@ -179,7 +179,7 @@ def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, d
     expected, errors = exact(job), []
     for maker in makers:
         buffers.reset()
-        maker()()  # a first call, before error feedback has anything to add
+        maker()()  # a first call, while error feedback is still zero
         errors.append(relative_error(expected, buffers.output))
     seconds, wrong = take_turns(
         [maker() for maker in makers], buffers.reset, partial(differing, buffers.output), machine, protocol
@@ -214,7 +214,8 @@ def _parts(
     protocol: Protocol,
     device: torch.device,
 ) -> dict[str, float]:
-    """Microseconds of encoding, of the wire and of decoding, each by itself, in turns of their own, by the row's fields."""
+    """Return the microseconds of encoding, of the wire and of decoding, each measured in separate turns, by the row's
+    fields."""
     clock, readings = Clock(), list[tuple[float, float]]()
     whole = compressed(comm, job, buffers.output, timed(codec, clock), with_feedback)
 

@@ -33,12 +33,12 @@ def join_world(timeout_s: float) -> None:
 
 
 def takes(job: Job) -> bool:
-    """Whether MPI has the job's dtype."""
+    """Return whether MPI supports the job's dtype."""
     return job.dtype in _DTYPES and job.device.type == "cpu"
 
 
 def call(name: str, buffers: Buffers, job: Job) -> Callable[[], None]:
-    """The collective `name` as MPI has it."""
+    """Return a call of MPI's collective `name`."""
     from mpi4py import MPI as library  # noqa: N811
 
     world = library.COMM_WORLD

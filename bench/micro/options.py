@@ -43,7 +43,7 @@ def _names(known: Sequence[str], text: str) -> list[str]:
 
 
 def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
-    """By what they were called: the codec, and whether with error feedback."""
+    """Return by their names on the command line: the codec, and whether it has error feedback."""
     chosen: dict[str, tuple[Codec, bool]] = {}
     for label in text.split(","):
         name, plus, feedback = label.partition("+")

@@ -15,7 +15,7 @@ from gradwire.bench.style import INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
 from gradwire.collectives.notation import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
-    # Broad and pale, for it lies over the line of the algorithm that it has chosen.
+    # Broad and pale, because it covers the line of the algorithm that it has chosen.
     "auto": {"color": OURS, "linewidth": 7, "alpha": 0.35, "solid_capstyle": "round", "zorder": 3},
     "native": {
         "color": REFERENCE,
@@ -38,11 +38,11 @@ def with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
 
 
 def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
-    """The algorithm, with what else tells it from the other lines."""
-    told = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
+    """Return the name of a line: the algorithm, with whatever distinguishes it from other lines."""
+    names = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
     dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []
     op = [row.op] if len({other.op for other in rows}) > 1 else []
-    return " ".join([told if row.codec == "none" else row.codec, *dtype, *op])
+    return " ".join([names if row.codec == "none" else row.codec, *dtype, *op])
 
 
 def title(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
@@ -80,8 +80,8 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
         (time_panel, "time, lower is better", TIME_UNITS),
         (bandwidth_panel, "bus bandwidth, higher is better", BANDWIDTH_UNITS),
     )
-    for panel, says, units in panels:
-        panel.set_title(says, loc="left", fontsize=10, color=QUIET)
+    for panel, title, units in panels:
+        panel.set_title(title, loc="left", fontsize=10, color=QUIET)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", nonpositive="mask")
         panel.xaxis.set_major_locator(FixedLocator(sizes[::every]))

@@ -65,7 +65,8 @@ def join_world(backend: str | None, timeout_s: float) -> torch.device:
 
 
 def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str], *, peers: bool = False) -> list[str]:
-    """As asked; else all, what one compares first: auto, the backend's own, torch.distributed without us, and MPI.
+    """Return the requested algorithms; else all, the main ones first: auto, the backend's own, torch.distributed without us,
+    and MPI.
 
     Raises:
         ValueError: a name that is not legal.
@@ -79,7 +80,7 @@ def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str], *, peer
 
 
 def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[Job]:
-    """All that is to be measured, once each: small sizes that round to the same count are one."""
+    """Return all jobs, each once: small sizes that round to the same count are one job."""
     jobs: dict[Job, None] = {}
     for dtype_name in chosen.datatype:
         dtype = DTYPES[dtype_name]
@@ -116,7 +117,7 @@ def measure(
     *,
     shared: bool = False,
 ) -> list[Measured]:
-    """All that was measured, job by job, the same on every rank. shared: in-place buffers are the Communicator's."""
+    """Return the rows of all jobs, the same on every rank. shared: whether in-place buffers are the Communicator's."""
     machine = distributed_machine(device, comm.barrier)
     turns: list[tuple[Job, str]] = []
     seconds: list[Times] = []
@@ -188,7 +189,7 @@ def format_block(case: Case, algorithm: str, measured: Sequence[Measured]) -> li
 def plan(
     case: Case, chosen: argparse.Namespace, comm: Communicator, device: torch.device
 ) -> tuple[list[Job], list[str]]:
-    """What to measure, and with which algorithms.
+    """Return the jobs to measure, and their algorithms.
 
     Raises:
         ValueError: an algorithm that is not legal, a root that is no rank, or flags that leave nothing.
@@ -230,7 +231,7 @@ def save(chosen: argparse.Namespace, rows: Sequence[Row], speedups: Sequence[Spe
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
-    """Exit code 1 if any element was wrong anywhere, on every rank; 2 for wrong arguments."""
+    """Run the benchmark. Return 1, on every rank, if any element was wrong on any; 2 for wrong arguments."""
     chosen = parse_arguments(name, arguments)
     case = CASES[name]
     if chosen.peers and not mpi.under_mpirun():

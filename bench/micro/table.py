@@ -16,12 +16,12 @@ from gradwire.collectives.notation import format_size
 class Row:
     """One algorithm at one size. Field names are the keys of the JSON.
 
-    bytes: of the whole array. time_us, p99_us: median and 99th percentile of turns, each as long as on its slowest
-    rank. algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: what the rank that sends most sends; None where the
-    backend decides. wrong: elements, over all ranks and checked turns; None where nothing was checked. ratio: of the bytes
-    that float32 needs, 2(p-1)/p of the array, to wire_bytes; relative_error: in L2, against float64. encode_us, decode_us:
-    what all encodings and decodings of a call take; wire_us: what a call takes whose codec does nothing, with codes as long.
-    As these overlap, they add up to more than time_us. All None without --codec, the times also for codec "none".
+    bytes: of the whole array. time_us, p99_us: median and 99th percentile of the turns' times on their slowest ranks.
+    algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: those of the rank that sends most; None if the backend decides.
+    wrong: elements, over all ranks and checked turns; None if nothing was checked. ratio: of the bytes that float32 needs,
+    2(p-1)/p of the array, to wire_bytes; relative_error: in L2, against float64. encode_us, decode_us: the time of all
+    encodings and decodings of a call. wire_us: the time of a call whose codec does no work, with codes of equal length. As
+    these overlap in a call, their sum exceeds time_us. All None without --codec, the times also for codec "none".
     """
 
     collective: str
@@ -49,7 +49,8 @@ Measured = tuple[Job, Row, Times]
 
 
 def measured_row(case: Case, job: Job, algorithm: str, slowest: Times, **known: Any) -> Measured:
-    """Return the row of an algorithm, given each turn's time on its slowest rank. known: the fields that times do not say."""
+    """Return the row of an algorithm, given each turn's time on its slowest rank. known: the fields that do not follow from
+    times."""
     nbytes, (median_s, p99_s) = case.nbytes(job), median_and_p99(slowest)
     algbw = nbytes / median_s / 1e9
     row = Row(
@@ -92,7 +93,7 @@ CODEC_COLUMNS = (
 
 
 def _line(cells: Iterable[str], mark: str) -> str:
-    """With or without CODEC_COLUMNS, as there are cells."""
+    """Return a line of the table, with CODEC_COLUMNS if there are cells for them."""
     columns = (*COLUMNS, *CODEC_COLUMNS)
     return mark + "".join(f" {cell:>{width}}" for cell, (_, _, width) in zip(cells, columns, strict=False))
 
@@ -107,7 +108,7 @@ def format_heading(in_place: bool, *, codecs: bool = False) -> list[str]:
 
 
 def format_us(time_us: float) -> str:
-    """Microseconds in at most 9 characters, three or more digits of them significant."""
+    """Format microseconds in at most 9 characters, with three or more significant digits."""
     decimals = 2 if time_us < 1e3 else 1 if time_us < 1e5 else 0
     return f"{time_us:.{decimals}f}"
 
@@ -143,9 +144,9 @@ def format_trailer(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Says how many times as fast one competitor is as a peer with one job of a run. Field names are the keys of the JSON.
+    """The speed of one competitor as a multiple of a peer's, with one job of a run. Field names are the keys of the JSON.
 
-    runs: what the competitor ran, where it chooses. interval: 95 %, None where there were too few turns.
+    runs: the algorithm that the competitor chose, if it chooses. interval: 95 %; None if there were too few turns.
     """
 
     bytes: int

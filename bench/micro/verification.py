@@ -1,8 +1,8 @@
-"""Data whose exact result is known: whole numbers, unlike on every rank, that no dtype rounds on the way.
+"""Data whose exact result is known: whole numbers, different on every rank, that no dtype rounds.
 
-A rank's data is a tile of PERIOD numbers repeated. PERIOD is prime, so no chunk or segment boundary coincides with it:
-a piece that lands in the wrong place differs from what belongs there. No number is 0 (bool apart), so memory that was
-zeroed and never written is wrong everywhere.
+A rank's data is a tile of PERIOD numbers repeated. PERIOD is prime, so no chunk or segment boundary coincides with it: a piece
+in the wrong place differs from the right one. No number is 0 (except of bool), so memory that was zeroed and never written is
+wrong everywhere.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ def _random(high: int, seed: int) -> torch.Tensor:
 
 
 def exact_limit(dtype: torch.dtype) -> int:
-    """All whole numbers up to this one are exact in `dtype`: 256 for bfloat16, 127 for int8."""
+    """Return the number up to which all whole numbers are exact in `dtype`: 256 for bfloat16, 127 for int8."""
     if dtype == torch.bool:
         return 1
     return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def own_tile(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` sends when nothing is reduced; unlike every other rank's as far as `dtype` can count.
+    """Return the data of `rank` when nothing is reduced; different from every other rank's, as far as `dtype` has enough
+    numbers.
 
     Returns:
         int64 of shape (PERIOD,).
@@ -47,7 +48,7 @@ def own_tile(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def contribution_tile(rank: int, size: int, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` brings to a reduction over `size` ranks.
+    """Return the contribution of `rank` to a reduction over `size` ranks.
 
     sum, average, min, max: a number all ranks share, plus the ranks' turns 0, 1, ..., which fall differently at each
     place, so that the extreme is another rank's each time. product: 1, but for the one rank that brings 2, 3 or 5.
@@ -94,5 +95,5 @@ def expand(tile: torch.Tensor, start: int, count: int, dtype: torch.dtype, devic
 
 
 def count_wrong(output: torch.Tensor, expected: torch.Tensor) -> int:
-    """Elements that are not exactly what they should be; NaN never is."""
+    """Count the elements that are not exactly right; NaN never is."""
     return int((output != expected).sum())

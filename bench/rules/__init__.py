@@ -1,1 +1,1 @@
-"""Training by several update rules, at equal steps or in equal time."""
+"""Benchmarks of training by several update rules, at equal steps or in equal time."""

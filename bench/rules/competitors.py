@@ -1,4 +1,5 @@
-"""The update rules that `python -m gradwire.bench rules` compares: how each is made, and what its ranks have in common when."""
+"""The update rules that `python -m gradwire.bench rules` compares: how each is made, and when its ranks have equal
+parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ FRAGMENTS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what rules are told, beside their name: as the options of `bench rules` say."""
+    """The settings of the rules, from the options of `bench rules`."""
 
     every: int
     outer_lr: float
@@ -37,18 +38,18 @@ class Settings:
     k: int
 
     def codec(self, name: str) -> Compressor:
-        """Return what has a name: chunktopk with the k that is asked for."""
+        """Return the codec of a name; chunktopk with the k of the options."""
         return hvd.ErrorFeedback(ChunkTopK(self.k)) if name == "chunktopk" else name
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """Holds a model that is trained by a rule.
+    """A model that is trained by a rule.
 
     forward: what to call, the module itself or its wrapper. in_step: whether all ranks take as many steps. warmup_steps,
     period: they have their parameters in common after so many steps, and every period of steps from then on. sent_bytes:
     what this rank has sent after so many steps. wait_s: how long it has waited for others; None where that is not known.
-    report: what the rule says of itself at the end.
+    report: the rule's own report at the end.
     """
 
     module: nn.Module
@@ -65,7 +66,7 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Entry:
-    """Names one competitor of a run: RULE[+CODEC][@SHARE]. share: of the steps or the time of the run."""
+    """The name of one competitor of a run: RULE[+CODEC][@SHARE]. share: of the steps or the time of the run."""
 
     text: str
     rule: str
@@ -74,7 +75,7 @@ class Entry:
 
 
 def entry(text: str) -> Entry:
-    """Raises argparse.ArgumentTypeError for what is no competitor."""
+    """Return the Entry of a text. Raises argparse.ArgumentTypeError for an invalid one."""
     named, at, share = text.partition("@")
     rule, plus, codec = named.partition("+")
     codec = codec if plus else NONE
@@ -174,7 +175,7 @@ def _served(module: nn.Module, quorum: int, *, staleness: int | None = None, lat
         module,
         module,
         optimizer,
-        sent_bytes=lambda steps: sent * steps,  # gradients to the servers, and parameters from the one that is here
+        sent_bytes=lambda steps: sent * steps,  # gradients to the servers, and parameters from this rank's server
         report=lambda: str(optimizer.report()),
         close=optimizer.close,
         in_step=quorum == hvd.size(),
@@ -192,7 +193,7 @@ def _hogwild(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     )
 
 
-#: What makes a competitor of a model, a codec's name and the settings.
+#: The functions that make a competitor from a model, a codec's name and the settings.
 RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "alone": _alone,
     "ddp": _ddp,

@@ -37,7 +37,7 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
         fontsize=10,
         color=INK,
     )
-    for panel, (key, says, scaled, unit, scale) in zip(panels, PANELS, strict=True):
+    for panel, (key, label, scaled, unit, scale) in zip(panels, PANELS, strict=True):
         for number, row in enumerate(shown):
             points = [point for point in row.curve if scale == "linear" or point[key] > 0]
             style = (
@@ -54,7 +54,7 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
                 **style,
             )
         panel.set_xscale(scale)
-        panel.set_xlabel(says, fontsize=9, color=QUIET)
+        panel.set_xlabel(label, fontsize=9, color=QUIET)
         if scale == "log":
             panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: f"{value:g}{unit}"))

@@ -1,7 +1,7 @@
-"""`torchrun --nproc-per-node 4 -m gradwire.bench rules`: how far update rules get, at equal steps or in equal time.
+"""`torchrun --nproc-per-node 4 -m gradwire.bench rules`: the loss that update rules reach, at equal steps or in equal time.
 
-All train bytes_gpt from the same weights on the same text, one after the other: a step of a rank is one of as many sequences,
-which its number and the seed decide. What differs is what ranks exchange, when, and whom they wait for.
+All train bytes_gpt from the same weights on the same text, one after the other. A rank's step has equally many sequences, which
+the step's number and the seed decide. The rules differ in what ranks exchange, when, and which ranks they wait for.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | 
     training.run()
     waited_s = competitor.wait_s()
     report = competitor.report()
-    competitor.close()  # before ranks wait for each other in another way, for those that are late may need it
+    competitor.close()  # before ranks wait for each other otherwise, since late ranks may need it
     is_same = len(set(hvd.allgather_object(digest(module)))) == 1
     curve = training.curve()
     target = Point(**first.curve[-1]) if first is not None else curve[-1]
@@ -177,7 +177,8 @@ def _average(value: float) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1 if replicas differ that should not, and 2 for a slow rank that there is not, on every rank."""
+    """Run the benchmark. Return, on every rank, 1 if replicas differ that should be equal, and 2 for a slow rank that does not
+    exist."""
     chosen = parse_arguments(arguments)
     hvd.init()
     if chosen.slow is not None and chosen.slow.rank >= hvd.size():
@@ -210,9 +211,9 @@ def main(arguments: Sequence[str]) -> int:
             rows.append(row)
             if hvd.rank() == 0:
                 heading = format_header(meta, row) if len(rows) == 1 else []
-                told = [f"#   {row.report}"] if row.report else []
-                print("\n".join([*heading, format_row(row), *told]), flush=True)
-                write_json(chosen.json, meta, rows)  # each time, for runs are long
+                notes = [f"#   {row.report}"] if row.report else []
+                print("\n".join([*heading, format_row(row), *notes]), flush=True)
+                write_json(chosen.json, meta, rows)  # after each run, since runs are long
     if hvd.rank() == 0 and chosen.plot:
         from gradwire.bench.rules.plot import draw
 

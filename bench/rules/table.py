@@ -20,11 +20,12 @@ sent: by a rank, of gradients, movements or parameters, uncompressed ones as 2(p
 
 @dataclass(frozen=True)
 class RuleRow:
-    """Says what came of one model that was trained by one rule. Field names are the keys of the JSON.
+    """The result of one model trained by one rule. Field names are the keys of the JSON.
 
     tokens_per_s: of all ranks together. over_first: the loss over that of the first competitor with this seed. reach_time,
-    reach_tokens, reach_bytes: what it took until its loss was as low as the first one's last, over what that took; None where
-    it never was. wait_share: None where it is not known. replicas_identical: None for rules whose ranks do not hold the same.
+    reach_tokens, reach_bytes: the time, tokens and bytes until its loss was as low as the first one's last, over those of the
+    first one; None if it never was. wait_share: None if it is not known. replicas_identical: None for rules whose ranks have
+    different parameters.
     """
 
     competitor: str

@@ -1,4 +1,4 @@
-"""Training a competitor of `bench rules` for a number of steps or of seconds, and what its loss was over that."""
+"""Trains a competitor of `bench rules` for a number of steps or of seconds, and records its loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGREE_S = 2.0
 
 @dataclass(frozen=True)
 class Length:
-    """Says how long a run is: of steps or of seconds, the other being None."""
+    """The length of a run, in steps or in seconds; the other one is None."""
 
     steps: int | None
     seconds: float | None
@@ -28,7 +28,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Slowness:
-    """Says which rank sleeps for so long in every step, as if it computed longer."""
+    """A slow rank, and how long it sleeps in every step, as if it computed longer."""
 
     rank: int
     seconds: float
@@ -36,7 +36,7 @@ class Slowness:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds a rank's parameters as the run went on, with its steps, seconds and sent bytes until then."""
+    """A rank's parameters at some time of the run, with its steps, seconds and sent bytes until then."""
 
     steps: int
     seconds: float
@@ -46,7 +46,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Point:
-    """Says what all ranks had done together, and the validation loss then. seconds, sent_bytes: of the average rank."""
+    """The progress of all ranks together, and the validation loss then. seconds, sent_bytes: means over the ranks."""
 
     tokens: float
     seconds: float
@@ -57,8 +57,8 @@ class Point:
 class Training:
     """Trains one competitor. Collective, as are all its methods.
 
-    Ranks that are in step agree now and then on how far they are, so that they have the same learning rate and end together;
-    others go by themselves. The learning rate is that of the examples: a warm-up, then half a cosine.
+    Ranks that are in step agree now and then on their progress, so that they have the same learning rate and end together;
+    others decide by themselves. The learning rate is that of the examples: a warm-up, then half a cosine.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Training:
                 self._snap()
 
     def _block(self) -> int:
-        """Return how many steps to take until ranks look again how far they are."""
+        """Return how many steps to take until ranks compare their progress again."""
         competitor = self._competitor
         if not competitor.in_step:
             return 1

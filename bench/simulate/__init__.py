@@ -1,1 +1,1 @@
-"""Prediction of training on ranks that nobody here has: the real plans, replayed over described links."""
+"""Predictions of training on ranks that do not exist here: the real plans, replayed over described links."""

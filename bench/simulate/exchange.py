@@ -1,10 +1,10 @@
-"""How long an allreduce takes among any number of like ranks: the programs of one host's ranks, walked for all.
+"""The predicted time of an allreduce among any number of like ranks, from a walk of one host's programs.
 
-Where every host has as many ranks, on like links, a planner's schedules are the same but for a shift by whole hosts: what the
-ranks of the first host do, those of each other host do at the same time. So only the first host's programs are made and walked,
-and what one of its ranks receives from a rank elsewhere is what it sends itself to the rank as far on the other side. That is
-exact for a ring. Other planners are not quite alike: a span of blocks that wraps around is two messages, and `direct` takes what
-it receives in the order of ranks. The tests compare with the walk of all ranks.
+If all hosts have equally many ranks and like links, a planner's schedules are equal up to a shift by whole hosts: the ranks of
+every host do the same as those of the first, at the same time. So only the first host's programs are made and walked. A message
+that one of its ranks receives from another host is replaced by the one that it sends to the host at the same distance on the
+other side. That is exact for a ring. For other planners it is an approximation: a span of blocks that wraps around is two
+messages, and `direct` reduces in the order of ranks. The tests compare with the walk of all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.walk import Leg, in_segments, price
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 
-#: Allreduces that are the same for every host but for a shift.
+#: Allreduces that are the same for every host up to a shift.
 SHIFTED = ("ring", "rsag", "direct", "hierarchical", "hierarchical(rsag)", "hierarchical(direct)")
 #: Those of them among which 'auto' chooses: with one rank a host, and with several.
 _FLAT = ("ring", "rsag")
@@ -42,8 +42,8 @@ def described(
     uplink_byte_s: float,
     known: Costs | None = None,
 ) -> Costs:
-    """Return the costs of a world of like hosts, in which nothing else costs time than messages and, where they are given, what
-    is `known` of calls, sums and codecs. uplink_byte_s: of a host. Raises ValueError where the ranks do not fill their hosts."""
+    """Return the costs of a world of like hosts, in which only messages cost time, and the calls, sums and codecs of `known`,
+    if given. uplink_byte_s: of a host. Raises ValueError if the ranks do not fill their hosts."""
     local = min(ranks, ranks_per_host)
     if ranks < 1 or ranks_per_host < 1 or ranks % local:
         raise ValueError(
@@ -66,8 +66,8 @@ def described(
 
 @dataclass(frozen=True)
 class Call:
-    """Says what one allreduce costs. seconds: until the last rank is through. wire_bytes: what a rank sends, the busiest of its
-    host."""
+    """The cost of one allreduce. seconds: until the last rank has finished. wire_bytes: those of the rank of a host that sends
+    most."""
 
     algorithm: str
     seconds: float
@@ -77,8 +77,8 @@ class Call:
 class Exchange:
     """Prices allreduces of float32 in a world of like hosts.
 
-    algorithm: of SHIFTED, or what the codec rides; 'auto' for the quickest of those that suit any size. codec: that numbers
-    travel by, None for none. Raises ValueError for algorithms that the codec does not ride, or that differ from host to host.
+    algorithm: one of SHIFTED, or one that the codec supports; 'auto': the fastest of those that are suitable at any size.
+    codec: None for none. Raises ValueError for algorithms that the codec does not support, or that differ between hosts.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Exchange:
         return _BY_HOSTS if len(self.costs.hosts[0]) > 1 and len(self.costs.hosts) > 1 else _FLAT
 
     def call(self, numel: int) -> Call:
-        """Return what an allreduce of so many numbers costs. Raises ValueError where there is too much to walk."""
+        """Return the cost of an allreduce of numel numbers. Raises ValueError if the walk would be too long."""
         if numel not in self._calls:
             calls = [self._walked(algorithm, numel) for algorithm in self._algorithms]
             self._calls[numel] = min(calls, key=lambda call: call.seconds)
@@ -136,7 +136,7 @@ class Exchange:
         return Call(algorithm, seconds, round(sent))
 
     def _as_numbers(self, algorithm: str) -> bool:
-        """Return whether what travels can be added as it is."""
+        """Return whether the messages can be added as they are: numbers, or codes of a summable codec."""
         return self._codec is None or (self._codec.summable and algorithm in SHIFTED)
 
     def _segments(self, algorithm: str, numel: int) -> int:
@@ -153,7 +153,8 @@ class Exchange:
         return Plans(Topology(rank, self.costs.hosts), legal_algorithms({}), {}, self._segment_bytes)
 
     def legs(self, rank: int, algorithm: str, numel: int) -> list[Leg]:
-        """Return the programs of a rank for an allreduce of at least so many numbers: of so many that all blocks are alike."""
+        """Return the programs of a rank for an allreduce of at least numel numbers, rounded up so that all blocks have the same
+        length."""
         costs, codec = self.costs, self._codec
         plans = self._plans(rank)
         if self._as_numbers(algorithm):
@@ -166,7 +167,7 @@ class Exchange:
         return plans.legs(codec, numel, algorithm)
 
     def _check(self, algorithm: str, numel: int, segments: int) -> None:
-        """Count the messages that so many segments take. Raises ValueError for more than can be walked."""
+        """Count the messages of some segments. Raises ValueError for more than can be walked."""
         local, place = len(self.costs.hosts[0]), Place(0, self.costs.size, 0, self.costs.hosts)
         planner = PLANNERS["allreduce"][algorithm] if algorithm in SHIFTED else ride(algorithm).planner
         self._messages += segments * local * sum(map(len, planner(place).rounds))
@@ -179,7 +180,7 @@ class Exchange:
 
 
 def _ridden(codec: Codec) -> tuple[str, ...]:
-    """Return what the codec's numbers may travel by here: where codes can be added, as numbers."""
+    """Return the algorithms that the codec supports here; codes that can be added use those of numbers."""
     if codec.summable:
         return SHIFTED
     ridden = algorithms_for(codec, SHIFTED, with_feedback=codec.needs_feedback)
@@ -187,7 +188,8 @@ def _ridden(codec: Codec) -> tuple[str, ...]:
 
 
 def _like(local: int, size: int, sender: int, receiver: int) -> tuple[int, int]:
-    """Return sender and receiver of a message moved by whole hosts, of `local` ranks each, to one that host 0 receives."""
+    """Return the sender and receiver of the message that host 0 receives, if a message is shifted by whole hosts of `local`
+    ranks."""
     receiving = receiver % local
     return (sender - receiver + receiving) % size, receiving
 

@@ -1,4 +1,4 @@
-"""The models whose training is simulated, tensor by tensor: how many numbers each gradient has, and what computing it takes."""
+"""The models whose training is simulated: of each tensor, the number of elements and the operations of its gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Weight(NamedTuple):
-    """Describes one parameter: how many numbers, and how many multiply-adds a sample costs in the forward pass through it."""
+    """One parameter: the number of its elements, and of multiply-adds per sample in its forward pass."""
 
     numel: int
     operations: int = 0
@@ -19,7 +19,7 @@ Weights = Iterator[Weight]
 def _convolution(inputs: int, outputs: int, kernel: tuple[int, int], side: int, *, normed: bool = True) -> Weights:
     """Yield a convolution's weight and, of what follows it, two tensors of a batch norm, or else its own bias.
 
-    side: height and width of what comes out."""
+    side: height and width of the output."""
     numel = inputs * outputs * kernel[0] * kernel[1]
     yield Weight(numel, numel * side * side)
     yield Weight(outputs)

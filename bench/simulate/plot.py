@@ -1,4 +1,4 @@
-"""Pictures of what is predicted: over the number of ranks, and beside what was published."""
+"""Pictures of predictions: over the number of ranks, and beside published figures."""
 
 from __future__ import annotations
 

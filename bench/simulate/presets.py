@@ -1,5 +1,5 @@
-"""Published runs: what is known of them, and what they came to. Every figure is one that a source gives, but for those that are
-marked as fitted: they are chosen so that the rows marked with them are met, and those rows predict nothing."""
+"""Published runs: their inputs, and their results. Every figure is from a source, except those marked as fitted: these are
+chosen so that the rows marked with them are met, and such rows predict nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def network(
 
 @dataclass(frozen=True)
 class Row:
-    """Holds a published figure: samples a second, or where it is at most 1, efficiency. label: the method, as it is called there.
-    fitted: whether an input was chosen to meet it."""
+    """A published figure: samples a second, or if at most 1, efficiency. label: the source's name of the method. fitted:
+    whether an input was chosen to meet it."""
 
     scenario: Scenario
     ranks: int
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Preset:
-    """Holds published runs. source: where they, and the inputs, are from. inputs: these, in words."""
+    """Published runs. source: of the runs and the inputs. inputs: as text."""
 
     source: str
     inputs: str
@@ -48,7 +48,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Compared:
-    """Says what was predicted for a published figure. error: predicted over published, less 1."""
+    """The prediction for a published figure. error: predicted over published, less 1."""
 
     preset: str
     model: str
@@ -61,7 +61,7 @@ class Compared:
 
 
 def compare(name: str) -> list[Compared]:
-    """Return the rows of a preset beside what is predicted of them."""
+    """Return the rows of a preset beside their predictions."""
     found = []
     for row in PRESETS[name].rows:
         point = predict(row.scenario, row.ranks)
@@ -144,7 +144,7 @@ def _tensorflow_k80() -> tuple[Row, ...]:
     )
 
 
-#: Fitted: how long a GPU there takes for a step, over how long a K80 takes for an image.
+#: Fitted: the time of a step on such a GPU, over the time of an image on a K80.
 _PASCAL_STEP = 4.0
 
 

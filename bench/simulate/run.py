@@ -1,11 +1,11 @@
-"""`gradwire simulate`: what training comes to on ranks that are described, from the programs that they would run.
+"""`gradwire simulate`: a prediction of training on described ranks, from the programs that they would run.
 
     gradwire simulate --model resnet50 --ranks 9600 --link 100gbit --plot scaling.png
     gradwire simulate --model bert-large --ranks 64 --ranks-per-host 8 --link 10gbit --codec int8
     gradwire simulate --model resnet50 --ranks 9600 --link 100gbit --servers 6 --groups 8 --quorum 1 --jitter 0.1
     gradwire simulate --preset all -J published.json
 
-What costs nothing unless it is described: sums, calls, and processors' time for messages. --tuned takes them from a file of
+Sums, calls, and processors' time for messages cost nothing unless they are described. --tuned reads them from a file of
 `gradwire tune`.
 """
 
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _scenario(flags: argparse.Namespace) -> Scenario:
-    """Return what the flags describe. Raises ValueError, which says what is missing or not allowed."""
+    """Return the scenario of the flags. Raises ValueError, which says what is missing or not allowed."""
     known = DEVICES.get(flags.model)
     if known is None and None in (flags.batch, flags.samples_per_s):
         raise ValueError(
@@ -178,7 +178,7 @@ def _compared(rows: Sequence[Compared]) -> Table:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Predict what the arguments say, and return the exit status."""
+    """Print the predictions for the arguments, and return the exit status."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         try:
             scenario = _scenario(flags)
-            # The largest first: what is too large is found at once.
+            # The largest first, so that one that is too large raises at once.
             numbers = _numbers(flags.ranks, flags.ranks_per_host)
             rows = points = [predict(scenario, each) for each in reversed(numbers)][::-1]
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""A training run that is described rather than made, and what is predicted of it for any number of ranks."""
+"""The description of a training run, and its prediction for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.plan.cost import Costs, LinkCost
 from gradwire.trainer.servers.aggregator import Scheme
 
-#: What of a wire's rate TCP has for its payload: of the 1538 bytes that a packet of 1500 takes on Ethernet, 1448.
+#: The share of a wire's rate that TCP has for its payload: 1448 of the 1538 bytes that a packet of 1500 takes on Ethernet.
 TCP_SHARE = 1448 / 1538
 
 
 @dataclass(frozen=True)
 class Network:
-    """Says what joins the ranks. uplink_byte_s: of a host, each way. known: measured costs of calls, sums and codecs."""
+    """The network between the ranks. uplink_byte_s: of a host, each way. known: measured costs of calls, sums and codecs."""
 
     between: LinkCost
     inside: LinkCost
@@ -29,14 +29,15 @@ class Network:
     known: Costs | None = None
 
     def costs(self, ranks: int) -> Costs:
-        """Return the costs among so many ranks. Raises ValueError where they do not fill their hosts."""
+        """Return the costs among some ranks. Raises ValueError if they do not fill their hosts."""
         return described(ranks, self.ranks_per_host, self.between, self.inside, self.uplink_byte_s, self.known)
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Says who makes updates: so many servers, of contributions of `quorum` workers, None for all. groups: how many groups of
-    ranks, each of which averages its gradients and is one worker; None where every rank is one."""
+    """The parameter servers: their number, and the `quorum` of workers whose contributions make an update, None for all.
+    groups: the number of groups of ranks, each of which averages its gradients and is one worker; None if every rank is a
+    worker."""
 
     count: int
     quorum: int | None = None
@@ -45,9 +46,9 @@ class Servers:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Describes a run. exchange, algorithm, codec: how gradients travel. every: with local updates, after how many steps all
-    parameters are averaged, instead. servers: with a parameter server, instead of an allreduce of all ranks. steps: how many are
-    replayed."""
+    """The description of a run. exchange, algorithm, codec: how gradients are exchanged. every: with local updates, the number
+    of steps after which all parameters are averaged instead. servers: the parameter servers, instead of an allreduce of all
+    ranks. steps: how many are replayed."""
 
     model: str
     device: Device
@@ -64,9 +65,9 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Point:
-    """Says what is predicted for a number of ranks. efficiency: samples_per_s over that of as many ranks by themselves.
-    exchange_s: what a step's exchanges take, one after the other; wire_bytes: what a rank sends for a step. algorithm: of the
-    largest exchange."""
+    """The prediction for a number of ranks. efficiency: samples_per_s over that of as many ranks without exchanges. exchange_s:
+    seconds of a step's exchanges, one after the other. wire_bytes: those that a rank sends in a step. algorithm: of the largest
+    exchange."""
 
     ranks: int
     step_s: float
@@ -78,7 +79,8 @@ class Point:
 
 
 def predict(scenario: Scenario, ranks: int) -> Point:
-    """Return what a scenario comes to on so many ranks. Raises ValueError for what cannot be replayed, with what can."""
+    """Return the prediction of a scenario for some ranks. Raises ValueError, which lists what is possible, if it cannot be
+    replayed."""
     alone = _replayed(replace(scenario, servers=None), 1)
     found = _replayed(scenario, ranks)
     return replace(found, efficiency=found.samples_per_s / (ranks * alone.samples_per_s))
@@ -96,7 +98,8 @@ def _replayed(scenario: Scenario, ranks: int) -> Point:
 
 
 def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
-    """Return how long steps take in which all ranks average gradients, or parameters every so many, and what that exchanges."""
+    """Return the seconds of steps in which all ranks average gradients, or parameters every so many steps, and the exchanges of
+    a step."""
     weights, computing_s = MODELS[scenario.model], scenario.device.step_s
     computed = computing_s * scenario.jitter.slowest(scenario.steps, ranks, scenario.every)
     exchange = Exchange(scenario.network.costs(ranks), scenario.algorithm, scenario.codec)
@@ -115,7 +118,7 @@ def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
 
 
 def _with_servers(scenario: Scenario, servers: Servers, ranks: int) -> tuple[Times, Point, int]:
-    """Return as _together does, and how many workers may be lost."""
+    """Return the results of _together for parameter servers, and how many workers may be lost."""
     workers = ranks if servers.groups is None else min(ranks, servers.groups)
     quorum = workers if servers.quorum is None else min(servers.quorum, workers)
     if ranks % workers:

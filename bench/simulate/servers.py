@@ -1,4 +1,4 @@
-"""Parameter servers, replayed: the servers' own rule decides when an update is made and who goes on."""
+"""Parameter servers, replayed: the servers' own Aggregator decides when an update is made and which workers go on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gradwire.trainer.servers.aggregator import Aggregator, Scheme
 
 #: The most messages of a push and pull that are walked.
 _MOST_MESSAGES = 400_000
-#: Updates at the beginning that are not counted: workers have yet to spread.
+#: Updates at the beginning that are not counted, while workers are still in step.
 _WARM_UP = 0.2
 
 
 def exchange_seconds(costs: Costs, workers: int, servers: int, numel: int) -> float:
-    """Return how long it takes until all workers have pushed every server's part to it, float32, and pulled the sum.
+    """Return the seconds until all workers have pushed the float32 numbers of every server, and pulled the sums.
 
-    costs: of the workers, then the servers. Raises ValueError where there are too many to replay.
+    costs: of the workers, then the servers. Raises ValueError if there are too many to replay.
     """
     if 2 * workers * servers > _MOST_MESSAGES:
         raise ValueError(
@@ -50,8 +50,9 @@ def update_seconds(
 ) -> float:
     """Return the mean time between contributions, over all workers together, once training is under way.
 
-    computing_s: of which a step takes any. single_s: what a push and a pull of one worker alone take. together_s: of all workers
-    at once: their share of it is what the servers are busy for with one, half pushing, half pulling.
+    computing_s: the computing times, of which a step draws one. single_s: the time of a push and a pull of one worker alone.
+    together_s: of all workers at once; a worker's share of it is the time that the servers are busy with it, half for its push,
+    half for its pull.
     """
     busy_s, alone_s = together_s / workers / 2, single_s / 2
     generator = np.random.default_rng(seed)
@@ -59,9 +60,7 @@ def update_seconds(
     versions, waiting = [0] * workers, set[int]()
     inbound_s = outbound_s = 0.0
     numbers, pushed = count(), list[float]()
-    events: list[
-        tuple[float, int, int, bool]
-    ] = []  # time, number, worker, whether a push has arrived, or else sets out
+    events: list[tuple[float, int, int, bool]] = []  # time, number, worker, whether a push arrives (else it is sent)
 
     def computes(worker: int, now: float) -> None:
         heappush(events, (now + float(generator.choice(computing_s)), next(numbers), worker, False))

@@ -1,4 +1,4 @@
-"""A training step, replayed: what backward brings when, and when the exchange of it is through."""
+"""A training step, replayed: when backward makes each gradient, and when its exchange ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gradwire.bench.simulate.models import Weight
 from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES, Item, plan_buckets
 
-#: How gradients are exchanged: all at once after backward; each by itself as soon as it is there; in the buckets of
-#: DistributedOptimizer; merged where waiting for the next one costs less than a message (MG-WFBP, Shi et al., 2019).
+#: How gradients are exchanged: all at once after backward; each one as soon as it is made; in the buckets of
+#: DistributedOptimizer; merged if waiting for the next one costs less than a message (MG-WFBP, Shi et al., 2019).
 EXCHANGES = ("bsp", "wfbp", "buckets", "mg-wfbp")
 
 Times = NDArray[np.float64]
@@ -21,7 +21,7 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Device:
-    """Says what a rank computes in a step: a batch of samples, so many samples a second, both passes. source: of that."""
+    """A rank's computing: samples per batch, and samples a second, in both passes. source: of these figures."""
 
     batch: int
     samples_per_s: float
@@ -33,13 +33,13 @@ class Device:
         return self.batch / self.samples_per_s
 
 
-#: Backward takes two thirds of the computing: it multiplies twice for each multiplication of the forward pass.
+#: Backward takes two thirds of the computing: it has two multiplications for each one of the forward pass.
 _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are exchanged together. ready: which share of the computing of a step is done when they are there."""
+    """Gradients that are exchanged together. ready: the share of a step's computing after which they are made."""
 
     ready: float
     numel: int
@@ -56,7 +56,7 @@ def gradients(weights: Sequence[Weight]) -> list[Bucket]:
 
 
 def buckets(exchange: str, weights: Sequence[Weight], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
-    """Return what is exchanged together, in order. exchange: of EXCHANGES. seconds: what exchanging so many numbers takes."""
+    """Return the buckets, in order. exchange: one of EXCHANGES. seconds: returns the time to exchange so many numbers."""
     arriving = gradients(weights)
     if exchange == "bsp":
         return [Bucket(1.0, sum(each.numel for each in arriving))]
@@ -70,7 +70,7 @@ def buckets(exchange: str, weights: Sequence[Weight], step_s: float, seconds: Ca
 
 
 def _merged(arriving: Sequence[Bucket], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
-    """Merge a gradient with the one before where it is there before the exchange of that one has begun and cost a message."""
+    """Merge a gradient with the one before, if it is made before that one's exchange has begun and cost a message."""
     message_s = seconds(1)
     merged: list[Bucket] = []
     last, free_s = arriving[0], 0.0
@@ -94,21 +94,21 @@ def step_seconds(computing_s: Times, exchanged: Sequence[Bucket], seconds: Calla
 
 @dataclass(frozen=True)
 class Jitter:
-    """Says by how much a rank's computing varies: lognormal, with mean 1, sigma being the deviation of the logarithm."""
+    """The variation of a rank's computing time: lognormal, with mean 1; sigma: the standard deviation of the logarithm."""
 
     sigma: float = 0.0
     seed: int = 0
 
     def generator(self) -> np.random.Generator:
-        """Return the source of the random numbers of a run."""
+        """Return the random number generator of a run."""
         return np.random.default_rng(self.seed)
 
     def factors(self, generator: np.random.Generator, *shape: int) -> Times:
-        """Return how many times its mean each computing takes."""
+        """Return the time of each computation, over its mean."""
         return generator.lognormal(-(self.sigma**2) / 2, self.sigma, shape)
 
     def slowest(self, steps: int, ranks: int, every: int = 1) -> Times:
-        """Return how many times its mean the slowest of the ranks takes for `every` steps, (steps,)."""
+        """Return the slowest rank's time for `every` steps, over its mean, (steps,)."""
         generator = self.generator()
         sums = (self.factors(generator, every, ranks).sum(axis=0) for _ in range(steps))
         return np.array([each.max() / every for each in sums])
@@ -116,15 +116,15 @@ class Jitter:
 
 @dataclass(frozen=True)
 class Failures:
-    """Says how often a rank fails, after how many hours on average, and what is lost then: what was computed since the last
-    checkpoint, and restart_s. Writing a checkpoint costs nothing here."""
+    """Failures of ranks: the mean hours until a rank fails, and the cost: the work since the last checkpoint, and restart_s.
+    Writing a checkpoint costs nothing here."""
 
     rank_hours: float
     checkpoint_s: float = 1800.0
     restart_s: float = 300.0
 
     def useful(self, ranks: int, spare: int = 0, seed: int = 0) -> float:
-        """Return which share of the time brings training forward. spare: how many ranks may be lost before a restart."""
+        """Return the share of the time that is not lost. spare: how many ranks may be lost before a restart."""
         draws = np.random.default_rng(seed).exponential(self.rank_hours * 3600, (10_000, spare + 1))
         lasts_s = (draws / (ranks - np.arange(spare + 1))).sum(axis=1)
         kept_s = np.floor(lasts_s / self.checkpoint_s) * self.checkpoint_s

@@ -1,4 +1,4 @@
-"""Gradient codecs: what makes a chunk small before it is sent."""
+"""Gradient codecs, which encode a chunk in fewer bytes before it is sent."""
 
 from gradwire.collectives.compression.codec import Codec as Codec
 from gradwire.collectives.compression.dense import QSGD as QSGD

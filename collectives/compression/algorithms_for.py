@@ -1,12 +1,12 @@
-"""Which codec may ride which algorithm of allreduce, and what that costs.
+"""Which codecs each allreduce algorithm supports, and how often numbers are encoded in it.
 
-What an exchange of codes loses grows with how often a number is encoded on its way. 'two_shot' encodes twice whatever the
-number of ranks: its schedule is `direct`, inside hosts after plain sums where ranks share hosts and there are several.
-'one_shot' is the same with a single round: every rank sends its code to all others, of p ranks p/2 times the bytes, and nothing
-is encoded again. Any other schedule encodes each partial sum that it sends: `gradwire.collectives.check_algorithm` counts how
-often, the table is in docs/guides/compression.md. The error of encoding a partial sum is not kept, so error feedback, and codecs
-that remember anything from step to step, need one of the two: which, the codec says. Codes that can be added as they are (fp16,
-bf16, randomk, none) ride the other algorithms as numbers.
+The error of an exchange grows with how often a number is encoded on its way. 'two_shot' encodes it twice for any number of
+ranks: its schedule is `direct`, between hosts if there are several and ranks share them, after plain sums inside the hosts.
+'one_shot' is the same with a single round: every rank sends its code to all others, p/2 times the bytes with p ranks, and
+nothing is encoded again. Any other schedule encodes each partial sum that it sends: `gradwire.collectives.check_algorithm`
+counts how often, and the table is in docs/guides/compression.md. The error of encoding a partial sum is not kept, so error
+feedback, and codecs that keep state from step to step, need 'two_shot' or 'one_shot', whichever the codec selects. Codes that
+can be added as they are (fp16, bf16, randomk, none) use the other algorithms as numbers do.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TWO_SHOT = "two_shot"
 
 
 def shot_of(codec: Codec) -> str:
-    """Return 'one_shot' or 'two_shot', whichever is the one for a codec: the algorithm that 'auto' runs for codes that cannot be
-    added as they are, and the only one that encodes with error feedback."""
+    """Return 'one_shot' or 'two_shot', the one that a codec selects. 'auto' runs it for codes that cannot be added as they are,
+    and only it supports error feedback."""
     return ONE_SHOT if codec.one_shot else TWO_SHOT
 
 
 def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bool) -> tuple[str, ...]:
-    """Return those that a codec may ride: first what shot_of() says, the best of those that encode, then algorithms of allreduce.
-    algorithms: the names that allreduce has."""
+    """Return the algorithms that support a codec: first shot_of(), the best of those that encode, then those of `algorithms`,
+    the names of all allreduce algorithms."""
     if codec.summable:
         return (shot_of(codec), *algorithms)
     if with_feedback or codec.needs_feedback or codec.new_state(1, torch.device("cpu")) is not None:
@@ -42,11 +42,11 @@ def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bo
 
 @dataclass(frozen=True)
 class Ride:
-    """Says how codes travel in an allreduce by some algorithm.
+    """The way of codes in an allreduce by one algorithm.
 
-    planner: makes the schedule of the ranks that exchange codes. by_hosts: whether ranks of one host first sum their numbers, as
-    they are. encodes_sums: whether the sum over all ranks is encoded in its turn, since ranks are sent it; False where each rank
-    is sent the codes of all others, and adds them up by itself.
+    planner: makes the schedule of the ranks that exchange codes. by_hosts: whether ranks of one host first sum their numbers,
+    as they are. encodes_sums: whether the sum over all ranks is encoded and sent; False if each rank receives the codes of all
+    others, and adds them up by itself.
     """
 
     planner: Planner
@@ -55,8 +55,8 @@ class Ride:
 
 
 def ride(algorithm: str) -> Ride:
-    """Return how codes travel in an allreduce by an algorithm: 'one_shot', 'two_shot', or one that has a planner. Raises KeyError
-    for what has none, as what a link does by itself."""
+    """Return the way of codes by an algorithm: 'one_shot', 'two_shot', or one with a planner. Raises KeyError for one without a
+    planner, such as a link's own."""
     if algorithm == ONE_SHOT:
         return Ride(direct.one_shot, by_hosts=True, encodes_sums=False)
     if algorithm == TWO_SHOT:

@@ -1,4 +1,4 @@
-"""What every codec does: turn float32 numbers into fewer bytes, and back."""
+"""The base class of codecs, which turn float32 numbers into fewer bytes, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-#: What a codec remembers of earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
+#: The state that a codec keeps from earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
 State: TypeAlias = dict[str, Tensor]
 
 
@@ -22,16 +22,16 @@ def identity_of(name: str, settings: object) -> str:
 class Codec(ABC):
     """A way to write n float32 numbers in `wire_bytes(n)` bytes.
 
-    Codecs are values: frozen, without state, equal when their settings are. What an encoding lost is the caller's to keep, as the
-    residual of error feedback, and so is what the codec remembers, as its state. The same input, seed, state and settings give
-    the same bytes on every device.
+    Codecs are values: frozen, without state, equal if their settings are. The caller keeps the error of an encoding, as the
+    residual of error feedback, and the codec's state. The same input, seed, state and settings give the same bytes on every
+    device.
 
     name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype. needs_feedback: whether
-    training does not converge without error feedback. one_shot: whether each rank sends its code to all others, which add all
-    codes by themselves: for a codec that would lose too much were the sum over the ranks encoded again. Else a rank adds up its
-    share of the numbers, and sends all others a code of the sum. draws: whether the step decides (`at`) which numbers are sent.
-    remembers: names of what its state keeps of every number, which must begin as zero and may be added: what ranks remember of
-    the same number may be summed and handed to one of them.
+    training does not converge without error feedback. one_shot: whether each rank sends its code to all others, and every rank
+    adds up all codes, because encoding the sum again would lose too much. Else each rank adds up its share of the numbers, and
+    sends a code of the sum to all others. draws: whether the step decides (`at`) which numbers are sent. remembers: the names
+    of the state's values per number, which must begin as zero and may be added: the values of several ranks for a number may be
+    summed and given to one rank.
     """
 
     name: ClassVar[str]
@@ -44,13 +44,13 @@ class Codec(ABC):
 
     @property
     def identity(self) -> str:
-        """Tell what ranks compare before they exchange codes, and what a checkpoint is of: the name and all settings. A codec
-        that writes other bytes for the same settings than it did before needs another name."""
+        """Return the text that ranks compare before they exchange codes, and that checkpoints contain: the name and all
+        settings. A codec whose bytes change for equal settings needs another name."""
         return identity_of(self.name, self)
 
     @property
     def alignment(self) -> int:
-        """Tell at multiples of how many elements a buffer that is encoded in parts is cut."""
+        """Return the number of elements at whose multiples a buffer is cut into parts."""
         return 1
 
     @property
@@ -59,16 +59,16 @@ class Codec(ABC):
         return 0.0
 
     def at(self, step: int) -> Codec:
-        """Return the codec of a step, counted from 0, where that matters. Shards are cut for `self`, whatever the step."""
+        """Return the codec of a step, counted from 0. Shards are cut for `self`, at any step."""
         return self
 
     def headroom(self, size: int) -> float:
-        """Return the power of two by which numbers are multiplied before their codes on `size` ranks are added, so that the
-        sum of codes overflows nowhere where the result does not."""
+        """Return the power of two by which numbers are multiplied before their codes on `size` ranks are added, so that a sum
+        of codes overflows only if the result does."""
         return 1.0
 
     def new_state(self, numel: int, device: torch.device) -> State | None:
-        """Return what encodings of a part of numel elements begin with; None for a codec that remembers nothing."""
+        """Return the initial state for a part of numel elements; None for a codec without state."""
         return {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in self.remembers} or None
 
     @abstractmethod
@@ -81,8 +81,8 @@ class Codec(ABC):
         """Write the code of `values` to `wire`.
 
         values: float32, 1-D, contiguous, (n,). wire: uint8, (wire_bytes(n),), its address a multiple of 16. residual: float32,
-        (n,), contiguous: then the code is that of values + residual, and residual becomes what the code lost of it. seed: 32
-        bits, of stochastic rounding. state: from new_state of this length; without it, nothing is remembered.
+        (n,), contiguous: with it, values + residual is encoded, and residual becomes the error of the code. seed: 32 bits, of
+        stochastic rounding. state: from new_state for this length; without it, the codec keeps none.
 
         Raises ValueError for other tensors.
         """
@@ -99,14 +99,14 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
-        """Do what encode() does, with tensors that have been checked, but for the state."""
+        """Implement encode(). The tensors have been checked, except the state."""
 
     @abstractmethod
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        """Do what decode() does, with tensors that have been checked."""
+        """Implement decode(). The tensors have been checked."""
 
     def _check(self, wire: Tensor, *numbers: Tensor | None) -> None:
-        """Check what kernels may touch, which are given bare addresses. numbers: all of one length."""
+        """Check the tensors of kernels, which get bare addresses. numbers: all of one length."""
         given = [tensor for tensor in numbers if tensor is not None]
         numel = given[0].numel()
         for tensor in given:

@@ -1,7 +1,7 @@
 """The dense codecs: one code for every number, written by the kernels of the codec's name.
 
-Those that round stochastically are unbiased: right on average. They are not for error feedback where omega is 1 or more (QSGD and
-TernGrad with blocks as large as these): what is lost is then more than what was there, and the residual grows from step to step.
+Those that round stochastically are unbiased: right on average. Those with omega >= 1 (QSGD and TernGrad with blocks as large as
+these) cannot be used with error feedback: the error then exceeds the numbers, and the residual grows from step to step.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Float16(Dense):
     """IEEE half precision, rounded to nearest even. The largest is 65504, so numbers are divided before codes are added.
 
     Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most 2^-11);
-    below, the error is at most 2^-25. What is too large becomes Inf, and leaves no residual.
+    below, the error is at most 2^-25. Larger numbers become Inf, and leave no residual.
     """
 
     name: ClassVar[str] = "fp16"

@@ -1,4 +1,4 @@
-"""Error feedback: what encodings lost of one buffer is added to it the next time."""
+"""Error feedback: the error of encoding a buffer is added to the buffer before its next encoding."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gradwire.collectives.plan.spans import Span
 
 
 class Feedback:
-    """What one rank keeps between the compressed allreduces of one buffer (Seide et al. 2014; the owner's: Tang et al. 2019).
+    """The errors that one rank keeps between the compressed allreduces of one buffer (Seide et al. 2014; the owner's: Tang et
+    al. 2019).
 
-    worker: float32, (numel,): what this rank's encodings of its own numbers lost; zero where it encodes nothing, because another
-    rank of its host does. owner: float32: what its encodings of the sum of its shard lost, in the units of the result. shard:
-    where that is in the buffer. state: by chunk and shard, what the codec remembers. step: of the next call, if that does not
-    say; one more than that of the last. seed: tells this buffer from others, if calls do not say.
+    worker: float32, (numel,): the error of this rank's encodings of its own numbers; zero where another rank of its host
+    encodes them. owner: float32: the error of its encodings of the sum of its shard, in the units of the result. shard: its
+    place in the buffer. state: the codec's, by chunk and shard. step: of the next call, if the call gives none; one more than
+    that of the last. seed: differs between buffers; used if a call gives none.
 
-    As the sum of the workers' residuals over all ranks and the owners' side by side are all that was lost, the results of any
-    number of steps, with these, are the sum of what was given; but for the rounding of sums of codes, where codes are summed as
-    they are (fp16, bf16), which no residual keeps. Made by Communicator.new_feedback; belongs to an operation while
-    that runs.
+    The workers' residuals, summed over all ranks, and the owners' are all errors so far: added to the results of any number of
+    steps, they give the sum of the inputs. Exception: the rounding of sums of codes that are added as they are (fp16, bf16),
+    which no residual keeps. Made by Communicator.new_feedback; belongs to an operation while that runs.
     """
 
     def __init__(self, codec: Codec, partition: Partition, device: torch.device, seed: int = 0) -> None:
@@ -39,16 +39,16 @@ class Feedback:
     def shard(self) -> Span:
         return self.partition.shard
 
-    def owed(self, inputs: int) -> torch.Tensor:
-        """What this rank has of all that was lost: float32, (numel,), in the units of what it gives, of which the result is a
-        sum (inputs = 1) or, of so many, the mean.
+    def unsent_error(self, inputs: int) -> torch.Tensor:
+        """Return this rank's part of all errors: float32, (numel,), in the units of its input. inputs: the number of inputs of
+        which the result is the mean; 1 for a sum.
         """
-        owed = self.worker.clone()
-        owed[self.shard.start : self.shard.stop].add_(self.owner, alpha=inputs)
-        return owed
+        error = self.worker.clone()
+        error[self.shard.start : self.shard.stop].add_(self.owner, alpha=inputs)
+        return error
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what load_state_dict takes: this rank's tensors, and the step."""
+        """Return this rank's tensors and the step, for load_state_dict."""
         return {**self.tensors(), "step": torch.tensor(self.step)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ class Feedback:
         return named
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy saved tensors into these, and take the step. Raises ValueError for those of another buffer, codec, or world."""
+        """Copy saved tensors and the step into this object. Raises ValueError for those of another buffer, codec, or world."""
         mine = self.state_dict()
         given = {name: tuple(tensor.shape) for name, tensor in state.items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in mine.items()}

@@ -1,4 +1,4 @@
-"""Who encodes what: a buffer cut into parts for the ranks of a host, shards for their owners, and chunks."""
+"""The partition of a buffer into parts for the ranks of a host, shards for their owners, and chunks, which are encoded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gradwire.collectives.plan.algorithms import direct
 from gradwire.collectives.plan.schedule import Place, Planner
 from gradwire.collectives.plan.spans import Layout, Span, split_aligned
 
-#: A chunk is what is encoded at once. The longer its code, the longer its wire waits for the first and its ranks for the last;
-#: the more its numbers, the less of what is added up stays in the cache; the shorter both, the more messages.
+#: A chunk is encoded at once. With longer codes, the wire waits longer for the first chunk, and ranks for the last; with more
+#: numbers, fewer sums stay in the cache; with shorter chunks, there are more messages.
 _MOST_WIRE_BYTES = 256 << 10
 _MOST_NUMBERS = 1 << 21
 
@@ -26,11 +26,11 @@ class Partition:
     """What one rank does in a compressed allreduce of a buffer of `numel` elements; spans count elements of the buffer.
 
     inside_hosts: whether the ranks of each host first sum the buffer among themselves, uncompressed, and share the result at
-    the end: so where there are several hosts, and several ranks on any. parts: of the buffer, of which each is then summed,
-    and exchanged, by a rank of its own; else one. group: the ranks that exchange codes of this rank's part, this one among
-    them, one of each host; none where a host has more ranks than there are parts. shards: of the part, one for each block of
-    the schedule; where each rank has one, they are in the order of the group. chunks: of all shards, in the order of sending;
-    each has one span for every shard, which may be empty.
+    the end: if there are several hosts, and several ranks on any. parts: of the buffer; a different rank of the host sums and
+    exchanges each of them. Without inside_hosts there is one. group: the ranks that exchange codes of this rank's part, this
+    one among them: one of each host, or all ranks. Empty for a rank without a part, if its host has more ranks than there are
+    parts. shards: of the part, one for each block of the schedule; if each rank has one, they are in the order of the group.
+    chunks: of all shards, in the order of sending; each has one span for every shard, which may be empty.
     """
 
     numel: int
@@ -43,7 +43,7 @@ class Partition:
 
     @property
     def shard(self) -> Span:
-        """Return the one that this rank owns, where each rank has one; else nothing."""
+        """Return the shard that this rank owns, if each rank has one; else an empty one."""
         owns = self.group and len(self.shards) == len(self.group)
         return self.shards[self.group.index(self.rank)] if owns else Span(0, 0)
 
@@ -54,8 +54,8 @@ class Partition:
 
 
 def sums_inside(hosts: Sequence[Sequence[int]]) -> bool:
-    """Return whether the ranks of each host first sum a buffer among themselves, as it is, so that a host has one code of what
-    it sums: where there are several hosts, and several ranks on any."""
+    """Return whether the ranks of each host first sum a buffer among themselves, uncompressed, so that a host sends one code of
+    each sum: if there are several hosts, and several ranks on any."""
     return len(hosts) > 1 and any(len(host) > 1 for host in hosts)
 
 
@@ -68,7 +68,7 @@ def partition_of(
     planner: Planner = direct.allreduce,
 ) -> Partition:
     """Cut a buffer for the schedule that a planner makes for a group. hosts: the ranks of each, as in Topology. segment_bytes:
-    the most that a chunk's code should take."""
+    the most bytes that a chunk's code should have."""
     everything = Span(0, numel)
     inside_hosts = sums_inside(hosts)
     if not inside_hosts:
@@ -93,9 +93,8 @@ def partition_of(
 
 
 def effective(codec: Codec, partition: Partition) -> Codec:
-    """Return the codec, or none where the numbers themselves are shorter than their code. A codec that remembers must be asked
-    all the same, as what it makes of the numbers may be another thing than the numbers; so must one of one shot, whose sums are
-    of other ranks' numbers each."""
+    """Return the codec, or Raw if the numbers are not longer than their code. A codec with state is always used, since its
+    result may differ from the numbers; so is a one-shot codec, with which each rank adds up all codes by itself."""
     longest = partition.longest
     if codec.wire_bytes(longest) < 4 * longest or codec.one_shot or codec.new_state(1, torch.device("cpu")) is not None:
         return codec

@@ -12,18 +12,18 @@ import torch
 from gradwire.collectives.compression.matrices import MatrixCodec, MatrixState
 from gradwire.collectives.kernels import kernels_for
 
-#: A tensor is compressed if its factors are at most one part in so many of it.
+#: A tensor is compressed if it has at least this many times as many numbers as its factors.
 _LEAST_GAIN = 2
 
 
 @dataclass(frozen=True)
 class PowerSGD(MatrixCodec):
-    """Matrices as products P Q^T of rank `rank`, by one step of power iteration that goes on where the last one ended
-    (Vogels et al. 2019, algorithms 1 and 2).
+    """Matrices as products P Q^T of rank `rank`, by one step of power iteration that continues from the last one (Vogels et al.
+    2019, algorithms 1 and 2).
 
-    No codec of single buffers: what is sent are sums over all ranks, of P, then of Q. So it has no encode and decode,
-    but a state with an `exchange` that asks for sums. A tensor of two or more dimensions is the matrix (first
-    dimension, rest); if it has less than 2 * rank * (rows + columns) numbers, it is summed as it is.
+    It is no codec of single buffers: ranks sum P, then Q. So it has no encode and decode, but a state with an `exchange` that
+    yields the sums to make. A tensor of two or more dimensions is the matrix (first dimension, rest); if it has less than 2 *
+    rank * (rows + columns) numbers, it is summed as it is.
 
     Biased: with error feedback, which is part of it. Contraction: delta is the share of a matrix, in squares, that lies
     in the span of P; with a gradient that changes slowly, that of its `rank` largest singular values. seed: of the
@@ -71,7 +71,7 @@ class _Batch:
 
 
 class PowerSGDState(MatrixState):
-    """What is kept from one exchange to the next: the errors of this rank, and the last Q of all."""
+    """The state between exchanges: the errors of this rank, and the last Q, which is the same on all ranks."""
 
     def __init__(self, codec: PowerSGD, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
@@ -84,18 +84,18 @@ class PowerSGDState(MatrixState):
                 alike.setdefault((shape[0], math.prod(shape[1:])), []).append(index)
             else:
                 self._whole.append(index)
-        random = torch.Generator().manual_seed(codec.seed)  # on the CPU, whose numbers do not depend on the device
+        random = torch.Generator().manual_seed(codec.seed)  # on the CPU: the same numbers for any device
         self._batches = [
             _Batch(members, rows, columns, torch.randn(len(members), codec.rank, columns, generator=random).to(device))
             for (rows, columns), members in alike.items()
         ]
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Do what MatrixState says, by a low-rank approximation: two tensors are summed, one if nothing is compressed.
+        """See MatrixState. Yields two tensors to sum; one if no tensor is compressed.
 
-        An iterator that does not end leaves a state that must be restored. The error of a rank is what its own matrix lost by
-        the projection onto the span of P, so that it stays small where ranks differ. A matrix in which any rank has a NaN or Inf
-        becomes NaN in whole; its error is cleared and its iteration begins anew. Raises ValueError for tensors of other shapes.
+        If the iterator does not end, the state must be restored. The error of a rank is that of projecting its own matrix onto
+        the span of P, so that it stays small if ranks differ. A matrix in which any rank has a NaN or Inf becomes NaN in whole;
+        its error is cleared and its iteration begins anew. Raises ValueError for tensors of other shapes.
         """
         self._check(tensors)
         return self._sums(tensors)
@@ -137,7 +137,7 @@ class PowerSGDState(MatrixState):
         return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what load_state_dict takes. `error.<i>` is this rank's, `basis.<i>` the same on all ranks."""
+        """Return the state for load_state_dict. `error.<i>` is this rank's, `basis.<i>` the same on all ranks."""
         batches = list(enumerate(self._batches))
         return {f"error.{i}": batch.error for i, batch in batches} | {f"basis.{i}": batch.basis for i, batch in batches}
 
@@ -151,8 +151,8 @@ class PowerSGDState(MatrixState):
     def _factors(
         self, lengths: list[int], more: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return one buffer for a factor of every batch, and `more` numbers; with views of the factors, which are kept
-        transposed, (matrices, rank, length): torch multiplies several times faster by these.
+        """Return one buffer for a factor of every batch and `more` numbers, with views of the factors. They are transposed,
+        (matrices, rank, length), by which torch multiplies several times faster.
         """
         shapes = [
             (len(batch.members), self._rank, length) for batch, length in zip(self._batches, lengths, strict=True)
@@ -163,7 +163,8 @@ class PowerSGDState(MatrixState):
         return flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _begin_next(self, batch: _Batch, right: torch.Tensor) -> None:
-        """Make the factor orthonormal, so that no power of the gradient's magnitude builds up; what has been lost begins anew."""
+        """Make the factor orthonormal, so that its magnitude does not grow with each iteration; a factor that is lost begins
+        anew."""
         finite = right.isfinite().all(2).all(1)
         # On a GPU it would have to be waited for, so there the errors are always passed over.
         if right.is_cuda or not bool(finite.all()):

@@ -45,7 +45,7 @@ def register_codec(codec: _Registered) -> _Registered:
 
 
 def _check_class(given: object) -> None:
-    """Raise TypeError, which says what is missing, for what is no class of codecs."""
+    """Raise TypeError, which names what is missing, for anything but a class of codecs."""
     if not isinstance(given, type) or not issubclass(given, Codec) or given is Codec:
         raise TypeError(f"a dataclass that derives from Codec is needed, not {given!r}")
     codec: Any = given  # what mypy knows of Codec, a class need not have yet
@@ -61,7 +61,7 @@ def _check_class(given: object) -> None:
 
 
 def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
-    """Return the codec of a name, with its defaults; one that is given as such as it is.
+    """Return the codec of a name, with its defaults; return a codec unchanged.
 
     Raises ValueError, which lists the names, for anything else.
     """
@@ -76,7 +76,7 @@ def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
 
 
 def make_codec(codec: str | Codec) -> Codec:
-    """Return what find_codec does. Raises ValueError for a codec of matrices, too: it is none of single buffers."""
+    """Return a codec as find_codec does. Also raises ValueError for a matrix codec, which cannot encode a single buffer."""
     made = find_codec(codec)
     if isinstance(made, MatrixCodec):
         raise ValueError(

@@ -12,7 +12,7 @@ from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.plan.cost import CodecCost
 
-#: A matrix that a codec of matrices finds worth compressing.
+#: The shape of a matrix that a matrix codec compresses.
 _SHAPE = (256, 256)
 
 #: Numbers that are encoded at once, more than a core's cache holds, and how often.
@@ -37,7 +37,7 @@ def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback:
 
 
 def speed_of(codec: Codec, device: torch.device) -> CodecCost:
-    """Return what encoding and decoding cost a processor of this machine; on a GPU, the time that passes."""
+    """Return the processor seconds of encoding and decoding on this machine; on a GPU, the elapsed seconds."""
     values = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8, device=device)
     residual = torch.zeros_like(values) if codec.needs_feedback else None

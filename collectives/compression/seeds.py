@@ -1,10 +1,10 @@
-"""32-bit seeds, made of numbers that say where and when something is drawn."""
+"""32-bit seeds of random draws, made of the numbers that identify a draw."""
 
 from __future__ import annotations
 
 
 def mixed(seed: int, value: int) -> int:
-    """Return 32 bits made of both, so that seeds of neighbours are not neighbours (lowbias32: Wellons 2018)."""
+    """Return 32 bits that mix both, so that close numbers give distant seeds (lowbias32: Wellons 2018)."""
     low = 0xFFFFFFFF
     x = (seed * 0x9E3779B9 + value + 1) & low
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low

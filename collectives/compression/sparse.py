@@ -1,4 +1,4 @@
-"""The sparse codecs: a fraction of the numbers is sent, the rest stays behind."""
+"""The sparse codecs: they send a fraction of the numbers, and the rest stays in the residual."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.collectives.kernels.wire import pad16
 
 class Sparse(Codec):
     """ratio: of the numbers that are sent, at least one. Indices are 32 bits: a part has less than 2^31 numbers. The kernels of
-    the codec's name do the work; a wire is the indices, then the values, where the codec does not say otherwise.
+    the codec's name do the work; a wire is the indices, then the values, unless the codec's docstring differs.
 
     Biased: meant for error feedback. A number that is not finite is never left in the residual.
     """
@@ -77,8 +77,8 @@ class TopK(Sparse):
 @register_codec
 @dataclass(frozen=True)
 class Threshold(Sparse):
-    """All numbers of at least the magnitude tau (Strom 2015); tau is kept from one encoding to the next, and follows
-    the numbers.
+    """All numbers of at least the magnitude tau (Strom 2015); tau is kept from one encoding to the next, and adapted to the
+    numbers.
 
     With k = ceil(ratio * n), as many are sent as reach tau, if they are within 5 % of k; if not, and when there is no
     tau yet, the k largest, exactly, and tau becomes the smallest of these. If m were sent, tau is multiplied by 1 + (m
@@ -95,7 +95,7 @@ class Threshold(Sparse):
     ratio: float = 0.01
 
     def slack(self, numel: int) -> int:
-        """Return by how much the number of those that are sent may differ from count(numel)."""
+        """Return by how many the numbers sent may differ from count(numel)."""
         return self.count(numel) // 20
 
     def wire_bytes(self, numel: int) -> int:
@@ -118,14 +118,13 @@ class RandomK(Sparse):
     """k = ceil(ratio * n) numbers, one from each of k parts of the buffer; which ones follows from n, seed and step
     alone.
 
-    So no indices are sent, and codes of ranks that agree on the codec can be added as they are: a wire is k float32
-    (and zeros up to 16 bytes). The decoder must know what the encoder drew, which is why seed and step are settings and
-    encode's seed, which differs from rank to rank, is not used: call `at(step)` for the codec of a step.
+    So no indices are sent, and codes of ranks that agree on the codec can be added as they are: a wire is k float32 (and zeros
+    up to 16 bytes). The decoder must know what the encoder drew, which is why seed and step are settings and encode's seed,
+    which differs from rank to rank, is not used: `at(step)` returns the codec of a step.
 
-    Every number is drawn with probability k / n. As it stands biased, for error feedback, with contraction delta = k /
-    n on average; multiplied by n / k (decode's scale) unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al.
-    2018). If any number is not finite, whether it was drawn or not, all that is sent is NaN, so that every rank sees
-    it.
+    Every number is drawn with probability k / n. Decoded with scale 1, it is biased, for error feedback, with contraction delta
+    = k / n on average; with decode's scale n / k it is unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al. 2018). If
+    any number is not finite, whether it was drawn or not, all that is sent is NaN, so that every rank sees it.
     """
 
     name: ClassVar[str] = "randomk"
@@ -138,7 +137,7 @@ class RandomK(Sparse):
     step: int = 0
 
     def at(self, step: int) -> RandomK:
-        """Return the codec of the step of that number, the same on all ranks."""
+        """Return the codec of a step, the same on all ranks."""
         return replace(self, step=step)
 
     def wire_bytes(self, numel: int) -> int:
@@ -186,7 +185,8 @@ class DGC(Sparse):
             raise ValueError(f"dgc: ramp_steps must not be negative, not {self.ramp_steps}")
 
     def at(self, step: int) -> DGC:
-        """Return the codec of the step of that number, from 0, on all ranks: without a ramp, with the ratio it has reached."""
+        """Return the codec of a step, counted from 0, the same on all ranks: with the ratio that the ramp has reached, and no
+        ramp."""
         ratio = self.ratio
         if step < self.ramp_steps and ratio < _FIRST_RATIO:
             stages = math.ceil(math.log(_FIRST_RATIO / ratio, 4))

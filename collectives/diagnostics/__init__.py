@@ -1,1 +1,1 @@
-"""Who is to blame for a failure or a wait, and what every rank did when."""
+"""Diagnostics: the ranks to blame for a failure or a wait, and timelines of all ranks."""

@@ -1,4 +1,4 @@
-"""What a rank leaves in the folder that `gradwire report` reads: files of JSON lines, which outlive a rank that is killed."""
+"""The files that a rank writes for `gradwire report`: JSON lines, which remain if the rank is killed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gradwire.collectives.plan.topology import processor_name
 
 _log = logging.getLogger("gradwire")
 
-#: How long after its last line a tally writes the next one: a second, later this share of the time since it began, so that a
-#: long run has short files. A rank that is killed loses no more than that.
+#: How long a tally waits between two lines: a second, later this share of the time since it began, so that the files of a long
+#: run stay short. A rank that is killed loses no more than that.
 _EVERY_S, _EVERY_SHARE = 1.0, 0.02
 
 OPERATIONS, STEPS = "operations", "steps"
@@ -42,7 +42,7 @@ class Journal:
         self.append(header)
 
     def append(self, line: Any) -> None:
-        """Write what JSON can hold."""
+        """Write a line; JSON must be able to hold it."""
         if self._file is not None:
             try:
                 self._file.write(f"{json.dumps(line)}\n")
@@ -55,12 +55,12 @@ class Journal:
 
 
 class OperationTally:
-    """Sums up what the operations of one Communicator took, by verb, codec, algorithm and the power of two up to which their
-    messages go in size, and writes the sums now and then.
+    """Sums the calls, bytes and seconds of one Communicator's operations by verb, codec, algorithm and message size, rounded up
+    to a power of two, and writes the sums now and then.
 
-    folder: of the journal, whose header says what this process is. rank: of all processes. size, routes: of the Communicator.
-    A line is a list of [verb, codec, algorithm, power, calls, bytes of the messages, seconds, greatest bytes per
-    second of one call]. Each line replaces the one before.
+    folder: of the journal, whose header describes this process. rank: among all processes. size, routes: of the Communicator. A
+    line is a list of [verb, codec, algorithm, power, calls, bytes of the messages, seconds, greatest bytes per second of one
+    call]. Each line replaces the one before.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, routes: Sequence[str]) -> None:
@@ -80,7 +80,7 @@ class OperationTally:
         self._began_s = self._written_s = time.monotonic()
 
     def add(self, name: str, duration_ns: int, details: Mapping[str, Any]) -> None:
-        """Take in a span of a timeline, where it is an operation and not a part of one."""
+        """Add a timeline's span, if it is an operation and not a part of one."""
         if "call" not in details:
             return
         nbytes, seconds = details.get("bytes", 0), max(1, duration_ns) / 1e9

@@ -1,9 +1,9 @@
-"""Whether all ranks call the same: compared before any data moves when a call is new, and while they wait when it is not.
+"""The check that all ranks make the same call: before any data moves if the call is new, else while they wait.
 
-Over link.watch, each rank posts what it calls under which number. A call that all ranks have once agreed upon is known: it is
-only looked up. As agreements come in the order of the operations, all ranks know the same calls, and forget them alike. When
-calls are known on some ranks only, or all are known and differ, those that run them have begun to move data: such a rank
-compares what others have posted with the calls that it remembers, and answers.
+Each rank posts its new calls with their numbers over link.watch. A call on which all ranks have once agreed is known, and only
+looked up. Ranks agree in the order of the operations, so all know the same calls, and forget them at the same time. If a call
+is known to some ranks only, or ranks make different known calls, then those that run them have begun to move data. Such a rank
+compares the posts of others with the calls that it remembers, and posts its own in answer.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from gradwire.collectives.errors import LinkError, Mismatch
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.reduction import COMBINE
 
-#: How long ranks that know that they differ wait for the others to post what they called.
+#: How long a rank that knows of a difference waits for the calls of the others.
 GRACE_S = 1.2
 
 #: How many calls are known at most; then all are forgotten.
 _MOST_KNOWN = 4096
 
-#: How many of its calls are in a rank's latest post. A rank can be past what another one still compares.
+#: How many of its last calls a rank posts, since it can be ahead of a rank that compares an earlier one.
 _POSTED = 4
 
-#: How often a wait looks for what is no news, and how often while messages of this rank move only when it is nudged.
+#: Seconds between two checks of a wait, which news cuts short; the second value is used while nudge() must move messages.
 _LOOK_S, _NUDGE_S = 0.1, 0.001
 
 _TOPIC = "calls"
 
-#: What a rank that has joined calls where it only wants to know what has failed: it agrees with any other call.
+#: The call of a joined rank that only asks what has failed: it agrees with any other call.
 ANY_CALL = "join()"
 
 #: One argument of a call: up to the next comma that is in no brackets.
 _ARGUMENT = re.compile(r"(?:[^,\[(]|\[[^\]]*\]|\([^)]*\))+")
 _TENSOR = re.compile(r"(\w+)(\[.*\])")
 
-#: What some arguments mean.
+#: The names of arguments that are written without one.
 _MEANINGS = {"splits": "shape", "error feedback": "error feedback", **dict.fromkeys(COMBINE, "op")}
 
-#: What the ranks choose by dtype, shape or codec: where these differ, a difference here says nothing.
+#: Ranks select it by dtype, shape and codec, so it is named only if nothing else differs.
 _FOLLOWS = "algorithm"
 
 
 class Call(NamedTuple):
-    """One rank's call. sequence: the operation's number. text: what all ranks must call alike. place: where in the user's code,
-    as 'file:line'; empty where that is not known. moved: whether data may have moved."""
+    """One rank's call. sequence: the operation's number. text: must be equal on all ranks. place: of the call in the user's
+    code, as 'file:line'; empty if not known. moved: whether its data may have moved."""
 
     sequence: int
     text: str
@@ -61,8 +61,8 @@ class Call(NamedTuple):
 
 
 def first_difference(calls: Iterable[tuple[int, Call]], after: int = -1) -> dict[int, Call]:
-    """Return each rank's call in the first operation beyond number `after` in which they differ; nothing where none does. calls:
-    (rank, call); of two of one rank, that with a place counts."""
+    """Return each rank's call in the first operation after number `after` in which they differ; empty if none does. calls:
+    (rank, call); of two of one rank, the one with a place counts."""
     by_sequence: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, call in calls:
         if call.sequence > after and call.text != ANY_CALL:
@@ -80,7 +80,7 @@ def mismatch(calls: Mapping[int, Call], rank: int, operation: str) -> Mismatch:
 
 
 def differing(calls: Iterable[str]) -> list[str]:
-    """Return what is not the same in all calls, such as ["dtype", "shape"]; ["the verb"] where they are of several."""
+    """Return what is not the same in all calls, such as ["dtype", "shape"]; ["the verb"] if their verbs differ."""
     distinct = list(dict.fromkeys(calls))
     if len({call.partition("(")[0] for call in distinct}) > 1:
         return ["the verb"]
@@ -91,8 +91,7 @@ def differing(calls: Iterable[str]) -> list[str]:
 
 
 def _read(call: str) -> dict[str, list[str]]:
-    """Return the arguments of a call such as 'allreduce(float32[6], sum, prescale=2.0, ring, int8(block=256))', by what they
-    are."""
+    """Return the arguments of a call such as 'allreduce(float32[6], sum, prescale=2.0, ring, int8(block=256))', by name."""
     read: dict[str, list[str]] = defaultdict(list)
     for argument in map(str.strip, _ARGUMENT.findall(call.partition("(")[2].removesuffix(")"))):
         if tensor := _TENSOR.fullmatch(argument):
@@ -111,55 +110,55 @@ def _read(call: str) -> dict[str, list[str]]:
 
 
 class Agreement:
-    """What the ranks of one Communicator call, as far as this rank knows.
+    """Compares the calls of one Communicator's ranks.
 
-    Attributes: known, the signatures that all ranks have agreed upon; settled, the number of the last operation in which ranks
-    differed and no harm was done.
+    Attributes: known, the signatures on which all ranks have agreed; settled, the number of the last operation in which ranks
+    differed before any data moved.
     """
 
     def __init__(self, watch: Watch) -> None:
         self.known: set[str] = set()
         self.settled = -1
         self._watch = watch
-        self._said: list[Call] = []
-        self._hear_by = math.inf  # until when to wait for the calls of others, once it is known that they differ
+        self._own: list[Call] = []
+        self._wait_by = math.inf  # the end of waits for other calls, once they are known to differ
         self._lock = threading.Lock()
 
-    def say(self, call: Call) -> None:
+    def post(self, call: Call) -> None:
         """Post what this rank calls, unless it has posted a call of that number before."""
         with self._lock:
-            if all(said.sequence != call.sequence for said in self._said):
-                self._said = [*self._said[1 - _POSTED :], call]
-                self._watch.post(_TOPIC, self._said)
+            if all(own.sequence != call.sequence for own in self._own):
+                self._own = [*self._own[1 - _POSTED :], call]
+                self._watch.post(_TOPIC, self._own)
 
-    def said(self) -> list[tuple[int, Call]]:
-        """Return what all ranks have posted, as (rank, call)."""
+    def posted(self) -> list[tuple[int, Call]]:
+        """Return the calls that all ranks have posted, as (rank, call)."""
         posts = list(self._watch.posts.get(_TOPIC, {}).items())
         return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
 
     def agree(self, call: Call, deadline: float, nudge: Callable[[], bool], in_vain: Callable[[], bool]) -> None:
-        """Return when all ranks have posted this call.
+        """Wait until all ranks have posted this call.
 
-        nudge: moves what this rank has under way, and returns whether there is anything. in_vain: returns whether some rank will
-        never post its call. Raises Mismatch where ranks differ and no data has moved, on all of them alike, and LinkError
-        where they differ in a worse way, or not all came before the deadline.
+        nudge: moves the messages that this rank has under way, and returns whether there are any. in_vain: returns whether some
+        rank will never post its call. Raises Mismatch, on all ranks, if they differ and no data has moved; LinkError if they
+        differ otherwise, or not all have posted before the deadline.
         """
-        self.say(call)
+        self.post(call)
         everyone = self._watch.others | {self._watch.rank}
 
-        def heard() -> tuple[dict[int, Call], set[int], bool]:
-            """Return who called what under this number, who has not come so far, and whether they differ."""
-            said = self.said()
-            calls = {rank: each for rank, each in said if each.sequence == call.sequence}
-            passed = {rank for rank, each in said if each.sequence > call.sequence}  # what it saw was agreement
+        def compared() -> tuple[dict[int, Call], set[int], bool]:
+            """Return the calls under this number, by rank, the ranks that are missing, and whether the calls differ."""
+            posted = self.posted()
+            calls = {rank: each for rank, each in posted if each.sequence == call.sequence}
+            passed = {rank for rank, each in posted if each.sequence > call.sequence}  # such a rank has seen all agree
             missing = everyone - calls.keys() - passed
             return calls, missing, any(each.text != call.text for each in calls.values())
 
         def wait(until: float, *, for_all: bool) -> None:
-            """Wait for the calls of others: for all of them, or until it is known that some will not come or differ."""
+            """Wait for the calls of all ranks; unless for_all, only until one differs or a missing rank is lost."""
 
             def is_over() -> bool:
-                _, missing, differ = heard()
+                _, missing, differ = compared()
                 is_clear = not for_all and (differ or bool(missing & self._watch.lost.keys()))
                 return not missing or is_clear or in_vain()
 
@@ -167,12 +166,12 @@ class Agreement:
                 self._watch.wait_for(is_over, min(left_s, _NUDGE_S if nudge() else _LOOK_S))
 
         wait(deadline, for_all=False)
-        if heard()[2]:
+        if compared()[2]:
             wait(min(deadline, time.monotonic() + self.patience_s()), for_all=True)
-        calls, missing, differ = heard()
+        calls, missing, differ = compared()
         if differ and not missing and not any(each.moved for each in calls.values()):
             self.settled = call.sequence
-            self._hear_by = math.inf
+            self._wait_by = math.inf
             raise mismatch(calls, self._watch.rank, call.text)
         if differ:
             raise LinkError(None, timed_out=False, detail="ranks called different operations")
@@ -181,35 +180,35 @@ class Agreement:
             raise LinkError(None, timed_out=time.monotonic() >= deadline, detail=detail, awaited=missing)
 
     def take(self, signature: str) -> None:
-        """Know a call from now on, by what makes it new."""
+        """Add a call's signature to the known ones."""
         if len(self.known) == _MOST_KNOWN:
             self.known.clear()
         self.known.add(signature)
 
-    def differs_from(self, remembered: Mapping[int, str], tell: Callable[[int], Call]) -> bool:
-        """Return whether another rank has posted another call than this rank's under the same number. remembered: what this rank
-        has run, by number. tell: returns one of them as a Call, with which this rank answers the other."""
+    def differs_from(self, remembered: Mapping[int, str], call_of: Callable[[int], Call]) -> bool:
+        """Return whether another rank has posted a different call under a number that this rank remembers, and post this rank's
+        own in answer. remembered: the texts of this rank's calls, by number. call_of: returns one of them as a Call."""
         differs = False
-        for rank, call in self.said():
+        for rank, call in self.posted():
             mine = remembered.get(call.sequence)
             if rank != self._watch.rank and call.sequence > self.settled and mine not in (None, ANY_CALL):
-                if mine != call.text or all(said.sequence < call.sequence for said in self._said):
-                    self.say(tell(call.sequence))
+                if mine != call.text or all(own.sequence < call.sequence for own in self._own):
+                    self.post(call_of(call.sequence))
                 differs = differs or mine != call.text
         return differs
 
     def patience_s(self) -> float:
-        """Return for how many seconds more to wait for the calls of others, now that it is known that they differ."""
+        """Return how many seconds are left to wait for the calls of others, once they are known to differ."""
         now = time.monotonic()
-        self._hear_by = min(self._hear_by, now + GRACE_S)
-        return max(0.0, self._hear_by - now)
+        self._wait_by = min(self._wait_by, now + GRACE_S)
+        return max(0.0, self._wait_by - now)
 
     def places(self, call: Call) -> dict[int, str]:
-        """Return where each rank made a call that all are in; only of those that post it in time."""
-        self.say(call)
+        """Return by rank the place of a call that all ranks are in, of those that post it within GRACE_S seconds."""
+        self.post(call)
 
-        def told() -> dict[int, str]:
-            return {rank: each.place for rank, each in self.said() if each.sequence == call.sequence and each.place}
+        def posted_places() -> dict[int, str]:
+            return {rank: each.place for rank, each in self.posted() if each.sequence == call.sequence and each.place}
 
-        self._watch.wait_for(lambda: len(told()) == self._watch.size, GRACE_S)
-        return told()
+        self._watch.wait_for(lambda: len(posted_places()) == self._watch.size, GRACE_S)
+        return posted_places()

@@ -1,4 +1,4 @@
-"""After a failure: compare what every rank saw, and name the cause on every survivor.
+"""The cause of a failure, which every surviving rank finds from the reports of all.
 
 A dead rank breaks its own connections only, so most survivors see a neighbour fail, not the culprit. So a rank reports to all
 what it saw *before* it breaks its own connections, and waits for the others' reports before it blames anyone (link.watch carries
@@ -20,20 +20,20 @@ from gradwire.collectives.link.watch import Watch
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5
 
-#: How far apart the ends of several processes are noticed that end together, as those of one host do, and what a rank has to
-#: say that it lives although a connection to it ended.
+#: How long to wait for the ends of other processes that end together, as those of one host do, and for the reply of a rank that
+#: lives although a connection to it ended.
 _TOGETHER_S = 0.2
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank saw.
+    """What one rank reports of a failure.
 
     sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
-    deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and
-    call of the last operations that it finished. is_message: whether the call is a message, of which other ranks know nothing;
+    deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and call
+    of the last operations that it finished. is_message: whether the call is a message, of which other ranks know nothing;
     sequence is then that of the first operation in which this rank takes no part. place: of the call in the user's code, as
-    'file:line'. sent: of a message, what was sent in place of what this rank receives.
+    'file:line'. sent: the call that sent another message than this rank's recv expects; empty if none did.
     """
 
     sequence: int
@@ -48,16 +48,16 @@ class Report:
     sent: str = ""
 
     def to_news(self) -> dict[str, Any]:
-        """Return it as numbers, strings and lists; from_news() is the way back."""
+        """Return the report as numbers, strings and lists, for from_news()."""
         return asdict(self)
 
     @classmethod
     def from_news(cls, news: Mapping[str, Any]) -> Report:
-        """Return what to_news() was made of."""
+        """Return the report from which to_news() made news."""
         return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": tuple(map(tuple, news["before"]))})
 
     def calls(self) -> list[Call]:
-        """Return the calls that are known of this rank."""
+        """Return the operations that the report lists."""
         calls = [Call(sequence, call) for sequence, call in self.before]
         return calls if self.is_message else [*calls, Call(self.sequence, self.call, self.place)]
 
@@ -66,10 +66,10 @@ class Report:
 class Findings:
     """All that a rank knows when it must name a cause.
 
-    reports: by rank, its own among them. lost: whose process has ended without a word. left: who closes the Communicator, with
-    the first operation in which it takes no part, in the order in which that was heard. cut: pairs of ranks that live but are not
-    connected any more. difference: what each rank called in the first operation in which they differ. reasons: by what exceptions
-    ranks left. whereabouts: where ranks are, as far as they told.
+    reports: by rank, this rank's own among them. lost: the ranks whose process has ended without a goodbye. left: the ranks
+    that close the Communicator, with the first operation in which each takes no part, in the order of that news. cut: pairs of
+    ranks that live but are not connected any more. difference: what each rank called in the first operation in which they
+    differ. reasons: the exceptions by which ranks left. whereabouts: where ranks are, or that they do not answer.
     """
 
     reports: Mapping[int, Report]
@@ -81,7 +81,8 @@ class Findings:
     whereabouts: Mapping[int, str] = field(default_factory=dict)
 
     def gone(self, sequence: int) -> set[int]:
-        """Return who is to blame for not taking part in an operation: whoever ended without a word, else who left first.
+        """Return the ranks to blame for not taking part in an operation: those that ended without a goodbye, else the first
+        that left.
 
         A rank that reported a failure before it went is not to blame, and one that leaves after another may do so because
         of it.
@@ -91,28 +92,29 @@ class Findings:
 
 
 def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
-    """Return what is known once the cause is, or once everyone has had GRACE_S seconds to speak. report: this rank's own."""
+    """Wait until the cause is known, at most GRACE_S seconds for the reports of all ranks, and return the findings. report:
+    this rank's own."""
 
     def reports() -> dict[int, Report]:
         news = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
         return news | {watch.rank: report}
 
     def difference() -> dict[int, Call]:
-        return difference_of(reports(), agreement.said(), agreement.settled)
+        return difference_of(reports(), agreement.posted(), agreement.settled)
 
     def known() -> bool:
-        spoken = watch.reports.keys() | {watch.rank}
+        reported = watch.reports.keys() | {watch.rank}
         concerned = frozenset(report.waiting_for) if report.is_message else watch.others
         left = (r for r, first in watch.left.items() if first <= report.sequence and r in concerned)
-        return any(r not in spoken for r in (*watch.lost, *left)) or watch.others <= spoken | watch.done
+        return any(r not in reported for r in (*watch.lost, *left)) or watch.others <= reported | watch.done
 
-    speak_by = time.monotonic() + GRACE_S
+    report_by = time.monotonic() + GRACE_S
     watch.wait_for(lambda: known() or bool(difference()), GRACE_S)
     if difference():
         watch.wait_for(lambda: known() or len(difference()) == watch.size, agreement.patience_s())
         return Findings(reports(), difference=difference())
     if not watch.lost:
-        watch.say_unheard(speak_by - time.monotonic())
+        watch.report_unreachable(report_by - time.monotonic())
     if watch.lost:
         watch.wait_for(lambda: False, _TOGETHER_S)
     lost, left, cut = frozenset(watch.lost), dict(watch.left), frozenset(watch.cut)
@@ -137,8 +139,8 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
             if (differs := _other_message(messages, rank, mine.call)) is not None:
                 return differs
             return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
-        heard = findings.reports.keys() | findings.left.keys()  # a rank that waits for another one does not reach it
-        waits = [(r, peer) for r, each in findings.reports.items() for peer in each.waiting_for if peer not in heard]
+        reported = findings.reports.keys() | findings.left.keys()  # a rank that waits for another one does not reach it
+        waits = [(r, peer) for r, each in findings.reports.items() for peer in each.waiting_for if peer not in reported]
         pairs = set(findings.cut) or {(min(pair), max(pair)) for pair in waits}
         there = {one if other == rank else other for one, other in pairs if rank in (one, other)}
         broke = f"a connection {_pairs_text(pairs) or 'to a living rank'} broke: {detail}"
@@ -152,10 +154,10 @@ def _lost(findings: Findings, gone: Set[int], rank: int, *, has_left: bool) -> P
     return PeerLost(gone, rank=rank, operation=findings.reports[rank].call, has_left=has_left, reasons=reasons)
 
 
-def _timeout(findings: Findings, waiting_for: Set[int], rank: int, said: Sequence[str]) -> CollectiveTimeout:
+def _timeout(findings: Findings, waiting_for: Set[int], rank: int, reasons: Sequence[str]) -> CollectiveTimeout:
     mine = findings.reports[rank]
     where = [f"rank {r} {findings.whereabouts[r]}" for r in sorted(waiting_for & findings.whereabouts.keys())]
-    detail = "; ".join(filter(None, [*said, *where]))
+    detail = "; ".join(filter(None, [*reasons, *where]))
     return CollectiveTimeout(mine.timeout_s, waiting_for, rank=rank, operation=mine.call, detail=detail)
 
 
@@ -170,10 +172,10 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
         return _lost(findings, gone, rank, has_left=False)
     if gone := (peers & findings.left.keys()) - findings.reports.keys():
         return _lost(findings, gone, rank, has_left=True)
-    said = _failed_in({peer: findings.reports[peer] for peer in peers & findings.reports.keys()})
-    if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # it was not worth waiting for longer
-        return CollectiveError("; ".join([*said, detail]), rank=rank, operation=mine.call)
-    return _timeout(findings, peers, rank, said)
+    failed = _failed_in({peer: findings.reports[peer] for peer in peers & findings.reports.keys()})
+    if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # the wait was ended before its deadline
+        return CollectiveError("; ".join([*failed, detail]), rank=rank, operation=mine.call)
+    return _timeout(findings, peers, rank, failed)
 
 
 def _other_message(reports: Mapping[int, Report], rank: int, operation: str) -> Mismatch | None:
@@ -190,12 +192,12 @@ def _failed_in(reports: Mapping[int, Report]) -> list[str]:
 
 
 def difference_of(
-    reports: Mapping[int, Report], said: Iterable[tuple[int, Call]] = (), after: int = -1
+    reports: Mapping[int, Report], posted: Iterable[tuple[int, Call]] = (), after: int = -1
 ) -> dict[int, Call]:
-    """Return what each rank called as the first operation beyond number `after` in which their calls differ; nothing where all
-    are alike. said: what ranks told of their calls before they failed, as (rank, call)."""
+    """Return each rank's call in the first operation after number `after` in which they differ; empty if none does. posted: the
+    calls that ranks posted before they failed, as (rank, call)."""
     reported = ((rank, call) for rank, report in reports.items() for call in report.calls())
-    return first_difference([*said, *reported], after)
+    return first_difference([*posted, *reported], after)
 
 
 def _pairs_text(pairs: Set[tuple[int, int]]) -> str:
@@ -203,8 +205,8 @@ def _pairs_text(pairs: Set[tuple[int, int]]) -> str:
 
 
 def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, int]]) -> tuple[set[int], str]:
-    """Return which ranks did not answer when a deadline passed, although nobody is gone and all called alike, and what else
-    there is to say of it."""
+    """Return the ranks that did not answer before a deadline, although no rank is gone and the calls are equal, and more detail
+    as text."""
     gave_up = {r for r, report in reports.items() if report.gave_up and not report.is_message}
     who = "" if rank in gave_up else f"{ranks_text(gave_up)} gave up"
     waited = {peer for report in reports.values() for peer in report.waiting_for}
@@ -215,7 +217,7 @@ def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, in
         (peer, r)
         for r, report in reports.items()
         for peer in report.waiting_for
-        # Who has finished has sent everything, and who gave up was there to receive it.
+        # A rank that has finished has sent everything, and one that gave up was ready to receive it.
         if report.gave_up and report.sequence == first and reports[peer].sequence > first
     )
     if unreached:

@@ -1,8 +1,8 @@
-"""While an operation waits for long: which ranks have not come, and where in their programs they are instead.
+"""Warnings of an operation that waits for long: which ranks are missing, and where in their programs they are instead.
 
-The Watch's thread checks about once a second whether the operation is still the one that it saw before, so operations do nothing
-for it. A rank that has waited for long asks where all are, and the Watch's thread of each rank answers, whatever its main thread
-does. Only a rank that lets none of its threads run does not answer.
+The Watch's thread checks about once a second whether the operation is still the one that it saw before, so operations spend no
+time on it. A rank that has waited for long asks all ranks where they are, and the Watch's thread of each rank answers, even
+while its main thread is busy. Only a rank that lets none of its threads run does not answer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gradwire.collectives.link.watch import Watch
 
 _log = logging.getLogger("gradwire")
 
-#: What ranks post: a question, which is the time at which it was asked, and an answer, which Position.to_news makes.
+#: Topics of posts: the question, whose value is the time at which it was asked, and the answer, from Position.to_news.
 _ASKED, _ANSWERED = "where is everyone", "whereabouts"
 
-#: How often to check for how long an operation has waited.
+#: Seconds between two checks of how long an operation has waited.
 _LOOK_S = 1.0
 
 #: How old an answer may be; so ranks that wait together ask once, not each by itself.
@@ -44,8 +44,8 @@ class Position:
     """Where a rank is in the operations of one Communicator.
 
     begun: the number of the last operation that it began; -1 before the first. is_running: whether that one still runs. calls:
-    of the last operations, by number. message: call and other ranks of the message that is waited for, a tuple of its own for
-    each; None where there is none. elsewhere: what runs in other Communicators.
+    of the last operations, by number. message: call and other ranks of the awaited message, a new tuple for each message; None
+    if there is none. elsewhere: what the rank waits in on other Communicators.
     """
 
     begun: int
@@ -56,18 +56,18 @@ class Position:
 
     @property
     def call(self) -> str:
-        """Return what was called as the last operation that the rank began."""
+        """Return the call of the last operation that the rank began."""
         return self._call(self.begun)
 
     @property
     def waits_in(self) -> str:
-        """What is waited for, in words; nothing where the rank does not wait."""
+        """The awaited operation or message, as text; empty if the rank does not wait."""
         if self.message is not None:
             return shortened(self.message[0])
         return f"operation {self.begun}, {self.call}" if self.is_running else ""
 
     def is_same_wait(self, earlier: Position) -> bool:
-        """Return whether the rank has waited for the same thing since."""
+        """Return whether the rank still waits for what it waited for at an earlier position."""
         return (
             bool(self.waits_in)
             and self.message is earlier.message
@@ -75,52 +75,52 @@ class Position:
         )
 
     def to_news(self) -> dict[str, Any]:
-        """Return it for ranks that ask, with where this rank's main thread is."""
-        said = [whereabouts.of_main_thread()]
-        said += [f"waits in {self.waits_in}"] if self.waits_in else []
-        said += [f"waits in {shortened(call)} of another Communicator" for call in self.elsewhere]
+        """Return the position as an answer to ranks that ask, with the place of this rank's main thread."""
+        parts = [whereabouts.of_main_thread()]
+        parts += [f"waits in {self.waits_in}"] if self.waits_in else []
+        parts += [f"waits in {shortened(call)} of another Communicator" for call in self.elsewhere]
         finished = self.begun - self.is_running
         last = f"the last operation that it finished is {finished}, {self._call(finished)}"
-        said.append(last if finished >= 0 else "it has finished no operation")
-        return {"begun": self.begun, "call": self.call, "text": "; ".join(said)}
+        parts.append(last if finished >= 0 else "it has finished no operation")
+        return {"begun": self.begun, "call": self.call, "text": "; ".join(parts)}
 
     def _call(self, number: int) -> str:
         return shortened(self.calls.get(number, "unknown"))
 
 
 class Stalls:
-    """Warns of a wait that has lasted for warning_s seconds, and again each time it has lasted twice as long; None warns of none.
-    position: tells where this rank is; None once nobody uses the Communicator any more."""
+    """Logs a warning when a wait has lasted for warning_s seconds, and whenever that time has doubled; None turns this off.
+    position: returns where this rank is; None once the Communicator is deleted."""
 
     def __init__(self, watch: Watch, warning_s: float | None, position: Callable[[], Position | None]) -> None:
         self._watch = watch
         self._warning_s = warning_s
         self._position = position
         self._last = Position(-1, False, {})
-        self._since = 0.0  # since when this rank is there
+        self._since = 0.0  # since when this rank is at that position
         self._warn_after_s = 0.0
         self._asked_at: float | None = None  # for the next warning
         self._questions: dict[int, float] = {}
         self._question_at = self._answer_at = -math.inf
-        self._answers: dict[int, tuple[float, dict[str, Any]]] = {}  # when they came, and what they are
+        self._answers: dict[int, tuple[float, dict[str, Any]]] = {}  # by rank, when it came, and the answer
         watch.on_news(self._on_news)
 
     def ask(self) -> float:
-        """Ask where everyone is, if nobody has just asked; return the time (time.monotonic()) of the question."""
+        """Ask all ranks where they are, unless some rank has just asked; return the time (time.monotonic()) of the question."""
         now = time.monotonic()
         if now - self._question_at > _FRESH_S / 2:
             self._question_at = now
             self._watch.post(_ASKED, now)
-            self._answer(now)  # to those who then do not ask
+            self._answer(now)  # for ranks that do not ask themselves now
         return now
 
-    def answers(self, asked_at: float, spoken: Set[int]) -> dict[int, str]:
-        """Return where other ranks are, or that they do not answer. asked_at: from ask(). spoken: ranks that have reported
-        something else meanwhile, so that it means nothing if their answers have not come."""
-        told = self._answered(asked_at) | (self._watch.others - spoken)
-        return {rank: self._said_by(rank, asked_at) for rank in told}
+    def answers(self, asked_at: float, reported: Set[int]) -> dict[int, str]:
+        """Return by rank where the others are, or that they do not answer. asked_at: from ask(). reported: ranks that have
+        reported a failure meanwhile, so a missing answer of theirs means nothing, and they are left out."""
+        ranks = self._answered(asked_at) | (self._watch.others - reported)
+        return {rank: self._answer_of(rank, asked_at) for rank in ranks}
 
-    def _said_by(self, rank: int, asked_at: float) -> str:
+    def _answer_of(self, rank: int, asked_at: float) -> str:
         if rank not in self._answers:
             return _SILENT
         came, answer = self._answers[rank]
@@ -135,7 +135,7 @@ class Stalls:
         }
 
     def _on_news(self) -> float | None:
-        """Answer questions, and warn if it is time to, on the Watch's thread, to which an error here must not do any harm."""
+        """Answer questions, and warn if it is time to. Errors are logged, because this runs on the Watch's thread."""
         try:
             if (position := self._position()) is None:
                 return None
@@ -158,7 +158,7 @@ class Stalls:
             self._watch.post(_ANSWERED, position.to_news())
 
     def _look(self, position: Position, now: float, warning_s: float) -> float:
-        """Warn if it is time to; return in how many seconds to look again."""
+        """Warn if it is time to; return in how many seconds to check again."""
         look_s = min(_LOOK_S, warning_s / 4)
         last, self._last = self._last, position
         if not position.is_same_wait(last):
@@ -178,22 +178,22 @@ class Stalls:
 
     def _warning(self, position: Position, waited_s: float, asked_at: float) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-        said = f"gradwire: rank {self._watch.rank} has waited {waited_s:.1f} s, since {since}, in {position.waits_in}"
+        text = f"gradwire: rank {self._watch.rank} has waited {waited_s:.1f} s, since {since}, in {position.waits_in}"
         missing, odd = self._to_blame(position, asked_at)
         if missing:
-            said += f", for {ranks_text(missing)}"
+            text += f", for {ranks_text(missing)}"
         elif not odd:
-            said += ": all ranks have begun it, so messages are slow or lost"
+            text += ": all ranks have begun it, so messages are slow or lost"
         if odd:
-            said += f"; {ranks_text(odd)} called another operation"
-        told = sorted(missing | odd)
-        lines = [said, *(f"rank {rank} {self._said_by(rank, asked_at)}" for rank in told[:_MOST_RANKS])]
-        if unsaid := told[_MOST_RANKS:]:
-            lines.append(f"and {len(unsaid)} more ranks")
+            text += f"; {ranks_text(odd)} called another operation"
+        named = sorted(missing | odd)
+        lines = [text, *(f"rank {rank} {self._answer_of(rank, asked_at)}" for rank in named[:_MOST_RANKS])]
+        if unnamed := named[_MOST_RANKS:]:
+            lines.append(f"and {len(unnamed)} more ranks")
         return "\n    ".join(lines)
 
     def _to_blame(self, position: Position, asked_at: float) -> tuple[set[int], set[int]]:
-        """Return who has not come yet or does not answer, and who has come to something else."""
+        """Return the ranks that have not begun the operation or do not answer, and those that called another one."""
         if position.message is not None:
             return set(position.message[1]), set()
         answers = {rank: self._answers[rank][1] for rank in self._answered(asked_at)}

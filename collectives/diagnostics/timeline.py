@@ -15,20 +15,21 @@ from typing import Any
 #: How many events are kept, the last ones: a few hundred bytes each.
 MOST_EVENTS = 100_000
 
-#: How many rounds measure what clocks are apart.
+#: How many rounds measure the offsets of the clocks.
 ROUNDS = 16
 
 #: The clock of events, in nanoseconds. Only differences mean anything.
 now_ns = time.perf_counter_ns
 
-#: Number of the lane, name, begin, duration or None where it is a moment, details. Times in nanoseconds of the rank's own clock.
+#: (lane's number, name, begin, duration, details); the duration of a moment is None. Times in nanoseconds of the rank's own
+#: clock.
 Event = tuple[int, str, int, int | None, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Holds what one rank has recorded. lanes: their names. dropped: how many events were forgotten, the oldest ones. host: the
-    name of this rank's."""
+    """The events that one rank has recorded. lanes: their names. dropped: how many of the oldest events were dropped. host: the
+    name of the rank's host."""
 
     lanes: list[str]
     events: list[Event]
@@ -36,17 +37,17 @@ class Recording:
     host: str = ""
 
     def to_record(self) -> dict[str, Any]:
-        """Return it as numbers, strings and lists; from_record() is the way back."""
+        """Return the recording as numbers, strings and lists, for from_record()."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Recording:
-        """Return what to_record() was made of."""
+        """Return the recording from which to_record() made a record."""
         return cls(**record | {"events": [tuple(event) for event in record["events"]]})
 
 
 class Timeline:
-    """Records events of this process. marks_cycles: whether whoever trains marks where each exchange of gradients begins."""
+    """Records events of this process. marks_cycles: whether the trainer marks where each exchange of gradients begins."""
 
     def __init__(self, *, marks_cycles: bool = False, most_events: int = MOST_EVENTS) -> None:
         self.marks_cycles = marks_cycles
@@ -67,8 +68,8 @@ class Timeline:
 
 
 class Lane:
-    """One row of a timeline, for what happens one after the other. events: how many it has had. listener: is called with each
-    span's name, nanoseconds and details."""
+    """One row of a timeline, whose spans do not overlap. events: how many were recorded. listener: called with each span's
+    name, nanoseconds and details."""
 
     def __init__(self, kept: deque[Event], number: int) -> None:
         self.events = 0
@@ -78,7 +79,7 @@ class Lane:
         self._notes: dict[str, Any] = {}
 
     def span(self, name: str, begin_ns: int, **details: Any) -> None:
-        """Add what began then and ends now."""
+        """Add a span that began at begin_ns and ends now."""
         self.events += 1
         duration_ns = now_ns() - begin_ns
         self._kept.append((self._number, name, begin_ns, duration_ns, details or None))
@@ -86,13 +87,13 @@ class Lane:
             self.listener(name, duration_ns, details)
 
     def mark(self, name: str, **details: Any) -> None:
-        """Add a moment."""
+        """Add a moment without a duration."""
         self.events += 1
         self._kept.append((self._number, name, now_ns(), None, details or None))
 
     @contextmanager
     def during(self, name: str, **details: Any) -> Iterator[None]:
-        """Add a span from `with` to its end."""
+        """Record a `with` block as a span."""
         begin_ns = now_ns()
         try:
             yield
@@ -100,24 +101,24 @@ class Lane:
             self.span(name, begin_ns, **details)
 
     def note(self, algorithm: str, nbytes: int) -> None:
-        """Keep what the operation that runs does, for take_notes()."""
+        """Keep the algorithm and the bytes of the running operation, for take_notes()."""
         self._notes["bytes"] = self._notes.get("bytes", 0) + nbytes
         known = self._notes.get("algorithm")
         self._notes["algorithm"] = algorithm if known in (None, algorithm) else f"{known}, {algorithm}"
 
     def note_codec(self, codec: str, nbytes: int) -> None:
-        """Keep by which codec the operation that runs sends how many bytes of numbers, in place of the bytes noted so far."""
+        """Keep the running operation's codec, and its bytes before encoding in place of the bytes noted so far."""
         self._notes |= {"codec": codec, "bytes": nbytes}
 
     def take_notes(self) -> dict[str, Any]:
-        """Return what was noted since the last time."""
+        """Return what was noted since the last call."""
         notes, self._notes = self._notes, {}
         return notes
 
 
 @dataclass(frozen=True)
 class Offset:
-    """Says what to add to a rank's clock to have rank 0's, in nanoseconds. error_ns: by how much that may be wrong."""
+    """The nanoseconds to add to a rank's clock to get rank 0's. error_ns: the bound of their error."""
 
     offset_ns: int
     error_ns: int
@@ -135,7 +136,8 @@ def measure(now_ns: Callable[[], int], gather: Callable[[Sequence[int]], list[li
 
 
 def offsets(begins: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[Offset]:
-    """Return the offset of every rank, given what its clock showed when it entered and left each round, an allgather.
+    """Return the offset of every rank. Each round is an allgather; the times are those of a rank's clock when it entered and
+    left it.
 
     A rank returns from an allgather after every other rank has entered. So for rank r, whose clock is o behind that of rank 0:
     what rank 0 showed on entering is no later than what rank r showed on returning, plus o; and the other way round. That leaves

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Protocol
 
-#: Packages whose lines say less than that of their caller; so do the standard library's and those of installed packages.
+#: Packages that are not the user's code; neither are the standard library and installed packages.
 _OURS = {"gradwire", "torch"}
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -30,10 +30,10 @@ def of_main_thread() -> str:
 
 
 def frame_of(ident: int) -> FrameType | None:
-    """Return where a thread is; None where it has ended.
+    """Return the current frame of a thread; None if it has ended.
 
-    sys._current_frames() holds a lock of the interpreter's. If garbage were collected meanwhile, a finalizer could give way to
-    a thread that needs the same lock, and both would wait for ever (as they did in CPython 3.11).
+    sys._current_frames() holds a lock of the interpreter's. If garbage were collected meanwhile, a finalizer could let a thread
+    run that needs the same lock, and both would deadlock (as they did in CPython 3.11).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -45,21 +45,21 @@ def frame_of(ident: int) -> FrameType | None:
 
 
 def of_exception(error: BaseException) -> str:
-    """Return what was raised, and where, in a line; nothing for the SystemExit of a script that ends in order."""
+    """Return in one line what was raised, and where; empty for the SystemExit of a script that succeeds."""
     if isinstance(error, SystemExit) and not error.code:
         return ""
-    said = shortened(" ".join("".join(traceback.format_exception_only(error)).split()))
+    what = shortened(" ".join("".join(traceback.format_exception_only(error)).split()))
     if (trace := error.__traceback__) is None:
-        return f"raised {said}"
+        return f"raised {what}"
     frames = list(traceback.walk_tb(trace))[::-1]
-    if (caller := trace.tb_frame.f_back) is not None:  # of an exception that is still on its way up
+    if (caller := trace.tb_frame.f_back) is not None:  # the outer frames of an exception that is not caught yet
         frames += traceback.walk_stack(caller)
-    return f"raised {said} at {_place(frames)}"
+    return f"raised {what} at {_place(frames)}"
 
 
 def of_call(frame: FrameType | None) -> str:
-    """Return 'file:line' of the innermost call in the user's own code, from a frame outwards; nothing where there is none, as in
-    a thread of this framework's."""
+    """Return 'file:line' of the innermost call in the user's own code, from a frame outwards; empty if there is none, as in the
+    framework's own threads."""
     frames = traceback.walk_stack(frame) if frame is not None else ()
     return next((f"{each.f_code.co_filename}:{line}" for each, line in frames if _is_users(each)), "")
 
@@ -70,7 +70,8 @@ def shortened(text: str) -> str:
 
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of the user's, and the innermost of all where that is another. frames: the innermost first."""
+    """Return the innermost line of the user's code, and the innermost of all if that is another. frames: the innermost
+    first."""
     listed = list(frames)
     innermost = listed[0]
     users = next((each for each in listed if _is_users(each[0])), innermost)
@@ -92,14 +93,14 @@ _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], o
 
 
 class Leaver(Protocol):
-    """Takes part in something that others wait for."""
+    """Takes part in operations for which other ranks wait."""
 
     def leave(self, why: str) -> None:
         """Report to the others that this rank takes no part any more."""
 
 
 class ExceptHook:
-    """Stands in sys.excepthook while there are leavers, each of which it calls; then calls what stood there before."""
+    """Replaces sys.excepthook while there are leavers: calls each of them, then the former hook."""
 
     def __init__(self, former: _Hook) -> None:
         self.leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
@@ -107,7 +108,7 @@ class ExceptHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            if not hasattr(sys, "ps1") and not sys.flags.inspect:  # at a prompt, nothing ends by an exception
+            if not hasattr(sys, "ps1") and not sys.flags.inspect:  # at a prompt, an exception does not end the process
                 why = of_exception(error)
                 for leaver in list(self.leavers):
                     leaver.leave(why)
@@ -115,8 +116,8 @@ class ExceptHook:
             self._former(kind, error, trace)
 
     @classmethod
-    def telling(cls, leaver: Leaver) -> ExceptHook:
-        """Call a leaver from now on, until it is dismissed from the hook that this returns. The hook does not keep it alive."""
+    def register(cls, leaver: Leaver) -> ExceptHook:
+        """Add a leaver, without keeping it alive. Return the hook, whose dismiss() removes it."""
         hook = sys.excepthook
         if not isinstance(hook, ExceptHook):
             hook = sys.excepthook = ExceptHook(hook)
@@ -124,7 +125,7 @@ class ExceptHook:
         return hook
 
     def dismiss(self, leaver: Leaver) -> None:
-        """Call a leaver no more; after the last one, sys.excepthook is what it was, if nobody has changed it since."""
+        """Remove a leaver; after the last one, restore the former sys.excepthook, if nobody has changed it since."""
         self.leavers.discard(leaver)
         if not self.leavers and sys.excepthook is self:
             sys.excepthook = self._former

@@ -16,13 +16,13 @@ from gradwire.collectives.kernels.first_use import FIRST_USE
 
 @cache
 def cpu_kernels() -> ModuleType | str:
-    """Return cpu.shared_memory, its kernels compiled or loaded from the disk; or why there is none."""
+    """Return cpu.shared_memory, its kernels compiled or loaded from the disk; or as text, why there are none."""
     return _compiled("shared_memory")
 
 
 @cache
 def cpu_sockets() -> ModuleType | str:
-    """Return cpu.tcp, its kernels compiled or loaded from the disk; or why there is none."""
+    """Return cpu.tcp, its kernels compiled or loaded from the disk; or as text, why there are none."""
     return _compiled("tcp")
 
 
@@ -45,16 +45,16 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
 
 
 def cpu_cache() -> Path | None:
-    """Return the folder in which compiled kernels are kept; None, with a warning, where none can be written."""
+    """Return the folder in which compiled kernels are kept; None, with a warning, if no folder is writable."""
     from gradwire.collectives.kernels.cpu.compiling import kernel_folder
 
     return kernel_folder()
 
 
 def kernels_for(device: torch.device, family: Literal["quantize", "sparse"] = "quantize") -> ModuleType:
-    """Return what has the functions of reference.<family> for tensors on `device`: a module, or like one.
+    """Return a module, or an object like one, with the functions of reference.<family> for tensors on `device`.
 
-    Raises ImportError, which names the package to install, where there is none.
+    Raises ImportError, which names the package to install, if a package is missing.
     """
     return _kernels(device.type, family)
 

@@ -1,4 +1,4 @@
-"""What is said while kernels are compiled, which happens when a machine first uses them."""
+"""The progress message while kernels are compiled, which happens when a machine first uses them."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from contextlib import contextmanager
 
 _log = logging.getLogger("gradwire")
 
-#: How often the line on a terminal is drawn again, and how often the log is told how long it has been.
+#: Seconds between two updates of the line on a terminal, and between two log messages.
 _REDRAW_S, _LOG_S = 1.0, 10.0
 
-#: What a kernel takes that is compiled by itself.
+#: The duration of compiling a single kernel, as text.
 _BY_ITSELF = "some seconds"
 
 _AHEAD = "; `gradwire precompile` does it ahead"
 
-#: Return to the first column and delete what stands there.
+#: Return to the first column and clear the line.
 _CLEAR = "\r\x1b[K"
 
 
 class FirstUse:
-    """Says that kernels are compiled, once for all that are compiled together, and nothing where all are on the disk.
+    """Reports that kernels are compiled, once for all that are compiled together. Reports nothing if all are on the disk.
 
-    On a terminal (stderr) that is a line which counts the seconds. It stays for the first kernels that a process
-    compiles, and is deleted for later ones. Without a terminal these are warnings of the logger "gradwire", which Python prints
-    unless told otherwise: when the first kernels are begun, every ten seconds, and when they are done.
+    On a terminal (stderr), this is a line that counts the seconds. It stays for the first kernels that a process compiles, and
+    is deleted for later ones. Without a terminal, these are warnings of the logger "gradwire", which Python prints by default:
+    when the first kernels begin, every ten seconds, and when they are done.
 
-    Attributes: speaks, False in processes where another one of the host says it; compiled, the names of the kernels that
+    Attributes: reports, False in processes for which another one of the host reports; compiled, the names of the kernels that
     this process has compiled, or waited for while another process did.
     """
 
     def __init__(self) -> None:
-        self.speaks = True
+        self.reports = True
         self.compiled: list[str] = []
         self._thread = threading.local()
 
     @contextmanager
     def together(self, duration: str, begins: Callable[[], object] | None = None) -> Iterator[None]:
-        """Say in one line what is compiled inside, by this thread. duration: of all of it, in words. begins: called before the
-        first kernel is compiled. An outer one counts."""
+        """Report as one what this thread compiles inside. duration: of all of it, as text. begins: called before the first
+        kernel is compiled. Inside another together(), this does nothing."""
         if getattr(self._thread, "line", None) is not None:
             yield
             return
@@ -55,10 +55,10 @@ class FirstUse:
 
     @contextmanager
     def compiling(self, kernel: str, *, kept: bool) -> Iterator[None]:
-        """Say that a kernel is compiled inside. kept: whether the result is kept on the disk."""
+        """Report that a kernel is compiled inside. kept: whether the result is kept on the disk."""
         with self.together(_BY_ITSELF):
             self._thread.line.announce()
-            if self.speaks:
+            if self.reports:
                 self._thread.line.begin(kept=kept, first=not self.compiled)
             self.compiled.append(kernel)
             yield
@@ -131,5 +131,5 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-#: What this process says. It is one for all kernels, since they are compiled while modules are loaded.
+#: The reports of this process. There is one object for all kernels, since they are compiled while modules are loaded.
 FIRST_USE = FirstUse()

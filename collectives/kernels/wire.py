@@ -1,6 +1,6 @@
-"""What every kernel module agrees on about the layout of a code."""
+"""The layout of a code that all kernel modules share."""
 
 
 def pad16(nbytes: int) -> int:
-    """Return the next multiple of 16, where the sections of a wire begin, so as to be read 16 bytes at a time."""
+    """Return the next multiple of 16. Sections of a wire begin there, so that they can be read 16 bytes at a time."""
     return -(-nbytes // 16) * 16

@@ -1,4 +1,4 @@
-"""What moves bytes between ranks, and who of them is there."""
+"""The links, which move bytes between ranks, and the membership of ranks."""
 
 from gradwire.collectives.link.base import Message, Pending, Request, Transport, Whole
 from gradwire.collectives.link.membership import Membership

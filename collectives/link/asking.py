@@ -1,4 +1,4 @@
-"""Calls of a store, each with a deadline, and none left behind when the process ends."""
+"""Calls to a store, each with a deadline. None is still running when the process ends."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 
-#: How often a call that waits for its answer checks whether there is any use in waiting.
+#: Seconds between two calls of check() while a call waits for the store.
 _LOOK_AGAIN_S = 0.03
 
-#: What the store may take for an answer when the deadline has passed, such as to who has not come.
+#: How long the store may take for an answer after the deadline, such as which ranks are missing.
 _LAST_ANSWER_S = 1.0
 
-#: How long the end of the process waits for a call whose connection it has shut.
+#: How long an exiting process waits for a call whose connection it has shut down.
 _UNBLOCK_S = 2.0
 
 _Answer = TypeVar("_Answer")
 
 
 class Asking:
-    """Asks a store, which does not answer while the process that keeps it is stopped: torch waits without a deadline for that,
-    so a thread that can be left waiting makes the calls. Where none can be started, torch's own timeouts alone bound them.
+    """Calls a store on a separate thread. While the process that serves the store is stopped, torch waits without a deadline;
+    the thread can be abandoned in that wait. If no thread can be started, only torch's own timeouts bound the calls.
 
-    deadline: time.monotonic() seconds. check: called again and again; raises LinkError where there is no use in waiting.
-    keepers: the rank whose process keeps the store, where it is one of those that connect.
+    deadline: time.monotonic() seconds. check: called repeatedly; raises LinkError to end a useless wait. keepers: the rank
+    whose process serves the store, if it is one of those that connect.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Asking:
         self._thread = DaemonThread("gradwire-store", or_callers=True)
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return what a call returns that asks the store. Raises LinkError where there is no answer by the deadline or the
-        store has ended, and what check raises."""
+        """Return the result of a call to the store. Raises LinkError if there is no answer by the deadline or the store has
+        ended, and what check raises."""
         answer = self._thread.submit(call)
         until = max(self._deadline, time.monotonic() + _LAST_ANSWER_S)
         try:
@@ -72,30 +72,31 @@ class Asking:
             raise LinkError(None, timed_out=False, detail=detail, awaited=self._keepers, ended=True) from error
 
     def close(self) -> None:
-        """Give the thread back, once it has its answer."""
+        """Release the thread once its call has returned."""
         self._thread.close()
 
 
 def _unblock(answer: Future[Any], store: Store) -> None:
-    """End a call that still waits, or wait for it: a thread that wakes in there while the interpreter ends aborts the process."""
+    """End a call that still waits, and wait until it returns: a thread that returns from it while the interpreter exits aborts
+    the process."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     end = time.monotonic() + _UNBLOCK_S
     while not answer.done() and time.monotonic() < end:
-        if isinstance(store, TCPStore):  # in others a call ends soon after its deadline
+        if isinstance(store, TCPStore):  # calls to other stores end soon after their deadline
             shut(connections(store.host, store.port))
         wait([answer], _LOOK_AGAIN_S)
 
 
 def shut(descriptors: Collection[int]) -> None:
-    """End connections of this process without closing their descriptors, which somebody else will do."""
+    """Shut down connections of this process. Their owner closes the descriptors."""
     for descriptor in descriptors:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def connections(address: str, port: int) -> set[int]:
-    """Return the descriptors of this process that are connected to an address."""
+    """Return the descriptors of this process's sockets that are connected to an address."""
     found = set()
     places = set[tuple[str, int]]()
     with suppress(OSError):

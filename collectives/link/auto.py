@@ -30,19 +30,19 @@ _ALL_COMPILE_S = 120.0
 
 _POLL_S = 0.0001
 
-#: How long what is to be received through one part may stand still while another one is waited for.
+#: How long receives through one part may stand still while this rank waits for the other part.
 _SLICE_S = 0.05
 
-#: How long a look for a message from any other host takes, before it is looked for in memory again.
+#: How long next_sender() polls the link between hosts before it polls shared memory again.
 _LOOK_S = 0.001
 
 _log = logging.getLogger("gradwire")
 
 
 def auto(membership: Membership, timeout_s: float) -> Transport:
-    """Connect the members: by the process group, and for CPU tensors by shared memory between ranks that share a host, unless one
-    of them refuses, and by TCP between all others, unless one cannot drive connections of its own. timeout_s: compiling not
-    counted."""
+    """Connect the members. CPU tensors go through shared memory inside a host, unless a rank refuses it, and over TCP between
+    all other ranks, unless a rank has no kernels for it. All else goes through the process group. timeout_s: without the time
+    to compile kernels."""
     rank, size = membership.rank, membership.size
     with ExitStack() as made:
 
@@ -74,8 +74,8 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                 elif not is_needed:
                     transport = far = group = backends()
                 if without and rank == 0:
-                    said = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
-                    _log.warning(said, *min(without.items()))
+                    message = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
+                    _log.warning(message, *min(without.items()))
             if near is not None or far is not group:
                 transport = RoutingTransport(group, far, near, neighbours, some_share=shared)
         made.pop_all()
@@ -83,10 +83,10 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
 
 
 def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool) -> list[dict[str, Any]]:
-    """Return by rank whether it is to share memory, and why it cannot drive connections of its own, if so.
+    """Return for each rank whether it accepts shared memory, and why it has no kernels for TCP (None if it has them).
 
-    Every rank has compiled when all have answered: the backend's own collectives would not wait that long. Nor does anyone here
-    for a rank that does not come and does not compile.
+    When this returns, every rank has compiled its kernels; a collective of the backend would time out meanwhile. A rank that
+    neither arrives nor compiles is awaited for timeout_s only.
     """
     memory = shared_memory_wanted(os.environ)
     with FIRST_USE.together("about 20 s", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)):
@@ -98,7 +98,7 @@ def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool)
 
 
 class _Nowhere(Transport):
-    """Stands for a part that no message goes through."""
+    """A Transport that gets no messages, in place of a process group that is not needed."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -116,10 +116,10 @@ class _Nowhere(Transport):
 
 @dataclass(eq=False, slots=True)
 class _SharedPending:
-    """A message through one part, during whose wait what is under way through the other part moves on.
+    """A message through one part. Waiting for it also moves the messages of the other part.
 
-    Only this rank moves that, and the peer may depend on it before it answers: on what is sent, as a rule, so that moves at once;
-    what is to be received, now and then.
+    Only calls by this rank move those, and the peer may need one of them before it answers. That is usually a send, so sends
+    are moved all the time, and receives once in _SLICE_S seconds.
     """
 
     pending: Pending
@@ -150,9 +150,9 @@ class _SharedPending:
 
 
 class RoutingTransport(Transport):
-    """A Transport made of others. group: for CUDA tensors where it carries them, and for whole verbs of torch's backends. near:
-    for CPU tensors to `neighbours`, the ranks that it reaches, this one among them. far: for all other messages; it may be
-    `group`. some_share: whether any ranks, perhaps others, share memory."""
+    """Routes each message to one of several Transports. group: for CUDA tensors if it carries them, and for algorithm 'native'.
+    near: for CPU tensors between `neighbours`, the ranks that share memory with this one, and itself; None if there are none.
+    far: for all other messages; it may be `group`. some_share: whether any ranks share memory, this one or others."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class RoutingTransport(Transport):
         self._parts: list[Transport] = [part for part in (near, far, group) if part is not None]
         self._neighbours = frozenset(neighbours)
         self._some_share = some_share
-        self._near_was_heard = False
+        self._last_sender_is_near = False
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """See Transport. All messages of a call are on the same kind of device."""
@@ -214,9 +214,9 @@ class RoutingTransport(Transport):
         while True:
             now = time.monotonic()
             looks = [(self._near, now), (self._far, min(deadline, now + _LOOK_S))]
-            for part, until in reversed(looks) if self._near_was_heard else looks:
+            for part, until in reversed(looks) if self._last_sender_is_near else looks:
                 if (sender := part.next_sender(tag, until)) is not None:
-                    self._near_was_heard = part is self._near
+                    self._last_sender_is_near = part is self._near
                     return sender
             if now >= deadline:
                 return None
@@ -235,8 +235,8 @@ class RoutingTransport(Transport):
         return self._group.collective(request)
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
-        """See Transport. Where messages go both ways, each must be seen to. Ranks that reduce the same numbers must all use the
-        same loop: which of two zeros is the least depends on it, and which bits stand for no number."""
+        """See Transport. None for a program with peers in shared memory, whose messages `far` would not move. Ranks that reduce
+        the same numbers must all use the same loop: the sign of a minimum of zeros and the bits of a NaN depend on it."""
         if self._neighbours & program.peers or (self._some_share and program.scratch):
             return None
         return self._far.follow(program, dtype, op)
@@ -262,7 +262,7 @@ class RoutingTransport(Transport):
 
 
 def _routes(group: Transport, far: Transport, neighbours: set[int]) -> tuple[str, ...]:
-    """Return the lines for people."""
+    """Return the lines of Transport.routes."""
     others = set(range(group.size)) - neighbours - {group.rank}
     lines = [f"{ranks_text(neighbours)}: shared memory, on the same host"] if neighbours else []
     if others:

@@ -1,4 +1,4 @@
-"""What a link makes: a transport, which moves spans of 1-D tensors between ranks. Small on purpose."""
+"""The protocol that links implement: a Transport moves contiguous 1-D tensors between ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Pending(Protocol):
     """A message on its way."""
 
     def wait(self, deadline: float) -> None:
-        """Return when the tensor is free (sent) or filled (received). deadline: time.monotonic() seconds.
+        """Wait until the tensor is filled (received), or may be changed (sent). deadline: time.monotonic() seconds.
 
         Raises LinkError when the connection breaks or the deadline passes.
         """
 
     def is_done(self) -> bool:
-        """Move what can be moved at once; return whether wait() would return, or raise, at once."""
+        """Move messages as far as possible without waiting; return whether wait() would return, or raise, at once."""
 
 
 #: One Pending for each send, and one for each receive.
@@ -35,7 +35,7 @@ Posted = tuple[list[Pending], list[Pending]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A verb that a transport is to do by itself, for buffers of one kind.
+    """A verb that a transport is to run by itself, for buffers of one dtype and device.
 
     verb, algorithm: as the transport offers them. dtype, device_type: of both buffers; bool travels as uint8. numel: of the
     source. op: 'sum', 'average', 'min', 'max' or 'product'. root: of broadcast, reduce, gather and scatter. source_lengths,
@@ -58,14 +58,14 @@ WholeRun = Callable[[torch.Tensor, torch.Tensor, int, float], None]
 
 
 class Whole(NamedTuple):
-    """A verb that a transport has made ready to do by itself, as often as it is called.
+    """A verb that a transport has prepared, and runs by itself at each call of `run`.
 
-    run: (source, destination, tag, deadline), with contiguous tensors as the Request says; a CPU tensor comes as its user made
-    it, so of any shape, and it may require gradients. allreduce, broadcast and reduce get one tensor twice (reduce may overwrite
-    it anywhere), gather and scatter an empty one in place of all parts on ranks other than the root, barrier empty ones;
-    allgather's source may be this rank's part of its destination. tag: of 30 bits, alike on ranks that call the same operation
-    and on no others. deadline: time.monotonic() seconds. Raises LinkError. needs_meeting: whether ranks that call different
-    things would come to harm in it, so that they must meet under the tag before. algorithm: its name, for timelines.
+    run: (source, destination, tag, deadline), with contiguous tensors as in the Request. A CPU tensor is the user's own: it may
+    have any shape, and may require gradients. allreduce, broadcast and reduce get the same tensor twice (reduce may overwrite
+    it on any rank); gather and scatter get an empty tensor for the parts on ranks other than the root, and barrier gets empty
+    tensors; allgather's source may be this rank's part of its destination. tag: 30 bits, the same on ranks that call the same
+    operation, and only there. deadline: time.monotonic() seconds. Raises LinkError. needs_meeting: whether ranks must first
+    pass a barrier under the tag, because run does harm if they call different operations. algorithm: its name, for timelines.
     """
 
     run: WholeRun
@@ -73,26 +73,26 @@ class Whole(NamedTuple):
     algorithm: str = ""
 
 
-#: Of a tag: below, what a message is found by; above, what kind of numbers it carries.
+#: The lowest bits of a tag match sends to receives. The bits above them hold the kind of numbers in the message.
 KIND_BITS = 32
 
 
 class Transport(ABC):
     """Connects the ranks of one Communicator.
 
-    Messages from one rank to another with one tag arrive in the order sent; a tag that the other end does not use is never
-    taken for one that it does.
+    Messages from one rank to another with the same tag arrive in the order sent. A message is never received under another tag
+    (except by NCCL, which has no tags).
 
-    Attributes: device_types, the kinds of device whose tensors it moves (CUDA tensors go through pinned memory where it moves
-    none); posts_together, those of them for which both ends of a message must be posted in the same round, as NCCL wants it;
-    quick, whether a message costs microseconds, and not the wake-ups of a backend's threads; eager, whether a send may be over
-    before its receiver has asked for the message, so that programs are to end with an answer; hears_anyone, whether
-    next_sender() is offered; waits_again, whether a wait whose deadline has passed harms nothing; shares_memory, whether this
-    rank shares memory with others of its host; algorithms, the names under which it does whole verbs by itself, by verb;
-    preferred, which of these 'auto' is to take whatever the size, by verb; share_alignment_bytes, for its allreduces that
-    it does by halves too, as the verbs reduce_shares and gather_shares, in place like the whole: at multiples of how many bytes
-    it cuts a buffer into shares, one a rank, in order of the ranks and of near-equal length, as plan.spans.split_aligned does;
-    routes, lines for people: what joins this rank with which others, and why.
+    Attributes: device_types, the device types whose tensors it moves (without "cuda", CUDA tensors are copied through pinned
+    memory); posts_together, the device types for which both ends of a message must be posted in the same round, as NCCL
+    requires; quick, whether a message costs microseconds, without the thread wake-ups of a backend; eager, whether a send may
+    finish before its receiver has posted the receive, so that programs must end with an answer; hears_anyone, whether
+    next_sender() is implemented; waits_again, whether wait() may be called again after its deadline has passed; shares_memory,
+    whether this rank shares memory with others of its host; algorithms, by verb, those that it runs by itself; preferred, by
+    verb, the one of these that 'auto' selects for every size; share_alignment_bytes, by allreduce algorithm that it also runs
+    in halves, as the verbs reduce_shares and gather_shares, in place: it cuts a buffer at multiples of this into one share a
+    rank, in rank order and of near-equal length, as plan.spans.split_aligned does; routes, lines of text: what connects this
+    rank with which others, and why.
     """
 
     rank: int
@@ -113,10 +113,10 @@ class Transport(ABC):
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """Start all messages of one round; return one Pending for each send and each receive. Never blocks for a peer.
 
-        While any wait of this rank lasts, all that it has posted moves on. Raises LinkError when a peer is known to be gone.
+        While this rank is in any wait, all its posted messages move. Raises LinkError when a peer is known to be gone.
 
-        tag: of 31 bits, by which messages are found. Above its lowest KIND_BITS may stand what kind of numbers a message carries:
-        a link that can tell raises LinkError with `found` where the ends of one message differ in it, or in length.
+        tag: 31 bits that match sends to receives. The bits above the lowest KIND_BITS may hold the kind of numbers: a link that
+        can compare raises LinkError with `found` if the two ends of a message differ in kind or length.
         """
 
     @abstractmethod
@@ -125,39 +125,39 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give the resources back. Never blocks."""
+        """Release the resources. Never blocks."""
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
-        """Wait until the next message of some rank has a tag, and return that rank; None when the deadline passes. The message
-        stays where it is. Ranks take turns: the one that was found last comes last. Raises LinkError."""
+        """Wait until the next message of some rank has this tag, and return that rank; None when the deadline passes. The
+        message is not received yet. The rank that was returned last is checked last. Raises LinkError."""
         raise NotImplementedError(f"{type(self).__name__} cannot receive from any rank: name the sender")
 
     def sends(self) -> bool:
-        """Return whether something that was posted to be sent stays where it is unless this rank calls its transport."""
+        """Return whether a posted send is unfinished, and moves only while this rank calls its transport."""
         return False
 
     def is_busy(self) -> bool:
-        """Return whether anything that was posted, to be sent or received, does so."""
+        """Return whether a posted send or receive is unfinished, and moves only while this rank calls its transport."""
         return False
 
     def nudge(self) -> None:  # noqa: B027
-        """Move what can be moved at once. Raises LinkError."""
+        """Move posted messages as far as possible without waiting. Raises LinkError."""
 
     def collective(self, request: Request) -> Whole:
-        """Make a verb ready that `algorithms` offers. Not a collective call; no deadline runs yet."""
+        """Prepare a verb that `algorithms` lists. Not a collective call; no deadline runs yet."""
         raise NotImplementedError(f"{type(self).__name__} offers messages only")
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
-        """Make ready to run a program of CPU tensors in one call, without Python between messages; None where this transport
-        cannot. op: 'sum', 'min', 'max' or 'product', by which it reduces. Not a collective call; no deadline runs yet."""
+        """Prepare to run a program of CPU tensors in one call, without Python between messages; return None if this transport
+        cannot. op: the reduction: 'sum', 'min', 'max' or 'product'. Not a collective call; no deadline runs yet."""
         return None
 
     def disown(self) -> None:  # noqa: B027
-        """Give up the copies that a forked child has of what must end with the rank itself."""
+        """Close a forked child's copies of the descriptors that must close when the rank itself ends."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised CPU tensor where this transport handles it best."""
+        """Return an uninitialised CPU tensor in the memory that this transport moves fastest."""
         return torch.empty(shape, dtype=dtype)
 
     def wait_beside_work(self, beside_work: bool) -> None:  # noqa: B027
-        """Leave the cores to other threads of this process in waits from now on, or not."""
+        """Set whether later waits leave the cores to other threads of this process."""

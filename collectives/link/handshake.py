@@ -1,7 +1,7 @@
-"""Connections between the ranks of a job, and to nobody else.
+"""Connections that only the ranks of one job can make.
 
-A listening rank sends a challenge over each new connection, and reads nothing but the answer: the rank that connects, and a code
-of both ranks and of the challenge, which needs the job's secret (HMAC-SHA256, RFC 2104). Any other connection is dropped.
+A listening rank sends a challenge over each new connection, and reads only the answer: the rank that connects, and a code of
+both ranks and the challenge, keyed with the job's secret (HMAC-SHA256, RFC 2104). It closes any other connection.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from gradwire.collectives.link.paths import send_small_segments
 _HELLO = struct.Struct("!i32s")
 CHALLENGE_BYTES = 32
 
-#: A host that answers nothing for so long is gone: seconds of silence, seconds between questions, and how many of those.
+#: TCP keep-alive, which ends a connection to a silent host: idle seconds, seconds between probes, number of probes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
 _SILENCE_MS = 15_000
 
-#: What keeps this process, and not the one at the other end, from connecting.
+#: Errors of connecting that this process causes, and not the one at the other end.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
-#: How often a wait for another rank checks whether there is any use in waiting.
+#: Seconds between two calls of check() in a wait for another rank.
 _CHECK_S = 0.03
 
-#: How many connections may at a time be about to say whose they are.
-MOST_STRANGERS = 256
+#: How many connections may be unverified at a time; one more closes the oldest.
+MOST_UNVERIFIED = 256
 
 
 def neighbours(rank: int, size: int) -> list[int]:
@@ -67,7 +67,7 @@ def dial(
 ) -> socket.socket:
     """Return a nonblocking connection to a rank that listens, after begin(connection). check: see wait_ready.
 
-    Raises LinkError, which names the peer; OSError where this process has no means left to connect.
+    Raises LinkError, which names the peer; OSError (one of OWN_FAULTS) if this process lacks the resources to connect.
     """
     connection: socket.socket | None = None
     try:
@@ -92,8 +92,8 @@ def dial(
 
 
 def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], None]) -> list[int]:
-    """Return the descriptors of sockets that can be written or read. events: what to wait for, by socket or descriptor. check:
-    called every _CHECK_S seconds; raises LinkError where there is no use in waiting. Raises TimeoutError at the deadline."""
+    """Wait for any of the events, and return the descriptors that are ready. events: of poll(), by socket or descriptor. check:
+    called every _CHECK_S seconds; raises LinkError to end a useless wait. Raises TimeoutError at the deadline."""
     poll = select.poll()
     for waiting, event in events.items():
         poll.register(waiting, event)
@@ -104,14 +104,14 @@ def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], N
     return [descriptor for descriptor, _ in ready]
 
 
-class _Stranger:
+class _Unverified:
     """A new connection whose rank is not known yet."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Send a challenge over the connection."""
         self.connection = connection
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self._said = b""
+        self._answer = b""
         connection.setblocking(False)
         with suppress(OSError):  # read() notices a connection that has ended
             connection.send(self._challenge)
@@ -119,17 +119,17 @@ class _Stranger:
     def read(self) -> bool:
         """Read what has arrived of the answer; return whether more of it may follow."""
         try:
-            piece = self.connection.recv(_HELLO.size - len(self._said))
+            piece = self.connection.recv(_HELLO.size - len(self._answer))
         except OSError as error:
             return isinstance(error, BlockingIOError)
-        self._said += piece
-        return bool(piece) and len(self._said) < _HELLO.size
+        self._answer += piece
+        return bool(piece) and len(self._answer) < _HELLO.size
 
     def peer(self, rank: int, secret: bytes) -> int | None:
         """Return the rank that has connected to this one; None for a process that does not know the secret."""
-        if len(self._said) < _HELLO.size:
+        if len(self._answer) < _HELLO.size:
             return None
-        peer, code = _HELLO.unpack(self._said)
+        peer, code = _HELLO.unpack(self._answer)
         return peer if hmac.compare_digest(code, _code(peer, rank, self._challenge, secret)) else None
 
 
@@ -153,7 +153,7 @@ class Listener:
     ) -> dict[int, socket.socket]:
         """Connect this rank to its peers, each of which calls this as well; stop listening. Return the connections by rank.
 
-        cards: of all ranks. check: see wait_ready. Raises LinkError with the ranks that did not connect.
+        cards: each rank's Listener.card. check: see wait_ready. Raises LinkError with the ranks that did not connect.
         """
         made: dict[int, socket.socket] = {}
 
@@ -196,35 +196,35 @@ class Listener:
         deadline: float,
         check: Callable[[], None],
     ) -> None:
-        """Add the connections of the expected ranks to those that are made."""
-        strangers: dict[int, _Stranger] = {}
+        """Accept the connections of the expected ranks, and add them to `made`."""
+        unverified: dict[int, _Unverified] = {}
         try:
             while missing := expected - made.keys():
                 try:
-                    if time.monotonic() >= deadline:  # strangers may have kept the listener busy
+                    if time.monotonic() >= deadline:  # unverified connections may have kept the listener busy
                         raise TimeoutError
-                    listening = dict.fromkeys((self._socket.fileno(), *strangers), select.POLLIN)
+                    listening = dict.fromkeys((self._socket.fileno(), *unverified), select.POLLIN)
                     ready = wait_ready(listening, deadline, check)
                 except TimeoutError:
                     detail = f"{ranks_text(missing)} did not connect"
                     raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing) from None
                 for descriptor in ready:
                     if descriptor == self._socket.fileno():
-                        stranger = _Stranger(self._socket.accept()[0])
-                        strangers[stranger.connection.fileno()] = stranger
-                        if len(strangers) > MOST_STRANGERS:
-                            strangers.pop(next(iter(strangers))).connection.close()
-                    elif descriptor in strangers:
-                        stranger = strangers.pop(descriptor)
-                        if stranger.read():
-                            strangers[descriptor] = stranger
-                        elif (peer := stranger.peer(rank, secret)) in missing:
-                            made[peer] = stranger.connection
+                        candidate = _Unverified(self._socket.accept()[0])
+                        unverified[candidate.connection.fileno()] = candidate
+                        if len(unverified) > MOST_UNVERIFIED:
+                            unverified.pop(next(iter(unverified))).connection.close()
+                    elif descriptor in unverified:
+                        candidate = unverified.pop(descriptor)
+                        if candidate.read():
+                            unverified[descriptor] = candidate
+                        elif (peer := candidate.peer(rank, secret)) in missing:
+                            made[peer] = candidate.connection
                         else:
-                            stranger.connection.close()
+                            candidate.connection.close()
         finally:
-            for stranger in strangers.values():
-                stranger.connection.close()
+            for candidate in unverified.values():
+                candidate.connection.close()
 
 
 def _family(address: str) -> socket.AddressFamily:
@@ -236,14 +236,14 @@ def _code(rank: int, peer: int, challenge: bytes, secret: bytes) -> bytes:
 
 
 def give_up_on_silence(connection: socket.socket) -> None:
-    """End a connection when the other end's system confirms nothing of what is sent for some seconds. Only for one whose reader
-    is never long in coming: who does not read confirms nothing either, once what lies between is full."""
+    """Break a connection when the other host acknowledges no sent bytes for _SILENCE_MS milliseconds. Only for connections
+    whose peer always reads soon: once the buffers between are full, a peer that does not read acknowledges nothing either."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
 
 
 def set_up(connection: socket.socket) -> None:
-    """Have a connection send small messages at once, and end when the other end's host does not answer for some seconds."""
+    """Send small messages of a connection at once, and break it when the other host does not answer for some seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:

@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwire.collectives.errors import LinkError, ranks_text
-from gradwire.collectives.link.handshake import MOST_STRANGERS, give_up_on_silence, listen, set_up
+from gradwire.collectives.link.handshake import MOST_UNVERIFIED, give_up_on_silence, listen, set_up
 from gradwire.collectives.link.watch import Neighbour, poll_of
 
-#: What a process says of itself when it arrives: numbers, strings, and lists and dicts of them; "rank" among them.
+#: How a process describes itself when it arrives: numbers, strings, and lists and dicts of them; "rank" is one key.
 Card = dict[str, Any]
 
 #: How long a rank may take to answer whether it runs.
 ANSWER_S = 0.5
 
-#: How long the hub waits when it cannot accept a connection.
+#: How long the hub waits after it could not accept a connection.
 _LOOK_AGAIN_S = 0.02
 
 #: How long a hub that closes waits until its last messages have been read.
@@ -37,7 +37,7 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class Failure:
-    """Says why ranks cannot connect. ranks: those at fault. why: in words, what keeps them. ended: whether their processes have
+    """The reason why ranks cannot connect. ranks: those at fault. why: the reason as text. ended: whether their processes have
     ended. timed_out: whether a deadline has passed."""
 
     ranks: tuple[int, ...]
@@ -47,31 +47,31 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Return what an error, raised on this rank, says of the others, or of this rank itself."""
+        """Return the Failure for an error raised on this rank: of the ranks that a LinkError names, else of this rank."""
         if isinstance(error, LinkError):
             return cls(tuple(sorted(error.awaited)), str(error), error.ended, error.timed_out)
         return cls((rank,), f"rank {rank} raised {type(error).__name__}: {error}")
 
     @classmethod
     def loss_of(cls, ranks: Collection[int]) -> Failure:
-        """Return that of ranks whose processes have ended."""
+        """Return the Failure of ranks whose processes have ended."""
         return cls(tuple(sorted(ranks)), f"lost {ranks_text(ranks)}", ended=True)
 
     def as_link_error(self) -> LinkError:
-        """Return the error for it on the other ranks."""
+        """Return the error that the other ranks raise for it."""
         return LinkError(None, timed_out=self.timed_out, detail=self.why, awaited=self.ranks, ended=self.ended)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Failure:
-        """Return what a record holds, as asdict makes it."""
+        """Return the Failure from which asdict made a record."""
         return cls(tuple(record["ranks"]), record["why"], record["ended"], record["timed_out"])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Says what a hub does when a process arrives. refused: why it turns this process away; None where it admits it. again:
-    whether the process may try again. evicted: by rank, why the hub now turns away a process that it has admitted before. fatal:
-    why no rank can go on."""
+    """What a hub does with a process that arrives. refused: why it is not admitted; None if it is. again: whether it may try
+    again. evicted: by rank, why the hub now closes the connection of a process that it has admitted before. fatal: why no rank
+    can go on."""
 
     refused: str | None = None
     again: bool = False
@@ -83,18 +83,20 @@ class Admission:
     """Decides which processes a hub admits: here the first that arrives as each rank."""
 
     def judge(self, arriving: Card, members: Mapping[int, Card], *, is_complete: bool) -> Verdict:
-        """Return what to do when a process arrives. members: the cards of the admitted ones, by rank. is_complete: whether all
-        ranks have been admitted at once."""
+        """Return what to do when a process arrives. members: the cards of the admitted processes, by rank. is_complete: whether
+        all ranks were admitted at some time."""
         return Verdict(f"rank {arriving['rank']} has arrived already") if arriving["rank"] in members else Verdict()
 
     def settle_s(self, members: Mapping[int, Card]) -> float:
-        """Return for how many seconds a hub waits for another process that may claim the place of one of these."""
+        """Return how many seconds a hub waits, once all ranks are admitted, for another process that claims the rank of one of
+        them."""
         return 0.0
 
 
 @dataclass
 class _Inquiry:
-    """Asks which ranks do not answer. by: the rank that asks. until: time.monotonic() seconds. running: who has answered."""
+    """A rank's question which ranks do not answer. by: its connection. until: time.monotonic() seconds. running: the ranks that
+    have answered."""
 
     by: Neighbour
     until: float
@@ -102,22 +104,22 @@ class _Inquiry:
 
 
 class Hub:
-    """Admits processes, each as a rank, and passes on what they report and that they have ended, on a thread of its own.
+    """Admits processes as ranks, and passes on their reports and which of them have ended. Runs on a thread of its own.
 
-    card: by which other processes find it.
+    card: has the address and port to which other processes connect.
     """
 
     def __init__(self, card: Card, size: int, admission: Admission) -> None:
         """card: of this process, with a new "key" and "token". Raises OSError where its address cannot be listened on."""
         self._size = size
         self._admission = admission
-        self._listener = listen(card["address"], size + MOST_STRANGERS, small_segments=True)
+        self._listener = listen(card["address"], size + MOST_UNVERIFIED, small_segments=True)
         self.card = card | {"port": self._listener.getsockname()[1]}
-        self._strangers: dict[int, Neighbour] = {}
+        self._arriving: dict[int, Neighbour] = {}
         self._members: dict[int, Neighbour] = {}
         self._cards: dict[int, Card] = {}
         self._gone: set[int] = set()
-        self._said: list[Card] = []
+        self._sent_to_all: list[Card] = []
         self._is_complete = False
         self._complete_at: float | None = None
         self._inquiries: list[_Inquiry] = []
@@ -125,17 +127,17 @@ class Hub:
         self._thread = threading.Thread(target=self._serve, name="gradwire-hub", daemon=True)
 
     def start(self, here: socket.socket) -> None:
-        """Begin to serve. here: a connection to this process itself, beside those that will be made."""
-        self._strangers[here.fileno()] = Neighbour(here)
+        """Begin to serve. here: the hub's end of a connection to this process itself."""
+        self._arriving[here.fileno()] = Neighbour(here)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until all connections have ended, as they do soon after that to this process itself."""
+        """Wait for the hub's thread, which ends soon after the connection to this process itself has ended."""
         self._thread.join(2 * _FLUSH_S)
 
     def disown(self) -> None:
         """Close this process's sockets; those of the rank that forked it stay open."""
-        for neighbour in (*self._members.values(), *self._strangers.values()):
+        for neighbour in (*self._members.values(), *self._arriving.values()):
             neighbour.socket.close()
         self._listener.close()
 
@@ -143,7 +145,7 @@ class Hub:
         try:
             due_ms: float | None = None
             while self._serves:
-                poll = poll_of(self._listener, (*self._strangers.values(), *self._members.values()))
+                poll = poll_of(self._listener, (*self._arriving.values(), *self._members.values()))
                 self._look({descriptor for descriptor, _ in poll.poll(due_ms)})
                 due_ms = self._do_what_is_due()
             flush_by = time.monotonic() + _FLUSH_S
@@ -155,59 +157,59 @@ class Hub:
             self.disown()
 
     def _look(self, ready: set[int]) -> None:
-        """Read and write what can be. ready: descriptors."""
+        """Serve the connections that are ready. ready: their descriptors."""
         if self._listener.fileno() in ready:
             self._accept()
         for rank, neighbour in list(self._members.items()):
             if neighbour.socket.fileno() in ready:
-                self._hear(rank, neighbour)
-        for descriptor, stranger in list(self._strangers.items()):
+                self._receive(rank, neighbour)
+        for descriptor, arriving in list(self._arriving.items()):
             if descriptor in ready:
-                self._meet(descriptor, stranger)
+                self._admit(descriptor, arriving)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has ended already, or this process has no descriptor left
+        except OSError:  # the connection has ended, or this process has no descriptor left
             time.sleep(_LOOK_AGAIN_S)
             return
         connection.setblocking(False)
         set_up(connection)
         give_up_on_silence(connection)
-        self._strangers[connection.fileno()] = Neighbour(connection)
-        if len(self._strangers) > MOST_STRANGERS:
-            self._strangers.pop(next(iter(self._strangers))).socket.close()
+        self._arriving[connection.fileno()] = Neighbour(connection)
+        if len(self._arriving) > MOST_UNVERIFIED:
+            self._arriving.pop(next(iter(self._arriving))).socket.close()
 
-    def _meet(self, descriptor: int, stranger: Neighbour) -> None:
-        """Admit a process, or turn it away, once it has said who it is."""
+    def _admit(self, descriptor: int, arriving: Neighbour) -> None:
+        """Admit or refuse a process once its card has arrived."""
         card: Card | None = None
-        with suppress(ValueError):  # raised where a program of another kind has connected
-            messages, ended = stranger.read()
+        with suppress(ValueError):  # raised if some other program has connected
+            messages, ended = arriving.read()
             if not messages and not ended:
                 return
             card = None if ended else self._card_of(messages)
-        del self._strangers[descriptor]
+        del self._arriving[descriptor]
         if card is None:
-            stranger.socket.close()
+            arriving.socket.close()
             return
         verdict = self._admission.judge(card, self._cards, is_complete=self._is_complete)
         for rank, why in verdict.evicted.items():
             _refuse(self._members.pop(rank), why, again=False)
             del self._cards[rank]
         if verdict.refused is not None:
-            _refuse(stranger, verdict.refused, again=verdict.again)
+            _refuse(arriving, verdict.refused, again=verdict.again)
         else:
-            self._members[card["rank"]], self._cards[card["rank"]] = stranger, card
-            for message in self._said:
-                stranger.say(**message)
+            self._members[card["rank"]], self._cards[card["rank"]] = arriving, card
+            for message in self._sent_to_all:
+                arriving.say(**message)
         if verdict.fatal is not None:
-            self._tell({"kind": "failure", "scope": ""} | asdict(verdict.fatal))
+            self._send_to_all({"kind": "failure", "scope": ""} | asdict(verdict.fatal))
         self._complete_at = None
         if len(self._members) == self._size and not self._is_complete:
             self._complete_at = time.monotonic() + self._admission.settle_s(self._cards)
 
     def _card_of(self, messages: Sequence[Card]) -> Card | None:
-        """Return the card with which a process arrives; None for anything else that may have connected."""
+        """Return the card of a process that arrives; None if some other program has connected."""
         with suppress(AttributeError, IndexError, KeyError, TypeError):  # raised by what another program has sent
             card: Card = messages[0]["card"]
             if hmac.compare_digest(messages[0]["token"], self.card["token"]) and card["rank"] in range(self._size):
@@ -215,13 +217,14 @@ class Hub:
         return None
 
     def _do_what_is_due(self) -> float | None:
-        """Complete the meeting and answer inquiries where it is time to; return in how many milliseconds to look again."""
+        """Complete the meeting and answer inquiries that are due; return in how many milliseconds the next one is due, or
+        None."""
         now = time.monotonic()
         if self._complete_at is not None and now >= self._complete_at:
             self._is_complete, self._complete_at = True, None
             cards = [self._cards[rank] | {"identity": None} for rank in range(self._size)]
             secret = secrets.token_hex(_SECRET_BYTES)
-            self._tell({"kind": "all", "key": self.card["key"], "secret": secret, "cards": cards})
+            self._send_to_all({"kind": "all", "key": self.card["key"], "secret": secret, "cards": cards})
         for inquiry in list(self._inquiries):
             silent = sorted(set(range(self._size)) - inquiry.running - self._gone)
             if not silent or now >= inquiry.until:
@@ -231,7 +234,7 @@ class Hub:
         due += [] if self._complete_at is None else [self._complete_at]
         return max(0.0, min(due) - now) * 1000 + 1 if due else None
 
-    def _hear(self, rank: int, neighbour: Neighbour) -> None:
+    def _receive(self, rank: int, neighbour: Neighbour) -> None:
         neighbour.write()
         messages, ended = neighbour.read()
         for message in messages:
@@ -245,7 +248,7 @@ class Hub:
             elif message["kind"] == "left":
                 self._note_gone(rank, left=True)
             else:
-                self._tell(message)
+                self._send_to_all(message)
         if ended:
             del self._members[rank]
             self._complete_at = None
@@ -256,11 +259,11 @@ class Hub:
     def _note_gone(self, rank: int, *, left: bool) -> None:
         if rank not in self._gone:
             self._gone.add(rank)
-            self._tell({"kind": "gone", "rank": rank, "left": left})
+            self._send_to_all({"kind": "gone", "rank": rank, "left": left})
 
-    def _tell(self, message: Card) -> None:
-        """Pass a message on to all ranks, and to those that arrive later."""
-        self._said.append(message)
+    def _send_to_all(self, message: Card) -> None:
+        """Send a message to all ranks, and keep it for those that arrive later."""
+        self._sent_to_all.append(message)
         for neighbour in self._members.values():
             neighbour.say(**message)
 

@@ -24,16 +24,16 @@ from gradwire.collectives.link.presence import Presence, arrive
 from gradwire.collectives.plan.topology import Topology, machine_id
 from gradwire.collectives.torch_internals import default_store, store_of_one
 
-#: How long to wait before looking again whether all have come, at first and at most.
+#: The first and the longest pause between two checks whether all ranks have arrived.
 _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 
-#: What a backend's timeout may end before ours, because it counts whole milliseconds.
+#: How much earlier a backend's timeout may end than ours, because it counts whole milliseconds.
 _ROUNDING_S = 0.005
 
 _Answer = TypeVar("_Answer")
 
-#: How long a rank that fails to connect waits for the cause, which may reach it later than its effect: where the cause is most
-#: likely another rank's, and where it may as well be this rank's own.
+#: How long a rank that fails to connect waits for the report of a cause: after an error that concerns another rank, and after
+#: one that may be this rank's own fault.
 _CAUSE_ELSEWHERE_S, _CAUSE_S = 1.0, 0.3
 
 
@@ -41,14 +41,14 @@ _CAUSE_ELSEWHERE_S, _CAUSE_S = 1.0, 0.3
 class Membership:
     """The ranks that are to be connected. A torch ProcessGroup is one way to get one.
 
-    rank, size: this rank among them. hosts: as Topology has them. store: which nobody else uses. epoch: how often the members
-    have changed. device_types: the kinds of device whose tensors they exchange. secret: by which they know each other when they
-    connect. lost: returns those whose process is known to have ended. global_ranks: which ranks of torch.distributed's default
-    group these are; empty where they are none. beside_others: whether other ranks of the host compute while these wait for
-    each other, so that waits leave the cores to them. presence: of the ranks that arrived together; None for a rank alone.
-    places: which of those the members are. scope: by which they report failures there. keepers: the member whose process keeps
-    the store, where one does. natively: whether what the backends of torch do by themselves is wanted, too, as algorithm
-    'native'; else none is made for CPU tensors, unless there is no other way.
+    rank: this rank among them. size: their number. hosts: see Topology. store: nobody else uses it. epoch: how often the
+    members have changed. device_types: those whose tensors they exchange. secret: authenticates them when they connect. lost:
+    returns those whose process is known to have ended. global_ranks: their ranks in torch.distributed's default group; empty if
+    they have none. beside_others: whether other ranks of the host compute while these wait for each other, so that waits leave
+    the cores to them. presence: of the ranks that arrived together; None for a rank alone. places: the members' ranks in
+    `presence`. scope: marks their failure reports in `presence`. keepers: the member whose process serves the store, if one
+    does. natively: whether algorithm 'native' is wanted; without it, torch's backend for CPU tensors is made only if nothing
+    else connects the members.
     """
 
     rank: int
@@ -68,9 +68,9 @@ class Membership:
     natively: bool = True
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
-        """Return the Membership of some of these ranks, to which this one belongs; ranks[r] becomes rank r.
+        """Return the Membership of some of these ranks, this one among them; ranks[r] becomes rank r.
 
-        Nothing is sent, and the others need not know. name: the same on these ranks, and new.
+        Not a collective call: nothing is sent. name: the same on these ranks, and not used before.
         """
         place = {rank: number for number, rank in enumerate(ranks)}
         hosts = [[place[rank] for rank in host if rank in place] for host in self.hosts]
@@ -91,8 +91,8 @@ class Membership:
     def everyones(self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0) -> list[bytes]:
         """Return every rank's small record, by rank. A collective call.
 
-        name: what no other exchange of this Membership has. deadline: time.monotonic() seconds; compile_s later for ranks
-        that have called compiles(name). Raises LinkError, which names the ranks that did not come.
+        name: no other exchange of this Membership has it. deadline: time.monotonic() seconds; compile_s later for ranks that
+        have called compiles(name). Raises LinkError, which names the ranks that did not arrive.
         """
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
@@ -112,7 +112,7 @@ class Membership:
                     raise
                 if time.monotonic() >= deadline:
                     missing = [rank for rank, key in enumerate(keys) if not ask(partial(store.check, [key]))]
-                    if not missing:  # the last of them stopped before it could say so
+                    if not missing:  # the last rank stopped before it set `complete`
                         break
                     if time.monotonic() < deadline + compile_s:
                         missing = [
@@ -126,22 +126,22 @@ class Membership:
             return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
 
     def compiles(self, name: str, deadline: float) -> None:
-        """Note for the others that this rank compiles kernels before it comes to everyones(name). Raises as Asking.ask."""
+        """Report in the store that this rank compiles kernels before it calls everyones(name). Raises as Asking.ask."""
         self.ask(lambda: self.store.set(f"{name}/compiles/{self.rank}", ""), deadline)
 
     def exchange(
         self, name: str, mine: dict[str, Any], deadline: float, compile_s: float = 0.0
     ) -> list[dict[str, Any]]:
-        """Return everyones() records, which are numbers, strings, and lists and dicts of them."""
+        """Return every rank's record of numbers, strings, and lists and dicts of them, by rank. See everyones()."""
         return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline, compile_s)]
 
     def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
-        """Return what a call returns that asks the store, and may not return while a rank is missing. Raises as Asking.ask."""
+        """Return the result of a call to the store, which may block while a rank is missing. Raises as Asking.ask."""
         with closing(Asking(self.store, deadline, self.check, self.keepers)) as asking:
             return asking.ask(call)
 
     def check(self) -> None:
-        """Raise LinkError, which names the ranks, where some are known to have ended, or to be unable to connect."""
+        """Raise LinkError, which names the ranks, if some are known to have ended or to be unable to connect."""
         if (error := self._reported()) is not None:
             raise error
         if lost := self.lost():
@@ -158,8 +158,8 @@ class Membership:
         return () if self.presence is None else self._numbers(self.presence.silent(self.scope))
 
     def cause(self, within_s: float) -> LinkError | None:
-        """Return what is known of other ranks that keeps these from connecting, or comes to be known within some seconds. A rank
-        that has left is no cause: it has connected, or has reported why it has not."""
+        """Return why other ranks keep these from connecting, if that is known within within_s seconds. A rank that has left is
+        no cause: it has connected, or has reported why it has not."""
         deadline = time.monotonic() + within_s
         while self.presence is not None:
             if (error := self._reported()) is not None:
@@ -172,12 +172,12 @@ class Membership:
         return None
 
     def close(self) -> None:
-        """Leave the ranks that arrived together, where these are all of them and nobody else needs to know of them."""
+        """Close the presence. Only for the Membership of all ranks that arrived together, when no other one needs it."""
         if self.presence is not None:
             self.presence.close()
 
     def _reported(self) -> LinkError | None:
-        """Return the error for what was reported of these ranks, if anything."""
+        """Return the error for a reported failure of these ranks; None without one."""
         if self.presence is None or (failure := self.presence.failure(self.scope)) is None:
             return None
         return replace(failure, ranks=self._numbers(failure.ranks)).as_link_error()
@@ -187,11 +187,11 @@ class Membership:
 
 
 def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
-    """Return the Membership of a group's ranks, which its user closes. host: a name that the ranks of a host have in common.
+    """Return the Membership of a group's ranks; the caller closes it. host: a name that is the same on all ranks of a host.
 
-    A collective call on `group`, of which the default group's store keeps count: torch.distributed's own names for
-    sub-groups are used again after a group is destroyed. Raises ValueError for a group with neither gloo nor NCCL;
-    CollectiveError when the ranks do not come together within timeout_s seconds.
+    A collective call on `group`. The default group's store counts these calls, because torch.distributed uses the names of
+    destroyed sub-groups again. Raises ValueError for a group with neither gloo nor NCCL; CollectiveError if the ranks do not
+    connect within timeout_s seconds.
     """
     device_types = device_types_of(group)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -208,9 +208,9 @@ def membership_in(
     host: str,
     timeout_s: float,
 ) -> Membership:
-    """Return the Membership of ranks that have nothing but a store in common. A collective call, as membership_of.
+    """Return the Membership of ranks that share only a store. A collective call on these ranks. Raises as membership_of does.
 
-    store: in which they may use the names below `name`, again and again. rank: the place of this one among global_ranks.
+    store: only they use the names below `name`, in each such call. rank: this rank's place in global_ranks.
     """
     size = len(global_ranks)
     if size == 1:
@@ -226,8 +226,8 @@ def membership_in(
 
 
 def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the kinds of device whose tensors a group exchanges. Raises ValueError for a group of other backends than gloo, NCCL
-    and this package's own."""
+    """Return the device types whose tensors a group exchanges. Raises ValueError if it has neither gloo, NCCL nor this
+    package's own backend."""
     config = dist.get_backend_config(group).split(",")
     kinds = {"cpu": "gloo", "cuda": "nccl"}
     device_types = tuple(
@@ -241,7 +241,7 @@ def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:
 
 
 def keepers_among(global_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return which of these ranks, by their places here, keeps torch's store: rank 0, unless torchrun's agent does."""
+    """Return the place of the rank whose process serves torch's store: that of rank 0; empty if torchrun's agent serves it."""
     by_agent = os.environ.get(AGENT_STORE) == "True"
     return () if by_agent else tuple(place for place, rank in enumerate(global_ranks) if rank == 0)
 
@@ -249,7 +249,7 @@ def keepers_among(global_ranks: Sequence[int]) -> tuple[int, ...]:
 def membership_from(
     presence: Presence, store: Store, device_types: tuple[str, ...], global_ranks: tuple[int, ...]
 ) -> Membership:
-    """Return the Membership of ranks that have arrived together. store: in which they may use the names below presence.key."""
+    """Return the Membership of ranks that have arrived together. store: only they use the names below presence.key."""
     hosts = Topology.from_host_ids(presence.rank, [card["host"] for card in presence.cards]).hosts
     size = len(presence.cards)
     return Membership(
@@ -272,7 +272,8 @@ def membership_from(
 def coming_together(
     rank: int, timeout_s: float, membership: Membership | None = None, operation: str = "making a Communicator"
 ) -> Iterator[None]:
-    """Raise CollectiveError for what goes wrong while ranks connect, and report it to the other members."""
+    """Raise CollectiveError for a RuntimeError, LinkError or OSError while ranks connect. Report any error to the other
+    members."""
     end = time.monotonic() + timeout_s - _ROUNDING_S
     try:
         yield
@@ -297,7 +298,7 @@ def coming_together(
 
 
 def _error_of(error: Exception, rank: int, timeout_s: float, operation: str, *, timed_out: bool) -> CollectiveError:
-    """Return what to raise for an error that kept ranks from connecting."""
+    """Return the CollectiveError for an error that kept ranks from connecting."""
     ranks = error.awaited if isinstance(error, LinkError) else frozenset() if timed_out else {rank}
     if timed_out:
         detail = f"the ranks did not meet: {error}"

@@ -1,4 +1,4 @@
-"""Which address of this host the other ranks can reach, and whether they can."""
+"""The address of this host at which other ranks connect, and a check whether they can reach it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradwire.collectives.errors import LinkError
 #: Asks the kernel for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
 
-#: Addresses that no host has (RFC 5737 and RFC 3849): the kernel says from where it would send to them, and nothing is sent.
+#: Addresses that no host has (RFC 5737 and RFC 3849). The kernel returns the source address for them, and nothing is sent.
 _NOWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -42,9 +42,9 @@ def own_address(environment: Mapping[str, str]) -> str:
 
 
 def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the other ranks need to know of how this process is reached; check_addresses says whether they can.
+    """Return this process's address, and what check_addresses needs to know about it.
 
-    host: which ranks of one host have in common; machine: the same, where nobody has told them to behave as several hosts.
+    host: the same on all ranks of a host. machine: the same on all ranks of a machine, whose ranks may act as several hosts.
     """
     card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
     try:
@@ -55,7 +55,7 @@ def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str]) 
 
 
 def check_addresses(cards: Sequence[Mapping[str, Any]]) -> None:
-    """Raise LinkError, which names the ranks, where one has no address, or one that ranks on other hosts do not reach."""
+    """Raise LinkError, which names the ranks, if a rank has no address, or one that ranks on other hosts cannot reach."""
     several = len({card["machine"] for card in cards}) > 1
     problems = {}
     for card in cards:
@@ -69,7 +69,7 @@ def check_addresses(cards: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _loopback(address: str, environment: Mapping[str, str]) -> str:
-    """Return what makes this process reached by a loopback interface alone; empty where it is not. Raises ValueError for an
+    """Return why only a loopback interface reaches this process; empty if another interface does. Raises ValueError for an
     interface that has no address."""
     named = _named(environment)
     for variable, interface in named:
@@ -79,7 +79,7 @@ def _loopback(address: str, environment: Mapping[str, str]) -> str:
 
 
 def _named(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the variables that name an interface, and the interfaces."""
+    """Return each variable that names an interface, with the interface."""
     return [(name, environment[name].split(",")[0]) for name in INTERFACE_VARIABLES if environment.get(name)]
 
 

@@ -1,8 +1,8 @@
-"""Whether large packets pass between hosts that small ones pass between.
+"""A check that large packets pass between hosts, and not only small ones.
 
-Where hosts send larger packets than something between them forwards, and the ICMP messages that say so are lost, connections
-are made, short messages arrive, and the first long one never does (RFC 2923, 2000, section 2.1). So each connection carries a
-probe of more than a packet while ranks still meet, and says which pair of hosts it is.
+If hosts send larger packets than a router between them forwards, and the router's ICMP messages are lost, then connections
+succeed and short messages arrive, but the first long one never does (RFC 2923, 2000, section 2.1). So ranks send a probe longer
+than a packet over each new connection, and the error names the pair of hosts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ARRIVED = b"\x01"
 
 REMEDY = "give the interfaces of both hosts the MTU of what lies between them (ip link set ... mtu 1500), or let ICMP through"
 
-#: How long a system may repeat what the other end's system does not confirm. Linux repeats it four times in that time.
+#: How long sent bytes may stay unacknowledged. Linux retransmits them four times in that time.
 _REPEATS_S = 3.0
 
-#: How often the wait looks at what is not confirmed, and whether there is any use in waiting.
+#: Seconds between two looks at the unacknowledged bytes, and between two calls of check().
 _LOOK_S = 0.03
 
 #: Segments so small that they pass where IP does (RFC 8200, 2017: links of 1,280 bytes).
@@ -36,8 +36,8 @@ _SMALL_SEGMENT_BYTES = 1024
 
 
 def send_small_segments(connection: socket.socket) -> None:
-    """Have a connection, or those that a listening socket accepts, use packets that pass wherever any do, so that ranks
-    can still tell each other that large ones do not."""
+    """Limit the packets of a connection, or of those that a listening socket accepts, to a size that passes everywhere, so that
+    ranks can report that large packets are lost."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_SEGMENT_BYTES)
 
 
@@ -47,7 +47,7 @@ class LargePacketsLost(LinkError):
 
 @dataclass
 class _Path:
-    """What is still to be sent to a rank and received from it. left: bytes not confirmed; since: when these last became fewer."""
+    """The probe of one connection. left: bytes that are unsent or unacknowledged; since: when these last became fewer."""
 
     connection: socket.socket
     since: float
@@ -61,8 +61,8 @@ def check_paths(
 ) -> None:
     """Exchange a probe with the ranks at the other ends of new nonblocking connections, all at the same time.
 
-    check: raises LinkError where there is no use in waiting. Raises LargePacketsLost, which names both ranks; LinkError for a
-    connection that ends, and for a rank that does not answer before the deadline.
+    check: called repeatedly; raises LinkError to end a useless wait. Raises LargePacketsLost, which names both ranks; LinkError
+    for a connection that ends, and for a rank that does not answer before the deadline.
     """
     paths = {peer: _Path(connection, time.monotonic()) for peer, connection in connections.items()}
     while waiting := {peer: path for peer, path in paths.items() if path.unread or path.unsent}:
@@ -92,12 +92,12 @@ def check_paths(
 
 
 def _move(path: _Path) -> None:
-    """Send and receive what can be at once; confirm the probe when it is all there. Raises OSError."""
+    """Send and receive without waiting; answer the probe once all of it has arrived. Raises OSError."""
     try:
         if path.unsent:
             path.unsent = path.unsent[path.connection.send(path.unsent) :]
         while path.unread:
-            # Not a byte more: what follows belongs to whoever gets the connection.
+            # Not a byte more: later bytes belong to the next user of the connection.
             if not (piece := path.connection.recv(path.unread)):
                 raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
             whole_before = path.unread <= len(_ARRIVED)
@@ -109,7 +109,7 @@ def _move(path: _Path) -> None:
 
 
 def unconfirmed_bytes(connection: socket.socket) -> int:
-    """Return how many bytes the system at the other end has not confirmed; 0 where this system does not say. Raises OSError."""
+    """Return how many sent bytes the other host has not acknowledged; 0 if this system does not report it. Raises OSError."""
     try:
         return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     except OSError as error:

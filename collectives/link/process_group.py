@@ -1,7 +1,7 @@
 """Messages and collectives over torch.distributed's backends: gloo for CPU tensors, NCCL for CUDA tensors.
 
-The backends' own collectives are what algorithm='native' runs, and the peer that ours are measured against. Reductions take what
-`_reducible` returns, and `_settle` turns that back; whatever only moves data takes every dtype, as bytes.
+algorithm='native' runs the backends' own collectives, with which the benchmarks compare ours. `_reducible` converts a tensor to
+one that a backend can reduce, and `_settle` converts the result back. Verbs that only move data send any dtype as bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OPS: dict[str, Any] = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-#: What each verb of a backend takes beside its tensors.
+#: The options of each verb of a backend.
 _OPTIONS: dict[str, Callable[[], Any]] = {
     "allreduce": dist.AllreduceOptions,
     "reduce": dist.ReduceOptions,
@@ -64,9 +64,9 @@ _WIDENED = {torch.int16: torch.int32}
 
 
 def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTransport:
-    """Build backends of our own for the members, so that nothing meets the user's traffic.
+    """Build separate backends for the members, so that no message mixes with the user's traffic.
 
-    Raises RuntimeError or LinkError when they do not come together within timeout_s seconds.
+    Raises RuntimeError or LinkError if they do not connect within timeout_s seconds.
     """
     rank, size, timeout = membership.rank, membership.size, timedelta(seconds=timeout_s)
     backends: dict[str, Backend] = {}
@@ -83,7 +83,7 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
 
 @contextmanager
 def _link_errors(peer: int | None = None, deadline: float = math.inf) -> Iterator[None]:
-    """Raise what a backend raises as LinkError, with the first sentence of its message, without the place in its source."""
+    """Raise LinkError for a backend's RuntimeError, with the first sentence of its message and without its source line."""
     try:
         yield
     except RuntimeError as error:
@@ -93,7 +93,7 @@ def _link_errors(peer: int | None = None, deadline: float = math.inf) -> Iterato
 
 @dataclass(eq=False, slots=True)
 class _GlooPending:
-    """gloo's wait takes a timeout of its own; when it passes, gloo breaks all connections of the group."""
+    """A message of gloo, whose wait takes a timeout. When it passes, gloo breaks all connections of the group."""
 
     work: dist.Work
     peer: int | None
@@ -120,10 +120,10 @@ class _GlooPending:
 
 @dataclass(eq=False, slots=True)
 class _Checked:
-    """A message, and another one after it, whose tensor `told` says what kind of numbers the first one carries."""
+    """A message, and a second one whose tensor `sent_kind` is the kind of numbers in the first."""
 
     parts: tuple[Pending, Pending]
-    told: torch.Tensor
+    sent_kind: torch.Tensor
     kind: int
     peer: int
     nbytes: int
@@ -131,7 +131,7 @@ class _Checked:
     def wait(self, deadline: float) -> None:
         for part in self.parts:
             part.wait(deadline)
-        if (found := int(self.told)) != self.kind:
+        if (found := int(self.sent_kind)) != self.kind:
             detail = f"rank {self.peer} sent something else"
             raise LinkError(self.peer, timed_out=False, detail=detail, found=(found, self.nbytes))
 
@@ -141,7 +141,7 @@ class _Checked:
 
 @dataclass(eq=False, slots=True)
 class _StreamPending:
-    """NCCL's wait only orders streams, so the deadline is kept by polling."""
+    """Messages of NCCL, whose wait only orders streams: wait() polls until they are done or the deadline passes."""
 
     work: dist.Work
 
@@ -158,7 +158,7 @@ class _StreamPending:
 
 
 class ProcessGroupTransport(Transport):
-    """A Transport over backends that nothing else uses. backends: by the type of device whose tensors they carry."""
+    """A Transport over backends that nothing else uses. backends: by device type."""
 
     algorithms = dict.fromkeys(PLANNERS, ("native",))
 
@@ -181,12 +181,12 @@ class ProcessGroupTransport(Transport):
         kind, tag = divmod(tag, 1 << KIND_BITS)
         gloo = self._backends["cpu"]
 
-        def posted(start: Callable[..., dist.Work], peer: int, tensor: torch.Tensor, told: int) -> Pending:
+        def posted(start: Callable[..., dist.Work], peer: int, tensor: torch.Tensor, sent_kind: int) -> Pending:
             with _link_errors(peer):
                 message = _GlooPending(start([tensor], peer, tag), peer, tensor)
                 if not kind:
                     return message
-                after = torch.tensor([told])
+                after = torch.tensor([sent_kind])
                 pending = _GlooPending(start([after], peer, tag), peer, after)
             return _Checked((message, pending), after, kind, peer, tensor.nbytes)
 
@@ -194,8 +194,8 @@ class ProcessGroupTransport(Transport):
         return [posted(gloo.send, peer, tensor, kind) for peer, tensor in sends], received
 
     def _post_nccl(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Launch the sends and receives of a round as one group, without which NCCL deadlocks; return one handle for all. Bytes
-        travel: NCCL does not know every dtype."""
+        """Launch the sends and receives of a round as one group, without which NCCL deadlocks; return one handle for all.
+        Tensors are sent as bytes, because NCCL does not support every dtype."""
         nccl = self._backends["cuda"]
         with _link_errors():
             torch_internals.begin_coalescing(nccl)
@@ -209,8 +209,7 @@ class ProcessGroupTransport(Transport):
         return _StreamPending(work)
 
     def collective(self, request: Request) -> Whole:
-        """See Transport. gloo's collectives do not survive ranks that disagree: a longer message than expected ends the
-        process."""
+        """See Transport. gloo's collectives need a barrier before: a longer message than expected ends the process."""
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
             _perform(request, self._backends[request.device_type], source, destination, deadline)
@@ -218,8 +217,8 @@ class ProcessGroupTransport(Transport):
         return Whole(run, needs_meeting=request.device_type != "cuda")
 
     def abort(self) -> None:
-        """Have a gloo receive time out, upon which gloo closes every connection of the group, which the peers see at once. One
-        such receive is enough, unless its peer's connection is gone already."""
+        """Let a gloo receive time out: gloo then closes every connection of the group, and the peers see that at once. One such
+        receive is enough, unless the connection to its peer is gone already."""
         for device, backend in self._backends.items():
             if device == "cuda":
                 backend.abort()
@@ -230,14 +229,14 @@ class ProcessGroupTransport(Transport):
                         backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
 
     def close(self) -> None:
-        """Let go of the backends; their connections close when the last user, such as a work in flight, does so too."""
+        """Release the backends. Their connections close when the last user, such as a work in flight, releases them too."""
         self._backends = {}
 
 
 def _perform(
     request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor, deadline: float
 ) -> None:
-    """Run a verb as the backend does it. source, destination: as Whole.run has them."""
+    """Run a verb of the backend. source, destination: as in Whole.run."""
 
     def complete(moved: torch.Tensor, landed: torch.Tensor) -> None:
         with _link_errors():
@@ -258,10 +257,10 @@ def _perform(
 
 
 def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """Return what the backend can reduce in place of a tensor: itself, a view, or a copy in another dtype.
+    """Return what the backend reduces for a tensor: the tensor itself, a view, or a copy in another dtype.
 
-    The backends' own min and max lose a NaN where another rank has a number, so floating-point numbers go as integers in the
-    same order, with NaN at the end that wins.
+    The backends' min and max lose a NaN if another rank has a number, so floating-point numbers are sent as integers in the
+    same order, with NaN as the least (min) or the greatest (max).
     """
     moved = tensor
     if op in ("min", "max") and moved.dtype.is_floating_point:
@@ -272,15 +271,15 @@ def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _settle(tensor: torch.Tensor, moved: torch.Tensor) -> None:
-    """Write to a tensor what came of its, or its like's, `_reducible`."""
+    """Write the reduced result `moved` to a tensor, after the inverse of `_reducible`."""
     if tensor.dtype.is_floating_point and not moved.dtype.is_floating_point:
         moved = _reordered(moved.to(_BITS[tensor.itemsize])).view(tensor.dtype)
     tensor.copy_(moved)
 
 
 def _reordered(bits: torch.Tensor) -> torch.Tensor:
-    """Return the bits of floating-point numbers as integers in the order of the numbers, and these back: below zero, bits
-    count down."""
+    """Map the bits of floating-point numbers to integers in the same order, and back: for negative numbers, larger bits mean
+    smaller numbers."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 

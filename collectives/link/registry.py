@@ -1,4 +1,4 @@
-"""All links, by the names that users give; and how the members of a Communicator are connected by one, and watched over."""
+"""The links, by name, and the connection of a Communicator's members: a Transport and a Watch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.notation import check_name
 from gradwire.collectives.plan.topology import Machine
 
-#: Connects the members within so many seconds. A collective call. What it raises when they do not come together is a LinkError,
-#: an OSError or a RuntimeError.
+#: Connects the members within timeout_s seconds. A collective call. Raises LinkError, OSError or RuntimeError if they do not
+#: connect.
 Link = Callable[[Membership, float], Transport]
 
-#: The name of the one that is used unless told otherwise.
+#: The name of the default link.
 AUTO = "auto"
 
 LINKS: dict[str, Link] = {AUTO: auto, "process_group": process_group, "tcp": tcp}
@@ -50,7 +50,7 @@ def register_link(name: str, link: Link) -> None:
 
 
 def check_link(name: object, environment: Mapping[str, str]) -> None:
-    """Raise ValueError for a name that no link has, and for what the environment sets wrongly for the link."""
+    """Raise ValueError for an unknown link, and for an invalid environment variable of the link."""
     if not isinstance(name, str) or name not in LINKS:
         raise ValueError(f"no link is called {name!r}; known are {', '.join(LINKS)}")
     if name == AUTO:
@@ -59,14 +59,14 @@ def check_link(name: object, environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """The transport between the members, and what watches over them. machines: what each of them runs on, by rank."""
+    """The Transport and the Watch between the members. machines: what each member runs on, by rank."""
 
     transport: Transport
     watch: Watch
     machines: tuple[Machine, ...]
 
     def close(self) -> None:
-        """Give up what was connected, unused."""
+        """Close the transport and the watch."""
         try:
             self.transport.close()
         finally:
@@ -76,12 +76,12 @@ class Connection:
 def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
     """Connect the members by the link of that name. A collective call.
 
-    settings: what else must be the same on all ranks. Raises ValueError on all ranks where any of it differs; CollectiveError
-    when the ranks do not come together within timeout_s seconds, or one cannot listen for the others; TypeError for
-    a link that returns no Transport, ValueError for one that returns another rank's, or that prefers what it does not offer.
+    settings: text that must be the same on all ranks. Raises ValueError on all ranks if it differs; CollectiveError if the
+    ranks do not connect within timeout_s seconds, or one cannot listen; TypeError for a link that returns no Transport;
+    ValueError for a link that returns another rank's Transport, or prefers an algorithm that it does not offer.
     """
     rank = membership.rank
-    FIRST_USE.speaks = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
+    FIRST_USE.reports = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
     with coming_together(rank, timeout_s, membership), ExitStack() as made:
         settings = settings if link == AUTO else f"link={link!r}, {settings}"
         watch, machines = _watch(membership, settings, time.monotonic() + timeout_s)
@@ -93,7 +93,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
             if not isinstance(transport, Transport):
                 raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
             made.callback(transport.close)
-            # Nobody leaves again, as where something is refused, while others still connect.
+            # No rank raises, and leaves, while others still connect.
             watched.everyones("connected", b"", time.monotonic() + timeout_s)
             if (transport.rank, transport.size) != (rank, membership.size):
                 given = f"a Transport of rank {transport.rank} of {transport.size}"
@@ -104,7 +104,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
                     prefers = f"link {link!r} prefers {verb}'s {name!r}"
                     raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(offered)}")
         except BaseException:
-            watch.say_leaving(0)  # or who has connected already would take this rank for one that has ended
+            watch.report_leaving(0)  # else ranks that have connected would count this rank as lost
             raise
         made.pop_all()
     return Connection(transport, watch, machines)
@@ -118,7 +118,7 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
             listener = Listener(own_address(os.environ), small_segments=True)
             made.callback(listener.close)
             card["address"] = listener.card
-        except (ValueError, OSError) as error:  # reported, or the others would wait for this rank
+        except (ValueError, OSError) as error:  # reported, else the others would wait for this rank
             card["refusal"] = str(error)
         cards = membership.exchange("settings", card, deadline)
         given = [each["settings"] for each in cards]
@@ -136,7 +136,7 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
 
 
 def _difference(rank: int, settings: Sequence[str]) -> str:
-    """Return what to say of settings, by rank, that are not all the same."""
+    """Return the error text for settings, by rank, that are not all the same."""
     by_text = by_value(dict(enumerate(settings)))
     given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
     return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"

@@ -1,4 +1,4 @@
-"""Messages that stand in a table of rows, which kernels move: their tensors, and what their senders and receivers wait for."""
+"""Messages in a table of rows, which kernels move: the handles that wait for them and keep their tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from gradwire.collectives.link.base import Message, Pending, Posted, Transport
 
-#: After how many messages at least a table is looked through.
+#: After how many messages, at the earliest, a table renumbers the unfinished ones.
 FIRST_LOOK = 256
 
 
 @dataclass(eq=False, slots=True)
 class RowPending:
-    """A message of a Table, by its number. tensor: which a kernel may read or write until the message is done."""
+    """A message of a Table, by its number. tensor: a kernel may read or write it until the message is done."""
 
     table: Table
     number: int
@@ -32,8 +32,8 @@ class RowPending:
 
 
 class Table(Transport):
-    """A Transport whose messages have a row each. No message that stays for long keeps the rows of others: now and then all that
-    are not done are posted anew, with new numbers, above all earlier ones. pending: the messages that may not be done, by number.
+    """A Transport whose messages have a row each. So that an old message does not hold up the rows of finished ones, unfinished
+    messages now and then get new numbers, above all earlier ones. pending: the messages that may be unfinished, by number.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Table(Transport):
 
     @abstractmethod
     def finish(self, number: int, deadline: float) -> None:
-        """Return when a message is done; the others move along. Raises as Pending.wait."""
+        """Wait until a message is done, while the others move too. Raises as Pending.wait."""
 
     @abstractmethod
     def is_done(self, number: int) -> bool:
@@ -64,7 +64,7 @@ class Table(Transport):
         return made
 
     def _renumber(self, new: dict[int, int]) -> None:
-        """Note that messages have new numbers, and that all others are done."""
+        """Give messages their new numbers, and drop the others, which are done."""
         self.pending = {new[number]: each for number, each in self.pending.items() if number in new}
         for number, each in self.pending.items():
             each.number = number

@@ -25,20 +25,20 @@ from gradwire.collectives.plan.program import Program
 
 _FIRST_ROWS = 256
 
-#: How long one look for a message from any rank takes at most, so that Ctrl-C is heard.
+#: The longest time in the kernel of next_sender(), so that Ctrl-C takes effect.
 _LOOK_S = 0.05
 
-#: How often a wait may look again before it sleeps: some 300 us, but not beside work that wants the core.
+#: How often a wait polls before it sleeps: for about 300 us, but not at all beside work that needs the core.
 _TRIES, _TRIES_BESIDE_WORK = 600, 0
 
-#: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
+#: How long close() waits for a kernel to return; after an abort that takes 50 ms.
 _LEAVE_S = 1.0
 
 
 def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) -> Transport:
-    """Connect every member to every other one, this one to all but some, who leave it out as well.
+    """Connect the members to each other. but: the ranks to which this one is not connected; they leave it out as well.
 
-    Raises RuntimeError where there are no kernels, LinkError where the members do not connect within timeout_s seconds.
+    Raises RuntimeError if there are no kernels, LinkError if the members do not connect within timeout_s seconds.
     """
     kernels = cpu_sockets()
     if isinstance(kernels, str):
@@ -88,8 +88,8 @@ class TcpTransport(Table):
         self._wanted = np.zeros(size, dtype=np.int64)
         self._polls = np.zeros((size, kernels.POLL_BYTES), dtype=np.uint8)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._heard_last = rank
-        self._look_at = FIRST_LOOK  # when so many messages have been posted
+        self._last_sender = rank
+        self._tidy_at = FIRST_LOOK  # number of the message before which _tidy() renumbers
         self._connections[:, kernels.DESCRIPTOR] = -1
         for peer, connection in self._sockets.items():
             self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
@@ -128,11 +128,11 @@ class TcpTransport(Table):
         while True:
             left_s = deadline - time.monotonic()
             milliseconds = math.ceil(1000 * min(max(left_s, 0.0), _LOOK_S))
-            first = (self._heard_last + 1) % self.size
+            first = (self._last_sender + 1) % self.size
             self._run(kernels.next_sender, (self._address, tag, first, milliseconds), deadline)
             peer = int(self._context[kernels.PEER])
             if peer >= 0:
-                self._heard_last = peer
+                self._last_sender = peer
                 return peer
             if left_s <= 0:
                 return None
@@ -163,7 +163,7 @@ class TcpTransport(Table):
     def abort(self) -> None:
         self._context[self._kernels.ABORTED] = 1
         for connection in self._sockets.values():
-            with suppress(OSError):  # it has ended already
+            with suppress(OSError):  # the connection has ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class TcpTransport(Table):
         return number
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
-        """Call a kernel until it is through. Raises LinkError where it cannot be, or the deadline passes."""
+        """Call a kernel until it has finished. Raises LinkError if it fails or the deadline passes."""
         kernels = self._kernels
         with self._running:
             if self._closed:
@@ -199,7 +199,7 @@ class TcpTransport(Table):
                 elif status == kernels.DISAGREED:
                     found = int(self._context[kernels.FOUND_TAG]) >> KIND_BITS, int(self._context[kernels.FOUND_NBYTES])
                     raise LinkError(peer, timed_out=False, detail=f"rank {peer} called another operation", found=found)
-                elif self._context[kernels.ABORTED]:  # which a kernel may have noticed by the shut connection
+                elif self._context[kernels.ABORTED]:  # before LOST, as which a kernel may report the abort
                     raise LinkError(None, timed_out=False, detail="the wait was ended")
                 elif status == kernels.LOST:
                     error = int(self._context[kernels.ERROR])
@@ -216,11 +216,11 @@ class TcpTransport(Table):
         return unfinished
 
     def _tidy(self) -> int:
-        """Now and then, post anew what is not done, so that kernels need not look at all that has been done since. Return the
+        """Now and then, give unfinished messages new numbers, so that kernels do not scan the rows of finished ones. Return the
         number of the next message."""
         kernels, context, rows = self._kernels, self._context, self._rows
         count = int(context[kernels.COUNT])
-        if count < self._look_at:
+        if count < self._tidy_at:
             return count
         with self._running:
             stay = [n for n in range(int(context[kernels.FIRST]), count) if not rows[n % len(rows), kernels.ROW_DONE]]
@@ -231,7 +231,7 @@ class TcpTransport(Table):
                 connection[kernels.CURRENT] = new.get(int(connection[kernels.CURRENT]), -1)
             context[kernels.FIRST], context[kernels.COUNT] = count, count + len(stay)
         self._renumber(new)
-        self._look_at = count + len(stay) + max(FIRST_LOOK, 2 * len(stay))
+        self._tidy_at = count + len(stay) + max(FIRST_LOOK, 2 * len(stay))
         return count + len(stay)
 
     def _grow(self) -> None:

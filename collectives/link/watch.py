@@ -1,10 +1,10 @@
 """Which ranks are still there, and what each reports to all others when something fails.
 
 The connections here carry news and no tensors, so they work when a backend does not: when gloo misses that a peer was killed,
-when the store went down with the host of rank 0, and over NCCL, which reports nothing at all. Each rank is connected to those 1,
-2, 4, ... places before and after it (a circulant graph), so that any two are at most log2(size) connections apart, and passes
-on each piece of news once. A connection that ends without a goodbye means that the process at its other end has ended; a rank
-that receives this of itself replies that it lives.
+when the store went down with the host of rank 0, and over NCCL, which reports nothing at all. Each rank is connected to those
+1, 2, 4, ... places before and after it (a circulant graph), so that any two are at most log2(size) connections apart, and
+passes on each piece of news once. A connection that ends without a goodbye means that the process at its other end has ended; a
+rank that receives this news about itself replies that it lives.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LENGTH = struct.Struct("!I")
 #: Longer than any report, whose calls list at most some thousand tensors.
 _LONGEST_NEWS = 1 << 24
 
-#: How long close() tries to bring what was said on its way, and how long where some ranks may be out of reach: the others have it
+#: How long close() tries to send the last messages, and how long if some ranks may be unreachable: the others receive them
 #: within milliseconds.
 _FLUSH_S, _FLUSH_AFTER_FAILURE_S = 2.0, 0.2
 
-#: How long to wait before looking again whether what was said has been confirmed.
+#: Seconds between two checks whether sent messages are acknowledged.
 _LOOK_AGAIN_S = 0.01
 
 
 class Neighbour:
-    """A connection, what has been read of the next message, and what is still to be written."""
+    """A connection, with the part of the next message that has been read and the bytes still to be written."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -46,7 +46,7 @@ class Neighbour:
         self.outgoing = bytearray()
 
     def put(self, text: bytes) -> None:
-        """Write a message, or as much of it as can be written at once. text: JSON."""
+        """Write a message, as much of it as possible without waiting; write() writes the rest. text: JSON."""
         self.outgoing += _LENGTH.pack(len(text)) + text
         self.write()
 
@@ -55,7 +55,7 @@ class Neighbour:
         self.put(json.dumps(message).encode())
 
     def write(self) -> None:
-        """Write what can be written at once. What a broken connection was to carry is dropped."""
+        """Write as much as possible without waiting. If the connection is broken, drop the rest."""
         try:
             while self.outgoing:
                 del self.outgoing[: self.socket.send(self.outgoing)]
@@ -65,15 +65,15 @@ class Neighbour:
             self.outgoing.clear()
 
     def is_unconfirmed(self) -> bool:
-        """Return whether the other end's system has still to confirm something that was written, which takes it milliseconds,
-        whatever its process does."""
+        """Return whether written bytes are still unacknowledged. The other host acknowledges them within milliseconds, whatever
+        its process does."""
         try:
             return unconfirmed_bytes(self.socket) > 0
         except OSError:  # the connection has ended
             return False
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that are complete, and whether the connection has ended. Raises ValueError for what is no JSON."""
+        """Return the messages that are complete, and whether the connection has ended. Raises ValueError for invalid JSON."""
         ended = True
         try:
             while piece := self.socket.recv(1 << 16):
@@ -93,7 +93,7 @@ class Neighbour:
 
 
 def poll_of(waker: socket.socket, neighbours: Iterable[Neighbour] = ()) -> select.poll:
-    """Return a poll for what can be read from any of these, and for what a Neighbour that has something to write can take."""
+    """Return a poll for input from any of these, and for output to each Neighbour that has something to write."""
     poll = select.poll()
     poll.register(waker, select.POLLIN)
     for neighbour in neighbours:
@@ -102,14 +102,14 @@ def poll_of(waker: socket.socket, neighbours: Iterable[Neighbour] = ()) -> selec
 
 
 class Watch:
-    """What this rank knows of the others.
+    """Exchanges news with the other ranks, and holds what this rank knows of them.
 
-    Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which
-    that was noticed (time.monotonic()); cut, the pairs of ranks that live but are not connected any more; left, the ranks that
-    close their Communicator, with the number of the first operation in which they take no part, in the order of their messages;
-    reasons, by what exceptions some of them leave; done, those of them that nobody needs to wait for; reports, what ranks
-    reported of a failure; failure, why this rank receives no news any more; has_news, whether any of these holds anything; posts,
-    by topic and rank, the latest post of each rank, its own among them.
+    Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which that
+    was noticed (time.monotonic()); cut, the pairs of ranks that live but are not connected any more; left, the ranks that close
+    their Communicator, with the number of the first operation in which they take no part, in the order of their messages;
+    reasons, the exceptions by which some of them leave; done, those of them that have nothing under way; reports, each rank's
+    report of a failure; failure, why this rank receives no more news; has_news, whether any of these is set; posts, by topic
+    and rank, the latest post of each rank, its own among them.
     """
 
     def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
@@ -126,8 +126,8 @@ class Watch:
         self.has_news = False
         self.posts: dict[str, dict[int, Any]] = {}
         self._post_numbers: dict[tuple[str, int], int] = {}
-        self._heard: set[str] = set()
-        self._missed: set[tuple[int, int]] = set()  # (who, by whom)
+        self._seen: set[str] = set()
+        self._seen_ending: set[tuple[int, int]] = set()  # (rank, the rank that saw its connection end)
         self._neighbours = {peer: Neighbour(connection) for peer, connection in connections.items()}
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], float | None]] = []
@@ -143,56 +143,57 @@ class Watch:
             self._thread.start()
 
     def on_news(self, listener: Callable[[], float | None]) -> None:
-        """Have a function called too, on a thread of the Watch's, after each piece of news. It returns after how many seconds it
-        wants to be called again, or None."""
+        """Call a function on the Watch's thread after each piece of news. It returns in how many seconds to call it again
+        without news, or None."""
         self._listeners.append(listener)
         self._wake_up()
 
-    def say_leaving(self, sequence: int, why: str = "") -> None:
-        """Send to all that this rank takes no part in operations from this number on. why: the exception by which it leaves."""
-        self._say("leaving", self.rank, sequence=sequence, why=why)
+    def report_leaving(self, sequence: int, why: str = "") -> None:
+        """Report to all that this rank takes no part in operations from this number on. why: the exception by which it
+        leaves."""
+        self._send("leaving", self.rank, sequence=sequence, why=why)
 
-    def say_done(self) -> None:
-        """Send to all that nothing of this rank's is under way any more."""
-        self._say("done", self.rank)
+    def report_done(self) -> None:
+        """Report to all that this rank has nothing under way any more."""
+        self._send("done", self.rank)
 
-    def say_report(self, report: dict[str, Any]) -> None:
-        """Send to all what went wrong: numbers, strings, and lists and dicts of them."""
-        self._say("report", self.rank, report=report)
+    def report_failure(self, report: dict[str, Any]) -> None:
+        """Report a failure to all: numbers, strings, and lists and dicts of them."""
+        self._send("report", self.rank, report=report)
 
     def post(self, topic: str, body: Any) -> None:
-        """Send something to all, which replaces the last post on this topic: numbers, strings, and lists and dicts of them."""
+        """Send numbers, strings, or lists and dicts of them to all, in place of this rank's last post on the topic."""
         with self._changed:
             number = self._post_numbers.get((topic, self.rank), 0) + 1
-            self._say("post", self.rank, topic=topic, number=number, body=body)
+            self._send("post", self.rank, topic=topic, number=number, body=body)
 
-    def look_again(self) -> None:
-        """Set has_news to what it says of itself, when somebody has set it for the sake of a post."""
+    def reset_has_news(self) -> None:
+        """Set has_news to whether there is news, after somebody has set it because of a post."""
         with self._changed:
-            self.has_news = bool(self._heard or self.failure)
+            self.has_news = bool(self._seen or self.failure)
 
-    def say_unheard(self, timeout_s: float) -> None:
-        """Wait until all neighbours that have reported a failure have confirmed what this rank sent. Name those to all that have
-        not within timeout_s seconds: they live, but this rank does not reach them, or they do not reach it."""
+    def report_unreachable(self, timeout_s: float) -> None:
+        """Wait until all neighbours that have reported a failure have acknowledged what this rank sent. Report those that have
+        not within timeout_s seconds to all: they live, but this rank does not reach them, or they do not reach it."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
                 neighbours = self._neighbours.items()
-                unheard = [peer for peer, each in neighbours if peer in self.reports and each.is_unconfirmed()]
-            if not unheard or time.monotonic() >= deadline:
+                unreachable = [peer for peer, each in neighbours if peer in self.reports and each.is_unconfirmed()]
+            if not unreachable or time.monotonic() >= deadline:
                 break
             time.sleep(_LOOK_AGAIN_S)
-        for peer in unheard:
-            self._say("alive", peer, by=self.rank)
+        for peer in unreachable:
+            self._send("alive", peer, by=self.rank)
 
-    def is_unheard(self) -> bool:
-        """Return whether a neighbour's system has still to confirm something that this rank said, as it does within milliseconds,
-        whatever its process does, unless it is out of reach."""
+    def is_unconfirmed(self) -> bool:
+        """Return whether a neighbour has not received all that this rank sent. Its host acknowledges it within milliseconds,
+        whatever its process does, unless it is unreachable."""
         with self._changed:
             return any(each.outgoing or each.is_unconfirmed() for each in self._neighbours.values())
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until news make the condition true; return whether they did within timeout_s seconds."""
+        """Wait until news makes the condition true; return whether it did within timeout_s seconds."""
         with self._changed:
             return self._changed.wait_for(condition, timeout_s)
 
@@ -202,8 +203,8 @@ class Watch:
         return set(range(self.size)) - {self.rank}
 
     def close(self, *, after_failure: bool = False) -> None:
-        """Begin to bring what was said on its way and to end the connections; join() waits for that. after_failure: whether some
-        ranks may be out of reach. Calling it again does nothing."""
+        """Begin to send the last messages and to end the connections; join() waits for that. after_failure: whether some ranks
+        may be unreachable. Calling it again does nothing."""
         if os.getpid() != self._process or self._close_by is not None:
             return
         with self._changed:
@@ -214,7 +215,7 @@ class Watch:
                 self._wake_up()
 
     def join(self) -> None:
-        """Wait until close() is through: a few seconds at most, where a peer does not take what is said to it."""
+        """Wait until close() has finished: a few seconds at most, if a peer does not read."""
         if self._thread is not None and os.getpid() == self._process:
             self._thread.join(2 * _FLUSH_S)
 
@@ -225,7 +226,7 @@ class Watch:
         self._wake.close()
         self._woken.close()
 
-    def _say(self, kind: str, rank: int, **body: Any) -> None:
+    def _send(self, kind: str, rank: int, **body: Any) -> None:
         with self._changed:
             if self._close_by is None:
                 self._take({"kind": kind, "rank": rank} | body)
@@ -236,15 +237,15 @@ class Watch:
         kind, rank = message["kind"], message["rank"]
         if kind == "post":
             topic = message["topic"]
-            if message["number"] <= self._post_numbers.get((topic, rank), 0):  # which a later post has overtaken
+            if message["number"] <= self._post_numbers.get((topic, rank), 0):  # a later post has arrived first
                 return
             self._post_numbers[topic, rank] = message["number"]
             self.posts.setdefault(topic, {})[rank] = message["body"]
         else:
             known = text.decode() if kind != "report" else f"report {rank}"
-            if known in self._heard:
+            if known in self._seen:
                 return
-            self._heard.add(known)
+            self._seen.add(known)
             self.has_news = True
         if kind in ("lost", "alive"):
             self._note_end(rank, message["by"], is_alive=kind == "alive")
@@ -265,17 +266,17 @@ class Watch:
             self._take({"kind": "alive", "rank": rank, "by": message["by"]})
 
     def _note_end(self, rank: int, by: int, *, is_alive: bool) -> None:
-        """Note that a rank saw the connection to another one end, or that this other one lives all the same."""
+        """Note that rank `by` saw its connection to another rank end, or that this other rank lives all the same."""
         pair = min(rank, by), max(rank, by)
         if is_alive:
             self.cut.add(pair)
-            self._missed.discard((rank, by))
+            self._seen_ending.discard((rank, by))
         elif rank != self.rank and pair not in self.cut:
-            self._missed.add((rank, by))
-        self.lost = {who: self.lost.get(who, time.monotonic()) for who, _ in self._missed}
+            self._seen_ending.add((rank, by))
+        self.lost = {who: self.lost.get(who, time.monotonic()) for who, _ in self._seen_ending}
 
     def _wake_up(self) -> None:
-        with suppress(OSError):  # raised where it has been woken often enough, or has ended
+        with suppress(OSError):  # raised if wake-ups are pending already, or the thread has ended
             self._wake.send(b"!")
 
     def _serve(self) -> None:
@@ -287,13 +288,13 @@ class Watch:
                 ready = poll.poll(None if again_s is None else again_s * 1000)
                 with self._changed:
                     self._look(dict(ready))
-                    if self._close_by is not None and self._is_through(self._close_by):
+                    if self._close_by is not None and self._has_closed(self._close_by):
                         return
                 wanted = [again for listener in self._listeners if (again := listener()) is not None]
                 again_s = min(wanted, default=None)
                 if self._close_by is not None:
                     again_s = _FLUSH_S / 40
-        except Exception as error:  # the others must not go on to count on this rank
+        except Exception as error:  # _end() shows the other ranks that this one has failed
             _log.exception("gradwire: rank %d no longer receives news of the other ranks", self.rank)
             self.failure = repr(error)
             self.has_news = True
@@ -302,11 +303,11 @@ class Watch:
                 self._end()
                 self._changed.notify_all()
 
-    def _is_through(self, close_by: float) -> bool:
-        """Bring a close() forward; return whether it is through.
+    def _has_closed(self, close_by: float) -> bool:
+        """Continue a close(); return whether it has finished.
 
-        A connection that is closed with something unread in it is reset, and what was said last is lost. So each end says that it
-        has said all, and reads until the other has.
+        Closing a connection that has unread input resets it, and the last messages are lost. So each end shuts down its output
+        when all is written, and reads until the other end has done the same.
         """
         if not self._ending and not any(neighbour.outgoing for neighbour in self._neighbours.values()):
             self._ending = True
@@ -316,7 +317,7 @@ class Watch:
         return not self._neighbours or time.monotonic() >= close_by
 
     def _look(self, ready: dict[int, int]) -> None:
-        """Read and write what can be."""
+        """Read from and write to the connections that are ready."""
         if self._woken.fileno() in ready:
             self._woken.recv(1 << 12)
         for peer, neighbour in list(self._neighbours.items()):
@@ -330,9 +331,9 @@ class Watch:
                 del self._neighbours[peer]
                 neighbour.socket.close()
                 if peer in self.left:
-                    self._say("done", peer)
+                    self._send("done", peer)
                 else:
-                    self._say("lost", peer, by=self.rank)
+                    self._send("lost", peer, by=self.rank)
 
     def _end(self) -> None:
         self.disown()

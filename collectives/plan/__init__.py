@@ -1,1 +1,1 @@
-"""What is to be done, as data: schedules, algorithms, topology and selection. No tensors, no I/O."""
+"""Plans of operations, as data: schedules, algorithms, topology and selection. No tensors, no I/O."""

@@ -1,7 +1,7 @@
-"""Is a planner right? Its schedules are run on sets instead of numbers, without a process, a tensor or a network.
+"""A check of planners: their schedules are run on sets instead of numbers, without a process, a tensor or a network.
 
-What a block holds is the set of ranks whose contributions are in it, as a bit mask, so that "every contribution exactly once" is
-checked at each reduction: the two masks must not overlap.
+A block holds the set of ranks whose contributions are in it, as a bit mask. At each reduction the two masks must not overlap:
+so every contribution is added exactly once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.collectives.plan.spans import Span
 #: State of a world: masks[rank][block].
 Masks = list[list[int]]
 
-#: Among how many ranks codes are followed: what they do among more follows the same rules.
+#: The most ranks among which codes are followed; more ranks follow the same rules.
 _MOST_CODED = 16
 
 #: The collectives that have a root.
@@ -34,8 +34,8 @@ class ScheduleError(ValueError):
 def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = range(1, 17)) -> None:
     """Check a planner for worlds of these sizes, with every root that differs, and hosts of one, of four and of all ranks.
 
-    For allreduce among up to 16 ranks, also check that all ranks would have the same bits with a codec, which loses something
-    in every encoding. Raises ScheduleError, which names the world and the fault; ValueError for an unknown collective.
+    For allreduce among up to 16 ranks, also check that all ranks would get the same bits with a codec that loses information in
+    every encoding. Raises ScheduleError, which names the world and the fault; ValueError for an unknown collective.
     """
     if collective not in PLANNERS:
         raise ValueError(f"no collective is called {collective!r}; known are {', '.join(PLANNERS)}")
@@ -45,7 +45,7 @@ def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = ra
             for per_host in sorted({1, min(4, size), size}):
                 hosts = tuple(tuple(range(a, min(a + per_host, size))) for a in range(0, size, per_host))
                 schedules = [planner(Place(rank, size, root, hosts)) for rank in range(size)]
-                if schedules == checked:  # of a planner that does not look at the hosts
+                if schedules == checked:  # the planner ignores the hosts
                     continue
                 checked = schedules
                 try:
@@ -60,19 +60,19 @@ def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = ra
 
 
 def _check_form(schedules: Sequence[object]) -> None:
-    """Raise ScheduleError unless this is a Schedule of each rank, whatever they do."""
+    """Raise ScheduleError unless these are well-formed Schedules, one for each rank."""
     for rank, given in enumerate(schedules):
         if fault := _fault(given, rank, len(schedules)):
             raise ScheduleError(f"rank {rank}: {fault}")
 
 
 def _fault(given: object, rank: int, size: int) -> str:
-    """Return what makes this no Schedule of a rank; "" where nothing does."""
+    """Return the fault in the form of a rank's Schedule; empty if there is none."""
     if not isinstance(given, Schedule):
         return f"the planner returned {given!r}, not a Schedule"
     if (given.rank, given.size) != (rank, size):
         return f"the planner returned the Schedule of rank {given.rank} of {given.size}, not {rank} of {size}"
-    blocks: Any = given.blocks  # of what type, nobody has checked so far
+    blocks: Any = given.blocks  # its type is not checked before
     rounds: Any = given.rounds
     if not isinstance(blocks, int) or blocks < 1:
         return f"the buffer is cut into {blocks!r} blocks, not 1 or more"
@@ -155,14 +155,14 @@ def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None 
 def encodings(schedules: Sequence[Schedule], *, encodes_sums: bool = True) -> int:
     """Return how often a number is encoded on its way at most, in an allreduce of codes by the schedules of all ranks.
 
-    encodes_sums: as of the CodedPrograms, which are followed. What is encoded or added is taken for a thing that depends on all
-    that it was made of. Raises ScheduleError where ranks end with different things, or wait for codes that nobody sends.
+    encodes_sums: see CodedProgram. Every result of an encoding or an addition is a distinct thing, identified by what it was
+    made of. Raises ScheduleError if ranks end with different things, or wait for codes that no rank sends.
     """
     things = _Things()
     channels: dict[tuple[int, int], list[int]] = defaultdict(list)
     held = [[things.made("number", s.rank, block) for block in range(s.blocks)] for s in schedules]
     followers = [_follow(s, held[s.rank], channels, things, encodes_sums=encodes_sums) for s in schedules]
-    waiting: dict[int, tuple[int, int]] = {}  # by rank, for whom, and for which of its messages
+    waiting: dict[int, tuple[int, int]] = {}  # by rank: the sender that it waits for, and the number of the message
     while True:
         before = waiting
         waits = ((rank, next(follower, None)) for rank, follower in enumerate(followers))
@@ -199,7 +199,7 @@ def _follow(
     *,
     encodes_sums: bool,
 ) -> Iterator[tuple[int, int]]:
-    """Follow one rank's program of codes; while it must wait, yield for whom, and for which of its own messages."""
+    """Follow one rank's program of codes. While it must wait, yield the sender, and the number of its message."""
     blocks = tuple(Span(block, block + 1) for block in range(schedule.blocks))
     program = CodedProgram(schedule, [blocks], 1, range(schedule.size), encodes_sums=encodes_sums)
     codes: dict[int, int] = {}
@@ -233,8 +233,7 @@ def contributions(size: int, blocks: int) -> Masks:
 def _match(
     sent: dict[tuple[int, int], list[Span]], received: dict[tuple[int, int], list[Span]], index: int, *, in_place: bool
 ) -> None:
-    """Check that what each rank sends another is what that expects: the same blocks where there is one buffer, else as
-    many."""
+    """Check that each rank sends what the receiver expects: the same blocks if there is one buffer, else as many."""
     for sender, receiver in sent.keys() | received.keys():
         given, taken = sent[sender, receiver], received[sender, receiver]
         matches = given == taken if in_place else [s.length for s in given] == [s.length for s in taken]
@@ -258,7 +257,7 @@ def _take(held: list[int], span: Span, arrived: tuple[int, ...], *, reduces: boo
 
 
 def _check(collective: str, schedules: Sequence[Schedule], root: int) -> None:
-    """Raise ScheduleError unless schedules do what their collective says."""
+    """Raise ScheduleError unless the schedules give the result of their collective."""
     size, blocks = len(schedules), schedules[0].blocks
     if collective in ("reduce_scatter", "allgather", "gather", "scatter", "alltoall"):
         _need(blocks == size, f"{collective} has one block per rank, not {blocks}")
@@ -278,7 +277,7 @@ def _check(collective: str, schedules: Sequence[Schedule], root: int) -> None:
 
 
 def _wanted(collective: str, rank: int, block: int, size: int, root: int) -> int | None:
-    """Return whose contributions a block is to hold in the end; None where nobody looks at it."""
+    """Return the ranks whose contributions a block must hold in the end; None if its contents are undefined."""
     if collective == "broadcast" or (collective == "scatter" and block == rank):
         return 1 << root
     if collective in ("allgather", "alltoall") or (collective == "gather" and rank == root):

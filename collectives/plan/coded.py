@@ -1,11 +1,10 @@
-"""A program whose messages are codes: where numbers are encoded, and what is decoded, added and passed on.
+"""A program whose messages are codes: it says which numbers are encoded, decoded, added and passed on, and when.
 
-The rules are these. A block begins as version 0, this rank's own numbers, and becomes another version whenever something is
-added to it: version r + 1 in round r. Each version that is sent, or added to, is encoded once, and from then on counts as
-what its code decodes to, on this rank too; so does the sum over all ranks, on every rank that has it, unless all ranks make it
-of the same codes. What arrives is decoded into its block, or added to it, the codes of all ranks, this one's among them, in the
-order of the group; a code that is passed on is passed on as it came. So replicas are the same to the bit, which
-gradwire.collectives.plan.check sees to.
+The rules are these. A block begins as version 0, this rank's own numbers. An addition in round r makes it version r + 1. Each
+version that is sent, or added to, is encoded once, and then replaced by its decoded code, on this rank too. So is the sum over
+all ranks, on every rank that has it, unless all ranks add up the same codes. A code that arrives is decoded into its block, or
+added to it; codes of several ranks, this one's among them, are added in the order of the group. A code that is passed on is not
+encoded again. So replicas are the same to the bit, which gradwire.collectives.plan.check sees to.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from gradwire.collectives.plan.program import Flight, Instruction, Kind, Program
 from gradwire.collectives.plan.schedule import Action, Round, Schedule
 from gradwire.collectives.plan.spans import Layout, Span
 
-#: What codes are a multiple of apart, in bytes.
+#: Codes begin at multiples of this in scratch memory, in bytes.
 _APART = 64
 
 
 class CodedProgram(Program):
-    """The instructions of one rank for an allreduce of codes. Attribute scratch: how many bytes of memory they use.
+    """The instructions of one rank for an allreduce of codes. Attribute scratch: how many bytes of scratch memory they use.
 
-    A segment takes two sweeps for a round, so that while it is encoded, the sum of the one before and the result of the one
-    before that are on their way. A first round without messages lets receives be posted that long before their turn.
+    A segment takes two sweeps for a round, so that while it is encoded, the sum of the previous segment and the result of the
+    one before that are sent. A first round without messages lets receives be posted that much earlier.
     """
 
     _pace = 2
@@ -62,12 +61,12 @@ class CodedProgram(Program):
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
 
     def sent_bytes(self, wire_bytes: Callable[[int], int]) -> int:
-        """Return how many bytes this rank sends, where the code of so many elements is so long."""
+        """Return how many bytes this rank sends. wire_bytes: returns the length of the code of so many elements."""
         return sum(wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
 
     def _posting_rounds(self) -> list[int]:
-        """Return for every round the one in which its receives are posted: codes arrive in scratch memory, where nothing is in
-        their way."""
+        """Return for every round the one in which its receives are posted: codes arrive in their own places of scratch memory,
+        so nothing delays them."""
         return [max(0, index - self._lookahead) for index in range(len(self._schedule.rounds))]
 
     def _room(self) -> int:
@@ -84,7 +83,7 @@ class CodedProgram(Program):
         return self._codes * self._stride
 
     def _place(self, flight: Flight) -> int:
-        """Return where there is room for another code."""
+        """Return the place of another code in scratch memory."""
         return (flight.segment % self._flights * self._codes + next(flight.places)) * self._stride
 
     def _receives(self, flight: Flight, index: int) -> list[Instruction]:
@@ -97,7 +96,7 @@ class CodedProgram(Program):
         ]
 
     def _sends(self, flight: Flight, steps: Round) -> Iterator[Instruction]:
-        """Yield the sends of a round, with what must be encoded for them. Each code sets out as soon as it is there."""
+        """Yield the sends of a round, with what must be encoded for them. Each code is sent as soon as it is made."""
         for block in _blocks(flight, steps, Action.SEND):
             if block not in flight.codes:
                 yield self._encode(flight, block)
@@ -107,13 +106,13 @@ class CodedProgram(Program):
                     yield _about(flight, block, Kind.SEND, step.peer, flight.codes[block], flight.sent[-1])
             if self._in_turn:
                 yield Instruction(Kind.POST, segment=flight.segment)
-        for block in _blocks(flight, steps, Action.REDUCE):  # what the others' codes will be added to
+        for block in _blocks(flight, steps, Action.REDUCE):  # to which the others' codes will be added
             if block not in flight.codes:
                 yield self._encode(flight, block)
         yield from self._settle(flight)
 
     def _finish(self, flight: Flight, index: int) -> Iterator[Instruction]:
-        """Take what a round received: as it is, or added to what there is."""
+        """Decode what a round received, into its blocks or added to them."""
         arrivals = flight.arriving.pop(index, [])
         steps = self._schedule.rounds[index]
         for block in _blocks(flight, steps, Action.REDUCE):
@@ -141,7 +140,7 @@ class CodedProgram(Program):
         yield from super()._land(flight)
 
     def _alone(self, flight: Flight) -> Iterator[Instruction]:
-        """Encode as where there are other ranks: training on one rank is to behave alike."""
+        """Encode a segment on a single rank too, so that training on one rank has the same errors of encoding."""
         for block, span in enumerate(flight.layout):
             if span.length:
                 yield self._encode(flight, block)
@@ -151,35 +150,35 @@ class CodedProgram(Program):
         yield from self._settle(flight)
 
     def _complete(self, flight: Flight, block: int) -> Iterator[Instruction]:
-        """Encode the sum over all ranks, where that is done: every rank that has it does, also one that sends it to nobody."""
+        """Encode the sum over all ranks, if encodes_sums: every rank that has it does, even if it sends it to no rank."""
         yield _about(flight, block, Kind.COMPLETE, self._rank, -1, int(self._encodes_sums))
         if self._encodes_sums:
             yield self._encode(flight, block)
             flight.unsettled.append(block)
 
     def _settle(self, flight: Flight) -> Iterator[Instruction]:
-        """Take what the codes of sums decode to, once these are on their way."""
+        """Replace sums by their decoded codes, once these are being sent."""
         for block in flight.unsettled:
             yield self._decode(flight, block)
         flight.unsettled.clear()
 
     def _encode(self, flight: Flight, block: int) -> Instruction:
-        """Return what encodes the present version of a block."""
+        """Return the instruction that encodes the present version of a block."""
         place = flight.codes[block] = self._place(flight)
         return _about(flight, block, Kind.ENCODE, self._rank, place, flight.versions[block])
 
     def _decode(self, flight: Flight, block: int) -> Instruction:
-        """Return what puts the code of a block in its place."""
+        """Return the instruction that decodes the code of a block in place."""
         return _about(flight, block, Kind.DECODE, self._rank, flight.codes[block], 0)
 
 
 def _last(rounds: Sequence[Round], action: Action) -> dict[int, int]:
-    """Return for each block the last round in which something of the kind is done with it."""
+    """Return for each block the last round with a step of this kind."""
     return {block: index for index, steps in enumerate(rounds) for block in blocks_of(steps, action)}
 
 
 def _blocks(flight: Flight, steps: Round, action: Action) -> list[int]:
-    """Return the blocks with which something of the kind is done, each once, in the order of the steps; empty ones left out."""
+    """Return the nonempty blocks with a step of this kind, each once, in the order of the steps."""
     return [block for block in dict.fromkeys(blocks_of(steps, action)) if flight.layout[block].length]
 
 

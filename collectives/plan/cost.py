@@ -1,4 +1,4 @@
-"""What moving bytes costs among the ranks of a group, as measured or described, and the file that keeps it."""
+"""The costs of messages among the ranks of a group, measured or described, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from gradwire.collectives.plan.schedule import Place
 
-#: Of the file format: a file of another version is refused.
+#: The version of the file format. A file of another version is refused.
 VERSION = 2
 
-#: A link or a rank that takes so many times as long as others is called slow.
+#: A link or a rank is called slow if it takes this many times as long as others.
 SLOW = 1.5
 
 _REMEDY = "make a new one on these hosts: gradwire tune --out FILE"
@@ -26,8 +26,8 @@ class TuningError(ValueError):
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a message costs between two ranks: latency_s from one to the other, byte_s a byte of one connection, and at either end
-    message_cpu_s and byte_cpu_s of a processor's time for each message and each byte."""
+    """The cost of a message between two ranks, in seconds: latency_s; byte_s, per byte of one connection; and at either end a
+    processor's time, message_cpu_s per message and byte_cpu_s per byte."""
 
     latency_s: float
     byte_s: float
@@ -36,7 +36,7 @@ class LinkCost:
 
 
 class Cores(NamedTuple):
-    """Ranks that compute on the same cores, and how many these are."""
+    """Ranks that compute on the same cores, and the number of cores."""
 
     ranks: tuple[int, ...]
     number: int
@@ -58,8 +58,8 @@ class CodecCost(NamedTuple):
 
 
 class CallCost(NamedTuple):
-    """What calls took: measured (bytes, seconds), ascending. Of what a link does by itself there is no Program to walk, and this
-    is all that is known; elsewhere it corrects the walk."""
+    """The measured times of calls: (bytes, seconds), ascending. They are all that is known of a link's own algorithm, which has
+    no Program to walk; for others, they correct the walk."""
 
     verb: str
     algorithm: str
@@ -72,10 +72,10 @@ class Costs:
 
     hosts: the ranks of each, as of Topology; machines: what each host is, in words. inside, between: messages inside a host and
     between hosts. uplinks: by host, seconds a byte of what it sends, and at the same time of what it receives, all its ranks
-    together. burst_bytes: what an uplink moves at once after a pause, where a shaper lets it. slow_links: pairs that are slower
-    than their hosts' uplinks. cores: who shares them. slowness: by rank, how many times as long it computes as the fastest.
-    call_s: what a call takes beside its messages. reduce_byte_s: a processor's time to add a byte to another. codecs: those that
-    were measured. calls: what calls took.
+    together. burst_bytes: how many bytes a traffic shaper lets an uplink move at once after a pause. slow_links: pairs that are
+    slower than their hosts' uplinks. cores: which ranks share them. slowness: by rank, its computing time as a multiple of the
+    fastest rank's. call_s: the time of a call beside its messages. reduce_byte_s: a processor's time to add a byte to another.
+    codecs: those that were measured. calls: the measured times of calls.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -97,7 +97,7 @@ class Costs:
         return len(self.slowness)
 
     def measured(self, verb: str, algorithm: str) -> tuple[tuple[int, float], ...]:
-        """Return what calls of an algorithm took, by bytes; nothing where none were timed."""
+        """Return the measured seconds of an algorithm's calls, by bytes; empty if none were timed."""
         return next((call.measured for call in self.calls if (call.verb, call.algorithm) == (verb, algorithm)), ())
 
     def codec(self, identity: str) -> CodecCost:
@@ -108,7 +108,7 @@ class Costs:
         raise KeyError(f"codec {identity!r} was not measured")
 
     def among(self, ranks: Sequence[int]) -> Costs:
-        """Return what moving bytes costs among some of the ranks, which count from 0 then, in the order given."""
+        """Return the costs among some of the ranks, which are numbered from 0 in the order given."""
         place = {rank: index for index, rank in enumerate(ranks)}
 
         def placed(members: Iterable[int]) -> tuple[int, ...]:
@@ -133,8 +133,8 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Costs:
-        """Read the text of a tuning file. source: its name, for errors. Raises TuningError for one that is damaged or of another
-        version."""
+        """Return the costs in the text of a tuning file. source: its name, for errors. Raises TuningError if it is damaged or
+        of another version."""
         try:
             read = json.loads(text)
             version = read.pop("version")
@@ -151,7 +151,7 @@ class Costs:
         return costs
 
     def checked(self, source: str, hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> Costs:
-        """Return these costs, of a tuning file, if they are those of ranks on such hosts and machines; else raise TuningError."""
+        """Return these costs if they were measured for ranks on these hosts and machines; else raise TuningError."""
         made_for = _described(self.hosts, self.machines)
         if made_for != (here := _described(hosts, machines)):
             raise TuningError(f"tuning file {source} was made for {made_for}; here are {here}; {_REMEDY}")
@@ -196,7 +196,7 @@ def _described(hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> str:
 
 
 def _costs(read: Mapping[str, Any]) -> Costs:
-    """Return what a file says. Raises ValueError, TypeError, KeyError where that makes no sense."""
+    """Return the costs from a file's data. Raises ValueError, TypeError or KeyError if they are malformed."""
 
     def positive(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):

@@ -1,9 +1,9 @@
-"""A schedule laid out in a buffer: one rank's instructions, as integers, in the order in which they are followed.
+"""A schedule laid out in a buffer: one rank's instructions, as integers, in the order in which they are executed.
 
-A large buffer is cut into segments, each of which goes through all rounds of the schedule. Several are in flight at once, and
-receives are posted ahead of their turn; all of that is decided here, so that whoever runs a Program just follows it: a loop in
-Python (gradwire.collectives.run.executor) or a compiled one. It can also be counted, priced and drawn. This one moves numbers as
-they are; gradwire.collectives.plan.coded has the one that moves codes.
+A large buffer is cut into segments, each of which goes through all rounds of the schedule. Several segments are in flight at
+once, and receives are posted ahead of their turn. The Program decides all of that, so that a loop, in Python
+(gradwire.collectives.run.executor) or compiled, only executes it. It can also be counted, priced and drawn. This Program moves
+numbers as they are; the one in gradwire.collectives.plan.coded moves codes.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ WINDOW = 3
 #: other first costs a round trip to announce it.
 LOOKAHEAD = 2
 
-#: Programs of up to so many instructions are kept; longer ones are laid out while they run, each time.
+#: The most instructions that a Program keeps; a longer Program is laid out anew at each run.
 _KEPT = 1 << 14
 
 
 class Kind(IntEnum):
-    """What an instruction asks for. "The sum" is memory of its own for one block, in which sums over all ranks are made."""
+    """The kind of an instruction. "The sum" is separate memory for one block, in which sums over all ranks are made."""
 
-    SEND = 0  # to `peer`, what lies in the source at `offset`; where `scratch` is not negative, in scratch memory there
-    RECEIVE = 1  # from `peer`: into the destination at `offset`, or where `scratch` is not negative, into scratch memory there
+    SEND = 0  # to `peer`, from the source at `offset`, or if `scratch` >= 0, from scratch memory there
+    RECEIVE = 1  # from `peer`, to the destination at `offset`, or if `scratch` >= 0, to scratch memory there
     POST = 2  # start all sends and receives since the last POST; they carry the tag of `segment`
-    WAIT = 3  # for the message that is number `number` of all sends and receives
-    REDUCE = 4  # what came from `peer` into scratch memory at `scratch`, into the destination at `offset`
-    ENCODE = 5  # what lies at `offset`, to scratch memory at `scratch`: version `number` of block `block`
-    DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`; where `number` is 1, to the sum
-    ADD = 7  # the code of `peer` in scratch memory at `scratch`, to what lies at `offset`; where `number` is 1, to the sum
-    COMPLETE = 8  # what lies at `offset` is summed over all ranks; where `number` is 1, in the sum, and encoded next
+    WAIT = 3  # for message `number`, counted over all sends and receives
+    REDUCE = 4  # the numbers of `peer` in scratch memory at `scratch`, into the destination at `offset`
+    ENCODE = 5  # the numbers at `offset`, version `number` of block `block`, to scratch memory at `scratch`
+    DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`, or if `number` is 1, to the sum
+    ADD = 7  # as DECODE, but added to the numbers there
+    COMPLETE = 8  # the numbers at `offset`, or if `number` is 1, in the sum and encoded next, are summed over all ranks
 
 
 class Instruction(NamedTuple):
-    """One row of the table. offset and length count elements, scratch counts elements or, where codes travel, bytes; what an
-    instruction does not use is 0, scratch -1."""
+    """One row of the table. offset and length count elements; scratch counts elements, or bytes in a CodedProgram. Unused
+    fields are 0, an unused scratch -1."""
 
     kind: int
     peer: int = 0
@@ -58,12 +58,12 @@ class Instruction(NamedTuple):
 
 
 def blocks_of(steps: Round, *actions: Action) -> list[int]:
-    """Return the blocks that the steps of these kinds name, in the order of the steps."""
+    """Return the blocks of the steps with these actions, in the order of the steps."""
     return [block for step in steps if step.action in actions for block in range(*step.span)]
 
 
 class Flight:
-    """One segment on its way through its rounds. layout, source: where its blocks lie where they arrive, and are sent from."""
+    """One segment on its way through its rounds. layout: where its blocks lie in the destination; source: in the source."""
 
     def __init__(self, segment: int, layout: Layout, source: Layout, numbers: Iterator[int]) -> None:
         self.segment = segment
@@ -72,7 +72,7 @@ class Flight:
         self.numbers = numbers
         self.sent: list[int] = []
         self.arriving: dict[int, list[Instruction]] = defaultdict(list)
-        # Where codes travel: by block, where its code lies and its version; the blocks whose sums have yet to be decoded.
+        # For a CodedProgram: the place of each block's code, its version, and the blocks whose sums are still to be decoded.
         self.codes: dict[int, int] = {}
         self.versions: dict[int, int] = defaultdict(int)
         self.unsettled: list[int] = []
@@ -82,18 +82,18 @@ class Flight:
 class Program:
     """The instructions of one rank.
 
-    Iterating yields them in order. All ranks walk the same fixed order of (segment, round), so nothing can deadlock: the earliest
-    unfinished round only depends on earlier ones. Segments start a part of their rounds apart, so that different phases
-    (inside a host, between hosts) overlap.
+    Iterating yields them in order. All ranks walk the same fixed order of (segment, round), so nothing can deadlock: the
+    earliest unfinished round only depends on earlier ones. Segments start staggered, so that different phases (inside a host,
+    between hosts) overlap.
 
     Attribute scratch: how many elements of scratch memory the instructions use.
     """
 
-    #: In how many sweeps over the segments in flight each of them goes one round further, and how many there are.
+    #: How many sweeps over the segments in flight advance each of them by one round, and how many segments are in flight.
     _pace = 1
     _window = WINDOW
 
-    #: Whether messages are posted one after the other, because what is sent must be made first.
+    #: Whether messages are posted one by one, each as soon as its contents are made.
     _in_turn = False
 
     def __init__(
@@ -108,10 +108,9 @@ class Program:
         """Lay out a schedule.
 
         segments: where the blocks of each segment lie, in elements; empty messages are left out, at both ends alike. sources:
-        where they lie in the buffer that is sent from, when that is another one than they arrive in. lookahead: 0 where the
-        messages of a round must be posted together on both sides, as by NCCL. answered: whether ranks that only receive from
-        another one tell it in the end that they did, with an empty message, so that it does not get away with a call that nobody
-        else has made."""
+        where they lie in the source, if that is another buffer than the destination. lookahead: 0 if the messages of a round
+        must be posted together on both sides, as by NCCL. answered: whether a rank that only receives from another one sends it
+        an empty message at the end, so that a call which no other rank has made does not succeed."""
         self._schedule = schedule
         self._segments = segments
         self._sources = sources or segments
@@ -133,8 +132,8 @@ class Program:
         return {step.peer for steps in self._schedule.rounds for step in steps}
 
     def tables(self) -> Iterable[array[int]]:
-        """Return the instructions as 64-bit integers, one after the other, for a compiled loop; in several pieces where there are
-        many, which are made anew each time."""
+        """Return the instructions as 64-bit integers, one after the other, for a compiled loop; more than _KEPT come in several
+        pieces, made anew each time."""
         if self._kept is None:
             return self._pieces()
         if not self._tables:
@@ -147,7 +146,7 @@ class Program:
             yield piece
 
     def sent(self) -> tuple[int, int]:
-        """Return how many messages this rank sends, and how many elements in all."""
+        """Return the number of messages that this rank sends, and of their elements."""
         lengths = [instruction.length for instruction in self if instruction.kind == Kind.SEND]
         return len(lengths), sum(lengths)
 
@@ -185,9 +184,9 @@ class Program:
         sent."""
         steps = [step for steps in self._schedule.rounds for step in steps]
         sent_to = {step.peer for step in steps if step.action is Action.SEND}
-        heard_of = {step.peer for step in steps if step.action is not Action.SEND}
-        answers = [Instruction(Kind.SEND, peer, number=next(numbers)) for peer in sorted(heard_of - sent_to)]
-        answers += [Instruction(Kind.RECEIVE, peer, number=next(numbers)) for peer in sorted(sent_to - heard_of)]
+        received_from = {step.peer for step in steps if step.action is not Action.SEND}
+        answers = [Instruction(Kind.SEND, peer, number=next(numbers)) for peer in sorted(received_from - sent_to)]
+        answers += [Instruction(Kind.RECEIVE, peer, number=next(numbers)) for peer in sorted(sent_to - received_from)]
         if answers:
             yield from answers
             yield Instruction(Kind.POST)
@@ -217,7 +216,7 @@ class Program:
         if posted:
             yield Instruction(Kind.POST, segment=flight.segment)
 
-    # What is different where codes travel
+    # The methods that CodedProgram overrides
 
     def _posting_rounds(self) -> list[int]:
         """Return for every round the one in which its receives are posted: at most `lookahead` earlier, never while an
@@ -236,7 +235,7 @@ class Program:
 
     def _room(self) -> int:
         """Return how much scratch memory each segment in flight needs."""
-        self._regions = min(self._lookahead + 1, len(self._schedule.rounds))  # as many rounds as can be posted at once
+        self._regions = min(self._lookahead + 1, len(self._schedule.rounds))  # as many as can be posted at once
         reduced = [blocks_of(steps, Action.REDUCE) for steps in self._schedule.rounds]
         sums = (sum(layout[block].length for block in blocks) for layout in self._segments for blocks in reduced)
         self._region = max(sums, default=0)  # of the largest round of any segment
@@ -279,11 +278,11 @@ class Program:
                 yield arrival._replace(kind=Kind.REDUCE)
 
     def _land(self, flight: Flight) -> Iterator[Instruction]:
-        """Wait for what has been sent."""
+        """Wait until the sends have completed."""
         for number in flight.sent:
             yield Instruction(Kind.WAIT, number=number)
         flight.sent.clear()
 
     def _alone(self, flight: Flight) -> Iterator[Instruction]:
-        """Yield what there is to do for a segment where no other rank takes part."""
+        """Yield the instructions for a segment in a world of one rank."""
         return iter(())

@@ -1,4 +1,4 @@
-"""A collective algorithm as data: who sends which blocks to whom, round by round. No tensors, no I/O.
+"""A collective algorithm as data: which rank sends which blocks to which rank, round by round. No tensors, no I/O.
 
 A planner (`gradwire.collectives.plan.algorithms`) returns one Schedule per rank; `gradwire.collectives.run.executor` runs
 it. Because a Schedule is plain data it can also be checked symbolically, priced and drawn.
@@ -62,8 +62,8 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a planner knows: this rank, the world, the root of rooted collectives, which ranks share a host, and the ranks of
-    hosts whose links were measured to be much slower than the others'."""
+    """The arguments of a planner: this rank, the world size, the root of rooted collectives, the ranks of each host, and the
+    ranks of hosts whose links were measured to be much slower than the others'."""
 
     rank: int
     size: int

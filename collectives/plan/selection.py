@@ -1,5 +1,5 @@
-"""Which algorithm runs for a given size: the one that takes least by measured costs; before anything was measured, or where the
-environment says so, what a table by message size says."""
+"""The selection of an algorithm by message size: the fastest one by measured costs, or without a measurement, or if the
+environment sets a table, the one in the table."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.plan.walk import predict
 
-#: Segments that are tried, as multiples of the usual one, for so many algorithms that are quickest with that.
+#: Segments that are considered, as multiples of the usual one, for this many algorithms, those that are fastest with the usual
+#: one.
 _SEGMENTS, _TRIED = (4, 16), 2
 
-#: What is usual stays unless something else takes so many times as long at most: near equals must not change from run to run. The
-#: usual segment may stay in the caches, of which the model knows nothing.
+#: The usual algorithm and segment stay unless another one takes at most this share of their time: near equals must not change
+#: from run to run. The usual segment may stay in the caches, which the model ignores.
 _WORTH_IT, _WORTH_A_SEGMENT = 0.95, 0.85
 
-#: How many sizes of calls are corrected: more than a training has buckets.
+#: How many sizes of calls are corrected at most: more than a training has buckets.
 _MOST_TRIALS = 64
 
 _log = logging.getLogger("gradwire")
@@ -69,11 +70,11 @@ def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
 def default_table(
     collective: str, topology: Topology, preferred: Mapping[str, str] = MappingProxyType({}), *, quick: bool = False
 ) -> Table:
-    """Return the built-in choice: what the link prefers, by collective, else one made by size and topology from the measurements
-    in docs/measurements.md. quick: as of a Transport.
+    """Return the built-in table of a collective: the link's preferred algorithm, else algorithms by size and topology, from the
+    measurements in docs/measurements.md. quick: see Transport.
 
-    Small messages want few rounds between hosts, and inside a host, where ranks share cores, few messages; large ones want
-    the fewest bytes, and neighbours that stay the same, between hosts that hold several ranks each also a single crossing.
+    Small messages need few rounds between hosts, and few messages inside a host, where ranks share cores. Large messages need
+    the fewest bytes and neighbours that stay the same; if hosts have several ranks each, they cross between hosts only once.
     """
     if collective in preferred:
         return (Range(preferred[collective], 0, None),)
@@ -110,8 +111,8 @@ def default_table(
 
 
 def default_segment_bytes(topology: Topology, *, quick: bool) -> int:
-    """Return few bytes where messages are quick, more between hosts, where the wire waits, and many inside one, where each
-    message costs wake-ups. quick: as of a Transport."""
+    """Return few bytes if messages are quick, more between hosts, where the wire would idle, and many inside a host, where each
+    message costs wake-ups. quick: see Transport."""
     if quick:
         return 96 << 10
     return (256 << 10) if len(topology.hosts) > 1 else (4 << 20)
@@ -126,7 +127,7 @@ def variables(collectives: Iterable[str], environment: Mapping[str, str]) -> dic
 def overrides(collectives: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> dict[str, Table]:
     """Return the tables that the environment sets, for collectives given with their legal algorithm names.
 
-    Raises ValueError for one that makes no sense, such as COLLECTIVES_ALLREDUCE naming an unknown algorithm.
+    Raises ValueError for an invalid one, such as COLLECTIVES_ALLREDUCE with an unknown algorithm.
     """
     return {
         collective: parse_table(environment[variable], collectives[collective], variable)
@@ -141,29 +142,29 @@ def choose(table: Table, nbytes: int) -> str:
 
 def split_choice(choice: str) -> tuple[str, int | None]:
     """Return the algorithm's name and the segment in bytes of a choice such as 'ring/384K'; None for the usual segment. Raises
-    ValueError for a segment that is no size."""
+    ValueError for a malformed segment."""
     name, _, segment = choice.partition("/")
     return name, parse_size(segment) if segment else None
 
 
 def _power_of_two(nbytes: int) -> int:
-    """Return the nearest one, counted in whole numbers."""
+    """Return the power of two nearest to nbytes, by integer arithmetic."""
     return 1 << (((nbytes * nbytes) | 1).bit_length() // 2)
 
 
 def planned(verb: str, names: Sequence[str], hosts: Sequence[Sequence[int]]) -> list[str]:
-    """Return those of a verb's algorithms that are Programs, and that differ from others among such hosts."""
+    """Return those of a verb's algorithms that have a planner, and that differ from the others on these hosts."""
     nested = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
     return [name for name in names if name in PLANNERS[verb] and (nested or name not in BETWEEN_HOSTS)]
 
 
 class Measured:
-    """Chooses by measured costs: for every verb and power of two of bytes, the algorithm and segment that take least, the same
-    on all ranks, which have the same costs.
+    """Chooses by measured costs the fastest algorithm and segment for every verb and power of two of bytes. The choice is the
+    same on all ranks, which have the same costs.
 
-    usual: returns what the table made by hand says. algorithms: the names that each verb has. segment_bytes: the usual segment;
-    may_cut: whether others may be chosen. corrects: whether calls may correct predictions (see Trial). speaks: whether decisions
-    are logged here.
+    usual: returns the choice of the table made by hand. algorithms: the names that each verb has. segment_bytes: the usual
+    segment; may_cut: whether others may be chosen. corrects: whether calls may correct predictions (see Trial). logs: whether
+    this rank logs the choices.
     """
 
     def __init__(
@@ -175,16 +176,16 @@ class Measured:
         *,
         may_cut: bool = True,
         corrects: bool = False,
-        speaks: bool = False,
+        logs: bool = False,
     ) -> None:
         self.costs = costs
         self._segment_bytes = segment_bytes
         self._may_cut = may_cut
         self._usual = usual
         self._corrects = corrects
-        self._speaks = speaks
+        self._logs = logs
         self._chosen: dict[tuple[str, int], str] = {}
-        self._trials: dict[int, Trial] = {}  # by exact size, as a prediction within a tenth is asked of them
+        self._trials: dict[int, Trial] = {}  # by exact size, since predictions must be right within a tenth
         self._names = {
             verb: [
                 *planned(verb, names, costs.hosts),
@@ -194,30 +195,30 @@ class Measured:
         }
 
     def choose(self, verb: str, nbytes: int) -> str:
-        """Return the choice for a message of so many bytes, such as 'ring', or 'ring/384K' for another than the usual segment."""
+        """Return the choice for a message of nbytes, such as 'ring', or 'ring/384K' with another than the usual segment."""
         key = verb, _power_of_two(nbytes)
         if key not in self._chosen:
             self._chosen[key] = self._decide(*key)
         return self._chosen[key]
 
     def trial(self, nbytes: int) -> Trial | None:
-        """Return what corrects the choice for an allreduce of so many bytes by what calls take; None where nothing does."""
+        """Return the Trial that corrects the choice for an allreduce of nbytes by the times of calls, or None."""
         if self._corrects and nbytes not in self._trials and len(self._trials) < _MOST_TRIALS:
             name, segment = split_choice(chosen := self.choose("allreduce", nbytes))
             ranked = {choice: seconds for seconds, choice in self.ranked("allreduce", nbytes)}
-            if chosen not in ranked:  # it was chosen for the power of two
+            if chosen not in ranked:  # the choice was made for the power of two
                 ranked[chosen] = predict(self.costs, "allreduce", name, nbytes, segment or self._segment_bytes)
             tried = sorted((seconds, choice) for choice, seconds in ranked.items())
             self._trials[nbytes] = Trial(tried, chosen, f"allreduce of {nbytes} bytes")
         return self._trials.get(nbytes)
 
     def corrected(self, nbytes: int) -> str | None:
-        """Return what a trial uses at present for an allreduce of so many bytes; None where there is no trial. Begins none."""
+        """Return the present choice of the trial for an allreduce of nbytes; None without a trial. Begins none."""
         trial = self._trials.get(nbytes)
         return None if trial is None else trial.choice
 
     def ranked(self, verb: str, nbytes: int) -> list[tuple[float, str]]:
-        """Return what was considered with its predicted seconds, the quickest first."""
+        """Return the choices considered with their predicted seconds, the fastest first."""
         costs, usual = self.costs, self._segment_bytes
         first = sorted((predict(costs, verb, name, nbytes, usual), name) for name in self._names[verb])
         ranked = list(first)
@@ -239,7 +240,7 @@ class Measured:
         chosen = ranked[0][1]
         if any(name == usual and ranked[0][0] > _WORTH_IT * seconds for seconds, name in ranked):
             chosen, why = usual, "the default, and none is much faster"
-        if self._speaks:
+        if self._logs:
             best = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for seconds, name in ranked[:3])
             _log.debug("gradwire: %s of %s uses %s, %s (%s)", verb, format_size(nbytes), chosen, why, best)
         return chosen

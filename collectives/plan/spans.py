@@ -61,7 +61,7 @@ def circular(start: int, count: int, size: int) -> tuple[Span, ...]:
 
 
 def segments_of_buffer(numel: int, blocks: int, segment: int) -> tuple[Layout, ...]:
-    """Cut a buffer into consecutive segments, each cut into `blocks`: for operations free to choose who owns what.
+    """Cut a buffer into consecutive segments, each cut into `blocks`: for operations that may choose the owner of each element.
 
     `segment` is the wanted number of elements of one block of one segment. At least one segment, also when numel is 0.
     """

@@ -1,4 +1,4 @@
-"""Who is where: which ranks share a host."""
+"""The topology of a group: which ranks share a host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gradwire.collectives.environment import HOST_ID
 
 
 def host_id() -> str:
-    """Return a name that two processes share when they run on one host and in one network namespace: what the environment
-    variable COLLECTIVES_HOST_ID says, else machine_id()."""
+    """Return a name that two processes share if they run on one host and in one network namespace: the environment variable
+    COLLECTIVES_HOST_ID, else machine_id()."""
     return os.environ.get(HOST_ID) or machine_id()
 
 
 def machine_id() -> str:
-    """Return a name made of the kernel's boot id and the network namespace (containers of one machine with separate networks are
-    separate hosts); the host name where the kernel offers neither."""
+    """Return a name made of the kernel's boot id and the network namespace (containers of one machine with separate networks
+    are separate hosts); the host name if the kernel offers neither."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/net')}"
@@ -30,7 +30,7 @@ def machine_id() -> str:
 
 
 def processor_name() -> str:
-    """Return the name of this host's processor: its model where Linux says it, else its architecture."""
+    """Return the name of this host's processor: its model if Linux reports it, else its architecture."""
     lines = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -39,8 +39,8 @@ def processor_name() -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank runs on. name: as machine_id(), but without the network: of what shares cores. description: the processor and
-    how many cores the rank may use, which stay the same when the machine starts anew; cores: their number."""
+    """What a rank runs on. name: machine_id() without the network namespace: the same for ranks that share cores. description:
+    the processor and the number of cores that the rank may use, which survive a reboot; cores: that number."""
 
     name: str
     description: str
@@ -48,7 +48,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return that of this process."""
+        """Return the Machine of this process."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cls(machine_id().partition("/")[0], f"{processor_name()}, {cores} cores", cores)
 
@@ -62,7 +62,7 @@ class Topology:
 
     @classmethod
     def from_host_ids(cls, rank: int, host_ids: Sequence[str]) -> Topology:
-        """Return what follows from host_ids, of which the r-th is what rank r reports of its host."""
+        """Return the Topology in which ranks with equal host_ids share a host. host_ids: by rank."""
         by_host: dict[str, list[int]] = {}
         for member, name in enumerate(host_ids):
             by_host.setdefault(name, []).append(member)

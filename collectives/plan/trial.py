@@ -1,20 +1,21 @@
-"""The search for the choice that takes least, in calls that are made anyway, where a prediction turned out wrong."""
+"""A trial of other choices, in calls that training makes anyway, after a wrong prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-#: Calls after a change that do not count, as memory is touched and plans are made in them, and those that do.
+#: Calls after a change that are not timed, since they touch memory and make plans, and calls that are timed.
 SKIPPED, COUNTED = 2, 7
 
-#: A prediction that is off by no more than this part is not corrected.
+#: A prediction with a relative error of at most this is not corrected.
 _CLOSE = 0.1
 
-#: How many rivals are tried, and how many times what the choice took one may be predicted to take at most.
+#: How many rivals are tried; a rival's predicted time may be at most this multiple of the choice's measured time.
 _RIVALS, _HOPELESS = 2, 2.0
 
-#: A rival replaces the choice if its calls take less than this part of the choice's: near equals must not change from run to run.
+#: A rival replaces the choice if its calls take less than this share of the choice's time: near equals must not change from run
+#: to run.
 _BETTER = 0.95
 
 
@@ -24,9 +25,9 @@ class Trial:
     If the calls of the first choice take as long as predicted, it stays. Otherwise the next calls use it and the rivals with the
     best predictions in turns, since what else a network or a host does changes with time, and the fastest stays.
 
-    ranked: the choices with their predicted seconds, the fastest first. choice: what the next call uses; one of them. call: what
-    the log calls these calls, such as "allreduce of 4096 bytes". settled: whether the choice stays. All ranks make the same
-    calls, so each goes on after the same call.
+    ranked: the choices with their predicted seconds, the fastest first. choice: what the next call uses; one of them. call: the
+    name of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice stays. All ranks make the
+    same calls, so each goes on after the same call.
     """
 
     def __init__(self, ranked: Sequence[tuple[float, str]], choice: str, call: str = "") -> None:

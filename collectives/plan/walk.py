@@ -1,8 +1,8 @@
-"""How long the programs of all ranks take by what moving bytes costs: a walk, no closed formula.
+"""The predicted time of the programs of all ranks, by a walk through them instead of a closed formula.
 
-The walk follows every rank's Program in the order of time. A message takes the time of a processor at both ends, the connection,
-and the uplinks of the two hosts, each direction by itself, which the ranks of a host share, first come first served; ranks that
-share cores wait for one. So contention, pipelining and idle links come out of the programs themselves.
+The walk follows every rank's Program in the order of time. A message occupies a processor at both ends, its connection, and one
+direction of the two hosts' uplinks, which the ranks of a host share, first come first served. Ranks that share cores wait for a
+free one. So contention, pipelining and idle links follow from the programs themselves.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, se
 #: Verbs whose algorithms may cut a buffer as they like; in all others block r belongs to rank r.
 _OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
 
-#: From how many segments on each further one takes what the last ones took: the pipeline is full then. They are walked in two
-#: lengths, and the rest is extrapolated.
+#: From this many segments on, the pipeline is full, and each further one takes the same time. Two such lengths are walked, and
+#: the rest is extrapolated.
 _SHORT, _LONG = 5, 9
 
 
 class Leg(NamedTuple):
-    """A Program as a part of what one rank does. itemsize: bytes of an element. codec: the identity, where it moves codes,
-    whose lengths in bytes code_bytes returns by the number of elements."""
+    """A Program as a part of what one rank does. itemsize: bytes of an element. codec: its identity, if the Program moves
+    codes. code_bytes: returns the bytes of the code of so many elements."""
 
     program: Program
     itemsize: int
@@ -44,10 +44,11 @@ class Leg(NamedTuple):
 def predict(
     costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
 ) -> float:
-    """Return how many seconds a call takes that moves numbers as they are: what the walk says, corrected by what calls of the
-    nearest sizes took. Between hosts the walk misses some time of each call, inside a host, where caches matter, of each byte.
+    """Return the seconds of a call that moves numbers as they are: those of the walk, corrected by measured calls of the
+    nearest sizes. The walk misses a constant time per call between hosts, and a time per byte inside a host, where caches
+    matter.
 
-    nbytes: of the buffer; of all ranks together where each has a part of it. segment_bytes: see Communicator. Raises KeyError for
+    nbytes: of the buffer, or of all parts together if each rank has one. segment_bytes: see Communicator. Raises KeyError for
     an algorithm without a planner that was not measured.
     """
     measured = costs.measured(collective, algorithm)
@@ -83,7 +84,7 @@ def corrected(
 def _in_segments(
     costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
 ) -> float:
-    """Return what the walk says that a call takes."""
+    """Return the seconds of a call by the walk alone."""
     blocks = PLANNERS[collective][algorithm](costs.place(0, root)).blocks
     pieces = blocks if collective in _OF_BUFFERS else costs.size
     count = max(1, -(-nbytes // (segment_bytes * pieces)))
@@ -93,8 +94,8 @@ def _in_segments(
 
 
 def in_segments(count: int, walk: Callable[[int], float]) -> float:
-    """Return what `count` segments take. walk: returns what so many take; it is called for no more than are needed to fill the
-    pipeline, from where on each further one takes as long as the last ones."""
+    """Return the seconds of `count` segments. walk: returns those of so many; it is called only up to the length that fills the
+    pipeline, from which the rest is extrapolated."""
     if count <= _LONG:
         return walk(count)
     short, long = walk(_SHORT), walk(_LONG)
@@ -102,7 +103,7 @@ def in_segments(count: int, walk: Callable[[int], float]) -> float:
 
 
 def _interpolated(measured: Sequence[tuple[int, float]], nbytes: int) -> float:
-    """Return how long a call takes by what calls of other sizes took."""
+    """Return the seconds of a call, interpolated from measured calls of other sizes."""
     above = next((i for i, (n, _) in enumerate(measured) if n >= nbytes), len(measured) - 1)
     (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
     slope = (high_s - low_s) / (high - low) if high > low else 0.0
@@ -130,11 +131,11 @@ Alike = Callable[[int, int], tuple[int, int]]
 
 
 def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = None) -> float:
-    """Return how many seconds it takes until every rank is through its programs, one after the other.
+    """Return the seconds until every rank has finished its programs, which it runs one after the other.
 
-    legs: by rank; of the first ranks alone where every other one does as one of these does, at the same time. Then `alike` says
-    who stands for whom: given the sender, one of the first, and the receiver of a message, it returns sender and receiver of the
-    like message that one of the first receives.
+    legs: by rank. If every rank behaves like one of the first few, those of these suffice: `alike`, given the sender (one of
+    the first) and the receiver of a message, returns the sender and receiver of the equivalent message whose receiver is one of
+    the first.
     """
     return costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
 
@@ -144,7 +145,7 @@ def _itself(sender: int, receiver: int) -> tuple[int, int]:
 
 
 class _Walk:
-    """The programs of all ranks on their way, in seconds from the beginning."""
+    """A run of the programs of all ranks. Times are in seconds from the beginning."""
 
     def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike) -> None:
         self._costs = costs
@@ -154,8 +155,8 @@ class _Walk:
         self._clocks = [0.0] * len(legs)
         self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
         self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
-        # When what is used by several is free again. Cores only where they are fewer than their ranks.
-        # Links that save up for bursts have spent what they had: calls follow each other.
+        # The times when shared resources are free again; cores only if they are fewer than their ranks. Links with bursts have
+        # used them up, as if calls followed each other.
         self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
         self._up, self._down = list(self._saved), list(self._saved)
         self._connections: dict[tuple[int, int], float] = defaultdict(float)
@@ -163,20 +164,21 @@ class _Walk:
         for ranks, number in costs.cores:
             if number < len(ranks):
                 self._cores.update(dict.fromkeys(ranks, [0.0] * number))
-        # What is next: at a time a rank, or -1 and a message between hosts, whose first byte reaches the uplink of the receiver
-        # then: its number, channel, bytes, and when its last byte has left.
+        # The next events: (time, rank), or for a message between hosts whose first byte reaches the receiver's uplink, (time,
+        # -1, its number, channel, bytes, the time when its last byte has left).
         self._ready: list[tuple[Any, ...]] = []
         self._numbers = itertools.count()
-        # Messages by (sender, receiver, leg, segment), in order: those that have arrived or will, those awaited and not sent yet.
+        # By channel (sender, receiver, leg, segment): the messages that are sent, in order, and the rank that waits for one not
+        # sent yet.
         self._arrivals: dict[tuple[int, ...], deque[tuple[float, int]]] = defaultdict(deque)
-        self._sleeping: dict[tuple[int, ...], int] = {}
+        self._blocked: dict[tuple[int, ...], int] = {}
         self._sent: list[dict[tuple[int, int], float]] = [{} for _ in legs]
         self._expected: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in legs]
         self._outgoing: list[list[Instruction]] = [[] for _ in legs]
         self._pending: list[tuple[int, Instruction] | None] = [None] * len(legs)
 
     def run(self) -> list[float]:
-        """Return when each rank is through."""
+        """Return the time when each rank has finished."""
         ready = self._ready
         ready += [(0.0, rank) for rank in range(len(self._legs))]
         while ready:
@@ -187,11 +189,11 @@ class _Walk:
             self._clocks[rank] = max(self._clocks[rank], clock)
             if self._advance(rank):
                 heappush(ready, (self._clocks[rank], rank))
-        assert not self._sleeping, "a program waits for a message that nobody sends"
+        assert not self._blocked, "a program waits for a message that nobody sends"
         return self._clocks
 
     def _advance(self, rank: int) -> bool:
-        """Follow a rank's instructions until its time has passed the next one's. Return False where it waits or has ended."""
+        """Follow a rank's instructions until its clock has passed the next event. Return False if it waits or has ended."""
         clocks, ready = self._clocks, self._ready
         instructions, sent, expected = self._instructions[rank], self._sent[rank], self._expected[rank]
         outgoing = self._outgoing[rank]
@@ -210,14 +212,14 @@ class _Walk:
                     channel = expected[number]
                     arrived = self._arrivals[channel]
                     if not arrived:
-                        self._sleeping[channel] = rank
+                        self._blocked[channel] = rank
                         self._pending[rank] = item
                         return False
                     link = self._link(channel[0], rank)
                     when, nbytes = arrived[0]
-                    taking = nbytes * link.byte_cpu_s  # most has been taken when the last byte arrives
+                    taking = nbytes * link.byte_cpu_s  # most of the message is copied before the last byte arrives
                     clocks[rank] = max(clocks[rank], when - taking)
-                    if ready and clocks[rank] > ready[0][0]:  # others may use the processor before
+                    if ready and clocks[rank] > ready[0][0]:  # another rank may use the processor first
                         self._pending[rank] = item
                         return True
                     arrived.popleft()
@@ -255,7 +257,7 @@ class _Walk:
         return nbytes * (codec.encode_byte_s if instruction.kind == Kind.ENCODE else codec.decode_byte_s)
 
     def _compute(self, rank: int, seconds: float) -> float:
-        """Use a processor, from the rank's own time on. Return when it is through."""
+        """Occupy a processor, from the rank's own clock on. Return the time when it is free again."""
         seconds *= self._costs.slowness[rank]
         begin = self._clocks[rank]
         cores = self._cores.get(rank)
@@ -269,7 +271,8 @@ class _Walk:
         return self._costs.inside if self._host[sender] == self._host[receiver] else self._costs.between
 
     def _send(self, rank: int, channel: tuple[int, ...], nbytes: int) -> float:
-        """Hand a message over. Return when the last byte has left. channel: of the message, or of the one that stands for it."""
+        """Send a message. Return the time when its last byte has left. channel: of the message, or of the equivalent one (see
+        price)."""
         pair = sender, receiver = channel[0], channel[1]
         link, costs = self._link(sender, receiver), self._costs
         copied = self._compute(rank, link.message_cpu_s + nbytes * link.byte_cpu_s)
@@ -290,7 +293,7 @@ class _Walk:
         return left
 
     def _arrive(self, comes: float, _: int, channel: tuple[int, ...], nbytes: int, left: float) -> None:
-        """Take up the receiving host's uplink, in the order in which messages come to it, with a message that has set out."""
+        """Occupy the receiving host's uplink with a message; messages use it in the order in which they reach it."""
         host = self._host[channel[1]]
         self._down[host] = max(comes, self._down[host]) + nbytes * self._costs.uplinks[host]
         arrived = max(left + self._costs.between.latency_s, self._down[host] - self._saved[host])
@@ -298,8 +301,8 @@ class _Walk:
 
     def _hand_over(self, channel: tuple[int, ...], arrived: float, nbytes: int) -> None:
         self._arrivals[channel].append((arrived, nbytes))
-        if (sleeping := self._sleeping.pop(channel, None)) is not None:
-            heappush(self._ready, (self._clocks[sleeping], sleeping))
+        if (blocked := self._blocked.pop(channel, None)) is not None:
+            heappush(self._ready, (self._clocks[blocked], blocked))
 
 
 def _numbered(legs: Sequence[Leg]) -> Iterator[tuple[int, Instruction]]:

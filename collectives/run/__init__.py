@@ -1,1 +1,1 @@
-"""Doing it: the operations of a Communicator, one after the other, and the loop that runs a program on a link."""
+"""The execution of plans: the operations of a Communicator, one at a time, and the loop that runs a program on a link."""

@@ -1,4 +1,4 @@
-"""What stands behind the verbs: how the body of an operation moves its buffers."""
+"""The engine of the verbs: it moves the buffers of an operation."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _REMEMBERED_CALLS = 256
 
 _NOT_RECORDED = nullcontext()
 
-#: Of which verb, whose algorithms they have, others are a half.
+#: The verbs that are half of another verb, and have its algorithms.
 _WHOLE_OF = {"reduce_shares": "allreduce", "gather_shares": "allreduce"}
 
 
 class Engine:
-    """Moves the buffers of one Communicator. timeout_s and stall_warning_s as there.
+    """Moves the buffers of one Communicator. timeout_s, stall_warning_s: see Communicator.
 
-    Attributes: rank, size; plans, what it runs; operations, in whose turns it runs; messages, between two ranks; shares_memory,
-    with the other ranks of the host; routes, empty and preferred, as of its Transport; device_types, the kinds of device whose
-    tensors the group carries; control_device, the one where what the framework itself sends (tokens, tables, pickled objects)
-    lies; watch, the news that ranks exchange beside operations.
+    Attributes: rank, size; plans, the programs that it runs; operations, which give the turns; messages, between two ranks;
+    shares_memory, routes, empty and preferred, see Transport; device_types, those whose tensors the group carries;
+    control_device, where the framework's own data (tokens, tables, pickled objects) lies; watch, the news that ranks exchange
+    beside operations.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Engine:
         self._lane: Lane | None = None
         self._transport = transport
         self._scratch = Scratch()
-        self._summed = Scratch()  # what is needed beside it: codes that are added as they are, or sums of codes
+        self._summed = Scratch()  # needed at the same time: codes that are added as they are, or sums of codes
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._reducible: set[torch.dtype] = set()
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
@@ -80,7 +80,7 @@ class Engine:
     def submit(
         self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
     ) -> Work | None:
-        """Do as Operations.submit, outside of inference mode, so that the memory which bodies keep serves calls in any mode."""
+        """Call Operations.submit outside of inference mode, so that memory which bodies keep can be used in any mode."""
         if self._lane is not None:
             body = recorded(self._lane, call, body)
         if torch.is_inference_mode_enabled():
@@ -89,13 +89,13 @@ class Engine:
         return self.operations.submit(call, body, async_op=async_op, signature=signature)
 
     def record(self, lane: Lane | None) -> None:
-        """Record operations in a lane from now on, with None no more. None of them runs without preparations then, or in one
-        piece, where it has parts to be told apart."""
+        """Record later operations in a lane; None stops it. While recording, operations do not take the path without
+        preparations, nor run in one call if they have parts to record."""
         self._lane = lane
         self.run_now = self.operations.run_now if lane is None else not_now
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        """Return what records a part of an operation, where anything is recorded."""
+        """Return a context manager that records a part of an operation, if operations are recorded."""
         return _NOT_RECORDED if self._lane is None else self._lane.during(name, **details)
 
     def _note(self, algorithm: str, nbytes: int) -> None:
@@ -103,7 +103,7 @@ class Engine:
             self._lane.note(algorithm, nbytes)
 
     def note_codec(self, codec: Codec, nbytes: int) -> None:
-        """Have a timeline show the codec of the operation that runs, and its message of so many bytes before they are encoded."""
+        """Record the codec of the running operation, and the bytes of its message before encoding."""
         if self._lane is not None:
             self._lane.note_codec(codec.name, nbytes)
 
@@ -118,10 +118,11 @@ class Engine:
         *,
         lengths: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> Whole | None:
-        """Let the link make ready what it does by itself, or in one call, before anyone's clock runs; None for what the executor
-        does.
+        """Let the link prepare a verb that it runs by itself or in one call, before any deadline runs; return None for one that
+        the executor runs.
 
-        like: of the dtype and device of the call. numel: of the source. lengths: of a Request, to and from each rank.
+        like: a tensor of the call's dtype and device. numel: of the source. lengths: elements to and from each rank, as in
+        Request.
         """
         like, op = carried(like, op)
         device_type = "cpu" if self._via_host else like.device.type
@@ -151,7 +152,7 @@ class Engine:
         return Whole(run, needs_meeting=False, algorithm=algorithm)
 
     def hears_anyone(self, tensor: torch.Tensor) -> bool:
-        """Return whether such a tensor can be received without saying from whom."""
+        """Return whether such a tensor can be received from any rank."""
         return self._transport.hears_anyone and (tensor.is_cpu or self._via_host)
 
     def knows_tags(self, tensor: torch.Tensor) -> bool:
@@ -159,19 +160,19 @@ class Engine:
         return self._via_host or not self._grouped(tensor)
 
     def takes_as_is(self, tensor: torch.Tensor, whole: Whole) -> bool:
-        """Return whether what the link has made ready may run on the memory of a tensor as it is, with nothing around it."""
+        """Return whether whole.run may be called with a tensor directly, without a barrier or a copy."""
         return tensor.is_cpu and not whole.needs_meeting and tensor.dtype is not torch.bool and _is_plain(tensor)
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
-        """Let repeat() take the next calls with a tensor of this dtype and shape. key: all else that a caller gives."""
+        """Let repeat() run later calls with a tensor of this dtype and shape. key: the other arguments of the call."""
         if tensor.is_cpu and not whole.needs_meeting and self.operations.usable and tensor.dtype is not torch.bool:
             if len(self._calls) == _REMEMBERED_CALLS:
                 self._calls.clear()
             self._calls[tensor.dtype, tensor.shape, key] = (call, digest(call), whole.run)
 
     def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
-        """Let the link allreduce by itself without the preparations, where an equal call has been remembered, and nothing
-        stands in the way; False, with nothing done, where not. What it saves is most of the time of a small message."""
+        """Run a remembered allreduce of the link without the preparations, which take most of the time of a small message.
+        Return False, with nothing done, if no equal call is remembered or Operations.run_now does."""
         if not self._calls or type(tensor) is not torch.Tensor:
             return False
         try:
@@ -183,7 +184,7 @@ class Engine:
         call, call_digest, run = known
         return self.run_now(call, call_digest, run, tensor, tensor)
 
-    # What bodies are made of
+    # The parts of an operation's body
 
     def buffer(self, *tensors: torch.Tensor, fill: bool = True) -> Buffer:
         """Return the tensors, of one dtype and device, as one buffer that the transport reaches."""
@@ -202,9 +203,9 @@ class Engine:
         whole: Whole | None = None,
         is_own: bool = False,
     ) -> None:
-        """Run a schedule in place on a buffer, or what the link has made ready for it. layout: where block r lies, which belongs
-        to rank r; None where the algorithm may cut the buffer as it likes. is_own: whether the buffer is the framework's own,
-        and not noted in a timeline."""
+        """Run a schedule in place on a buffer, or `whole`. layout: where block r, which belongs to rank r, lies; None if the
+        algorithm may cut the buffer as it likes. is_own: whether the buffer is the framework's own, and is not recorded in a
+        timeline."""
         if whole is not None:
             self.run_whole(turn, whole, buffer, buffer)
             return
@@ -227,7 +228,7 @@ class Engine:
         layout: Layout,
         root: int = 0,
     ) -> None:
-        """Run a schedule that moves blocks of one buffer into another, reducing nothing."""
+        """Run a schedule that moves blocks of one buffer into another, without a reduction."""
         self._note(algorithm, max(source.nbytes, destination.nbytes))
         kind = collective, algorithm, root
         program = self.plans.of_move(*kind, source_layout, layout, grouped=self._grouped(destination))
@@ -245,8 +246,8 @@ class Engine:
         step: int,
         seed: int,
     ) -> None:
-        """Reduce a float32 buffer in place by codes; between hosts only, where the algorithm says so and ranks share hosts. The
-        sum is divided by `divisor`."""
+        """Reduce a float32 buffer in place by codes, and divide the sum by `divisor`. If the algorithm goes by hosts and ranks
+        share hosts, only messages between hosts are coded."""
         self._note(algorithm, flat.nbytes)
         partition = self.plans.partition(codec, flat.numel(), algorithm)
         if partition.inside_hosts:
@@ -273,7 +274,7 @@ class Engine:
             self._inside(turn, flat, partition.parts, 1)
 
     def wire(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for codes that are summed as they are, until the next call."""
+        """Return memory for codes that are added as they are; valid until the next call."""
         return self._summed.take(nbytes, device)
 
     def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, which: int) -> None:
@@ -284,12 +285,12 @@ class Engine:
         buffer.store()
 
     def meet(self, turn: Turn, algorithm: str = "recursive_doubling") -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this: a barrier."""
         token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
         self.over_buffer(turn, "barrier", algorithm, token, "max", is_own=True)
 
     def table(self, turn: Turn, row: Sequence[int]) -> list[list[int]]:
-        """Return every rank's row of numbers, equally long on all ranks."""
+        """Return every rank's row of integers, by rank. Rows have the same length on all ranks."""
         everything = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
         everything[self.rank] = torch.tensor(row, dtype=torch.int64)
         layout = consecutive([len(row)] * self.size)
@@ -298,13 +299,13 @@ class Engine:
         return rows
 
     def choose_by(self, costs: Costs, *, may_cut: bool, corrects: bool) -> None:
-        """Let 'auto' choose by measured costs from now on, also in calls that were remembered. See Measured."""
+        """Let 'auto' choose by measured costs from now on, also in remembered calls. See Measured."""
         self.plans.choose_by(costs, may_cut=may_cut, corrects=corrects)
         self._calls.clear()
 
     def trial(self, algorithm: str, like: torch.Tensor, nbytes: int) -> Trial | None:
-        """Return what corrects the algorithm of an allreduce by 'auto' while calls are made; None where nothing does. On a GPU,
-        the time of a call includes what was queued on its stream before."""
+        """Return the Trial that corrects the algorithm of an allreduce by 'auto', or None. There is none on a GPU, where the
+        time of a call includes earlier work on its stream."""
         return self.plans.trial(nbytes) if algorithm == "auto" and like.is_cpu else None
 
     @contextmanager
@@ -317,10 +318,10 @@ class Engine:
             ranks = self.table(turn, [round(1e9 * each) for each in taken])
             said = trial.judge([min(each) / 1e9 for each in zip(*ranks, strict=True)])
             if self.rank == 0:
-                _log.info("gradwire: %s", said)
+                _log.info("gradwire: %s", outcome)
 
     def run_whole(self, turn: Turn, whole: Whole, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Let the link do what it has made ready."""
+        """Run a verb that the link has prepared."""
         if whole.needs_meeting:
             with self.span("meet"):
                 self.meet(turn)
@@ -329,8 +330,8 @@ class Engine:
             whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 
     def prepare_to_reduce(self, dtype: torch.dtype) -> None:
-        """See to it that what reduces a dtype is compiled, before anyone's clock runs: by a program in which every rank
-        reduces, and which is not run."""
+        """Let the link compile the reduction of a dtype before any deadline runs, by preparing a program that reduces. It is
+        not run."""
         if dtype in self._reducible:
             return
         program = self.plans.of_buffer("allreduce", "ring", 0, self.size, dtype.itemsize, grouped=False)
@@ -338,7 +339,7 @@ class Engine:
         self._reducible.add(dtype)
 
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
-        """See to it that a codec's kernels are compiled, before anyone's clock runs."""
+        """Compile a codec's kernels before any deadline runs."""
         key = (codec, device.type, with_feedback)
         if key in self._ready or not self.operations.usable:
             return
@@ -355,7 +356,7 @@ class Engine:
         self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str = "sum"
     ) -> None:
         """Run a program that takes from `source` and reduces into `destination`, usually the same buffer."""
-        sums = "sum" if op == "average" else op  # whoever asked for it divides
+        sums = "sum" if op == "average" else op  # the caller divides
         if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
             with self.span("exchange"):
                 run(source, destination, turn.tag, turn.deadline)
@@ -371,11 +372,11 @@ class Engine:
         execute(program, TracedPayload(payload, self._lane), traced, tag=turn.tag, deadline=turn.deadline)
 
     def join(self) -> None:
-        """Wait for the end of what operations.part() began to give back, and give back the rest."""
+        """Wait until the connections that operations.part() began to end have ended, and close the transport."""
         self.operations.join()
         self._transport.close()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the numbers of a tensor lie in its memory one after the other, as they are."""
+    """Return whether the numbers of a tensor lie in its memory contiguously and unnegated."""
     return tensor.is_contiguous() and not tensor.is_neg() and bool(tensor.data_ptr())

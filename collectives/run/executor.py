@@ -18,7 +18,7 @@ from gradwire.collectives.reduction import Combine
 
 
 class Poster(Protocol):
-    """What a transport does for a program."""
+    """The part of a Transport that a program needs."""
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -27,7 +27,7 @@ class Poster(Protocol):
 
 
 def execute(program: Program, payload: Payload, transport: Poster, *, tag: int, deadline: float) -> None:
-    """Follow a program: messages go through the transport, and what they carry is the payload's business.
+    """Run a program: the transport moves the messages, and the payload gives and takes their contents.
 
     Segment i uses the tag `tag + i`, so that its receives can be posted early. deadline: time.monotonic() seconds. Raises
     LinkError.
@@ -63,7 +63,8 @@ class Scratch:
         self._held: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
     def take(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-        """Return nbytes (uint8, 1-D) on a device, or pinned for it in the host's memory; valid until the next call."""
+        """Return a uint8 tensor of nbytes on a device, or with pinned in the host's pinned memory; valid until the next
+        call."""
         held = self._held.get((device, pinned))
         if held is None or held.numel() < nbytes:
             where = {"pin_memory": True} if pinned else {"device": device}
@@ -75,13 +76,13 @@ class Payload(Protocol):
     """The numbers on which a Program works. offset, length and scratch are those of an Instruction."""
 
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
-        """Return what a message takes along."""
+        """Return the tensor that a message sends."""
 
     def landing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
-        """Return where a message is to be put."""
+        """Return the tensor that a message fills."""
 
     def work(self, instruction: Instruction) -> None:
-        """Do what an instruction asks for that moves no message."""
+        """Execute an instruction that moves no message."""
 
 
 class Numbers:
@@ -109,7 +110,7 @@ class Numbers:
         return self._memory[scratch : scratch + length]
 
     def work(self, instruction: Instruction) -> None:
-        """Reduce, the numbers of the lower rank first, so that both ranks of a pair find the same."""
+        """Reduce with the numbers of the lower rank first, so that both ranks of a pair get the same bits."""
         _, peer, offset, length, scratch, _, _, _ = instruction
         mine, theirs = self._destination[offset : offset + length], self._memory[scratch : scratch + length]
         first, second = (mine, theirs) if self._rank < peer else (theirs, mine)
@@ -117,9 +118,9 @@ class Numbers:
 
 
 class Codes:
-    """Codes of float32 numbers, `flat`, which become those of their sum, divided by `divisor`.
+    """Codes of the float32 numbers `flat`, which become the sum over the ranks, divided by `divisor`.
 
-    codec: of this step. via_host: whether what is on CUDA reaches the transport through pinned memory.
+    codec: of this step. via_host: whether codes on CUDA are copied through pinned memory.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Codes:
         if via_host and flat.is_cuda:
             self._messages = scratch.take(program.scratch, flat.device, pinned=True)
         self._nbytes: dict[int, int] = {}
-        # Where sums over all ranks are made, one after the other, so that it stays in the caches.
+        # One buffer for the sums of all blocks, one after the other, so that it stays in the caches.
         self._sum = sums.take(4 * partition.longest, flat.device).view(torch.float32)
         self._has_sum = False
 
@@ -179,7 +180,7 @@ class Codes:
         elif self._feedback is not None:
             start = offset - self._partition.shard.start
             residual = self._feedback.owner[start : start + length]
-        # Ranks that have the same sum must make the same code of it; it is drawn for the block's owner.
+        # Ranks that have the same sum must encode it to the same code, so its seed is that of the block's owner.
         rank = self._partition.rank if number == 0 else self._partition.group[block % len(self._partition.group)]
         seed = rounding_seed(self._step, rank, segment, block, number, self._seed)
         self._codec.encode(numbers, code, residual=residual, seed=seed, state=state)

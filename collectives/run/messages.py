@@ -1,4 +1,4 @@
-"""Messages between two ranks: beside the operations, in which all ranks take part, and in order with them."""
+"""Messages between two ranks. They have no number among the operations, but keep their order with them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gradwire.collectives.run.work import Work
 
 MOST_TAG = 2**16 - 1
 
-#: Beyond all tags of operations, and below what the process group's link keeps for itself.
+#: Above all tags of operations, and below the tag that link/process_group.py reserves.
 _HIGHEST = 2**31 - 2
 
 _POLL_S = 0.0005
 
-#: How many messages are sent before it is looked which of them are through.
-_FIRST_LOOK = 64
+#: How many messages are sent before finished ones are dropped.
+_FIRST_CHECK = 64
 
 _log = logging.getLogger("gradwire")
 
@@ -31,13 +31,13 @@ _log = logging.getLogger("gradwire")
 class MessageWork:
     """Handle of one message under way, as Communicator.send and recv return it with async_op=True.
 
-    Attribute sender: the rank that a received message comes from, as soon as that is known; None for one that is sent.
+    Attribute sender: the rank that sends a received message, as soon as it is known; None for a sent message.
     """
 
     def __init__(
         self, messages: Messages, call: str, buffer: Buffer, peer: int | None, tag: int, *, sends: bool
     ) -> None:
-        """peer: the other rank, None for one that may come from any."""
+        """peer: the other rank; None receives from any."""
         self._transport = transport = messages.transport
         self._operations = messages.operations
         self._call = call
@@ -56,8 +56,8 @@ class MessageWork:
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the tensor is filled, or free again.
 
-        timeout: seconds, or a timedelta; None waits as long as the Communicator's own deadline lets it. Raises the message's
-        error; CollectiveTimeout when `timeout` passes first (the message stays under way).
+        timeout: seconds, or a timedelta; None waits until the Communicator's own deadline. Raises the message's error;
+        CollectiveTimeout when `timeout` passes first (the message stays under way).
         """
         if timeout is not None and not self._is_over:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -73,7 +73,7 @@ class MessageWork:
         self._is_over = True
 
     def is_completed(self) -> bool:
-        """Return True once wait() would return, or raise, at once. What this rank has under way moves on meanwhile."""
+        """Return True once wait() would return, or raise, at once. Moves this rank's messages meanwhile."""
         if self._is_over or not self._operations.usable:
             return True
         if self._beginning is not None and not self._beginning.is_completed():
@@ -85,13 +85,13 @@ class MessageWork:
             if time.monotonic() >= self._vain_since + LAST_WORDS_S:
                 return True
         found: list[bool] = []
-        self._operations.try_message(self._call, self._peers, lambda _: found.append(self._is_through()))
+        self._operations.try_message(self._call, self._peers, lambda _: found.append(self._has_finished()))
         return found == [True]
 
     def start(self) -> MessageWork:
-        """Begin it, and return while it is under way."""
-        # After one that may come from any rank, what is called has to wait: only a message that has been asked for leaves the
-        # wire to others.
+        """Begin the message, and return while it is under way."""
+        # A message from any rank occupies its turn until it has arrived, so later calls wait: its receive cannot be posted
+        # before.
         knows_peer = self._peer is not None
         body = self._begin if knows_peer else self._run
         self._beginning = self._operations.submit_message(
@@ -100,12 +100,12 @@ class MessageWork:
         return self
 
     def run(self) -> int | None:
-        """Begin it and wait for it; return the rank that it comes from, None for one that is sent."""
+        """Begin the message and wait for it. Return the sender; None for a sent message."""
         self._operations.submit_message(self._call, self._peers, self._run, async_op=False)
         return self.sender
 
     def finish_sending(self, deadline: float) -> None:
-        """Wait for what is sent, at the end of its Communicator, where all turns are over."""
+        """Wait for a sent message when its Communicator closes, after the last turn."""
         if self._is_over or not self._sends:
             return
         try:
@@ -115,10 +115,10 @@ class MessageWork:
             rank = self._transport.rank
             _log.warning("gradwire: rank %d closes before %s has completed: %s", rank, self._call, error)
 
-    # In a turn, all of which may raise LinkError
+    # The parts of a turn, which may raise LinkError
 
     def _begin(self, deadline: float) -> None:
-        """Post it; one that may come from any rank, as soon as it is known from which."""
+        """Post the message; for one from any rank, wait for the sender first."""
         peer = self._peer
         if peer is None:
             peer = self.sender = self._transport.next_sender(self._tag, deadline)
@@ -138,7 +138,7 @@ class MessageWork:
         self._begin(deadline)
         self._finish(deadline)
 
-    def _is_through(self) -> bool:
+    def _has_finished(self) -> bool:
         """Return whether _finish() would return, or raise, at once."""
         assert self._pending is not None
         try:
@@ -154,8 +154,8 @@ class Messages:
         self.transport = transport
         self.operations = operations
         self._lock = threading.Lock()
-        self._sent: list[MessageWork] = []  # and perhaps never waited for
-        self._look_at = _FIRST_LOOK
+        self._sent: list[MessageWork] = []  # which the caller may never wait for
+        self._check_at = _FIRST_CHECK
 
     def send(self, call: str, buffer: Buffer, peer: int, tag: int, *, async_op: bool) -> MessageWork | None:
         """Send a buffer to a rank."""
@@ -166,9 +166,9 @@ class Messages:
         work.start()
         with self._lock:
             self._sent.append(work)
-            if len(self._sent) >= self._look_at:
+            if len(self._sent) >= self._check_at:
                 self._sent = [each for each in self._sent if not each.is_completed()]
-                self._look_at = max(_FIRST_LOOK, 2 * len(self._sent))
+                self._check_at = max(_FIRST_CHECK, 2 * len(self._sent))
         return work
 
     def receive(
@@ -179,7 +179,7 @@ class Messages:
         return work.start() if async_op else work.run()
 
     def drain(self, deadline: float) -> None:
-        """Finish sending what nobody has waited for, but not beyond the deadline (time.monotonic())."""
+        """Wait for the sent messages, but not beyond the deadline (time.monotonic())."""
         for work in self._sent:
             work.finish_sending(deadline)
         self._sent = []

@@ -1,4 +1,4 @@
-"""The operations of one Communicator, one after the other: their numbers, deadlines and failures, and the end of them all."""
+"""The operations of one Communicator, one at a time: their order, numbers, deadlines and failures, and how it is closed."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.run.joined import Joined
 from gradwire.collectives.run.work import Work, WorkQueue
 
-#: How long close() waits for what is queued, and then for the other ranks.
+#: How long close() waits for the queued operations, and then for the other ranks.
 DRAIN_S = 5.0
 MEET_S = 2.0
 
-#: What a backend may take to end the waits of an operation after abort().
+#: How long a backend may take to end the waits of an operation after abort().
 _LET_GO_S = 2.0
 
-#: What the systems of the other ranks may take to confirm that this one leaves. One that has not is out of reach.
-_HEARD_S = 0.3
+#: How long the other hosts may take to acknowledge the news that this rank leaves. One that has not is unreachable.
+_ACKNOWLEDGE_S = 0.3
 
 _ENDED = "the wait was ended, because another rank no longer takes part"
 
-#: How long an operation may go on after a peer's process has ended: it may have all that it needs of it.
+#: How long an operation may go on after a peer's process has ended: it may have all the peer's messages already.
 LAST_WORDS_S = 0.5
 
-#: How many operations are compared with what other ranks call, and told of in a report. The root of a broadcast can be further
-#: ahead; most ranks are one apart.
+#: How many of the last operations are compared with those of other ranks, and listed in a report. The root of a broadcast can
+#: be further ahead; most ranks are one apart.
 _REMEMBERED = 16
 
-#: How often it is looked what runs, and for how long that must have been the same before the other ranks are told of it.
+#: How often compare_calls() checks what runs, and how long one operation must have run before it is posted.
 _LOOK_S, _LONG_S = 0.25, 0.2
 
-#: Odd, and far from regular in binary (Knuth 1973, 6.4): numbers that follow each other give tags that lie far apart.
+#: The factor of a multiplicative hash (Knuth 1973, 6.4): successive numbers get tags that are far apart.
 _SPREAD = 0x9E3779B1
 
 
 def digest(call: str) -> int:
-    """Return a number that stands for what is called."""
+    """Return a hash of a call's text."""
     return zlib.crc32(call.encode())
 
 
@@ -69,8 +69,8 @@ class Turn:
     """One operation's turn: its number, what was called (the same on all ranks), its deadline (time.monotonic()), and the tag
     that marks its messages.
 
-    Ranks that call different things use different tags, so their messages never meet: nobody takes a message of another shape
-    for his own. Segment i of a buffer adds i, within 31 bits.
+    Ranks that call different operations use different tags, so that no rank receives a message of another shape. Segment i of a
+    buffer uses the tag plus i, within 31 bits.
     """
 
     sequence: int
@@ -80,12 +80,12 @@ class Turn:
 
 
 class _InVainError(LinkError):
-    """An operation was not begun, because it was known that it could not be done."""
+    """An operation was not begun, because it could not have finished."""
 
 
 class Operations:
     """Runs operations in the order of issue. watch: belongs to the Operations from now on. timeout_s: seconds that each
-    operation may take from its start, as the attribute too. stall_warning_s: as of Stalls."""
+    operation may take from its start; the attribute can be changed. stall_warning_s: see Stalls."""
 
     def __init__(
         self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
@@ -99,13 +99,13 @@ class Operations:
         self._sequence = -1  # of the last turn that began
         self._agreement = Agreement(watch)
         self._known = self._agreement.known
-        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # that all agreed upon, or are known
+        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # the last ones that are agreed upon or known
         self._running = -1
-        self._seen = (-1, 0.0)  # what ran at the last look, and since when that has been seen
-        self._where: str | int = ""  # of what runs: the place in the user's code, or the thread, which is there
-        self._peers: frozenset[int] = frozenset()  # whose messages are awaited
+        self._seen = (-1, 0.0)  # what ran at the last check, and when a check first saw it
+        self._where: str | int = ""  # place of the running call in the user's code, or its thread
+        self._peers: frozenset[int] = frozenset()  # the other ranks of the running message
         self._call = ""  # what was called last, if not by run_now
-        self._message: tuple[str, frozenset[int]] | None = None  # the one that is waited for
+        self._message: tuple[str, frozenset[int]] | None = None  # the awaited message
         self._vain_since = math.inf
         self._interrupted = False
         self._beside_work = False
@@ -118,7 +118,7 @@ class Operations:
         if transport.size > 1:
             watch.on_news(_weak(self.compare_calls))
         self._stalls = Stalls(watch, stall_warning_s, _weak(self.position))
-        self._hook = ExceptHook.telling(self)
+        self._hook = ExceptHook.register(self)
         _all.add(self)
 
     @property
@@ -132,7 +132,8 @@ class Operations:
         return self._queue.issued
 
     def fail(self) -> None:
-        """Raise what has failed on other ranks, of which this one has heard. For one that has joined, and so calls nothing."""
+        """Raise the failure that other ranks have reported. For a rank that has joined, which calls no operation that would
+        raise it."""
 
         def in_vain(turn: Turn) -> None:
             raise _InVainError(None, timed_out=False, detail="known before it began")
@@ -141,7 +142,7 @@ class Operations:
         self.submit(ANY_CALL, in_vain, async_op=False)
 
     def settle(self) -> None:
-        """Wait until what has been issued is done, whether well or not."""
+        """Wait until all issued operations have ended, with or without an error."""
         self._enqueue(Work(self._rank, "join", lambda: None, counted=False), False)
 
     @property
@@ -152,9 +153,9 @@ class Operations:
     def submit(
         self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
     ) -> Work | None:
-        """Run `body` when its turn comes; with async_op return its handle at once. Turns are numbered as they come, which is in
-        the order of issue; calls from several threads take turns too, in whatever order. signature: what makes a call new, where
-        that is less than all of it."""
+        """Run `body` when its turn comes; with async_op, return its Work at once. Turns are numbered in the order of issue;
+        that of calls from several threads is arbitrary. signature: the part of `call` by which it counts as known; None: all of
+        it."""
         self._check(call)
         if not async_op:
             turn = object()
@@ -169,7 +170,7 @@ class Operations:
         return self._enqueue(Work(self._rank, call, turn_of_queue), async_op)
 
     def _enqueue(self, work: Work, async_op: bool) -> Work | None:
-        """Let the queue's thread run a work; return it, or with async_op=False wait until it is done."""
+        """Run a work on the queue's thread; return it, or with async_op=False wait until it is done."""
         self._queue.submit(work)
         if async_op:
             return work
@@ -185,9 +186,9 @@ class Operations:
         async_op: bool,
         at_once: bool = True,
     ) -> Work | None:
-        """Run a part of a message's way, body(deadline), when its turn comes. With async_op return a handle where that is not at
-        once, as at_once=False makes sure. The turn has no number: of all other ranks, only `peers` may have anything to do with
-        it, and only they can make it fail."""
+        """Run body(deadline), a part of a message's transfer, when its turn comes. With async_op, return its Work, or None if
+        it has run at once, which at_once=False prevents. The turn has no number: only `peers` take part in it, and only they
+        can make it fail."""
         self._check(call)
         if at_once and self.try_message(call, peers, body):
             return None
@@ -195,7 +196,7 @@ class Operations:
         return self._enqueue(Work(self._rank, call, turn_of_queue, counted=False), async_op)
 
     def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
-        """Run body(deadline) if its turn comes at once; False, with nothing done, where not."""
+        """Run body(deadline) if its turn comes at once; else return False, with nothing done."""
         turn = object()
         try:
             if self._failure is not None or not self._queue.enter(turn, counted=False):
@@ -213,8 +214,8 @@ class Operations:
         first: _First,
         second: _Second,
     ) -> bool:
-        """submit() in the calling thread, with the least work around body(first, second, tag, deadline); False, with nothing
-        done, where anything stands in the way, or the call is new. call_digest: digest(call)."""
+        """Run body(first, second, tag, deadline) in the calling thread, with the least overhead. Return False, with nothing
+        done, if another operation runs or waits, the Communicator is broken, or the call is new. call_digest: digest(call)."""
         turn = object()
         try:
             if self._failure is not None or not self._queue.enter(turn) or call not in self._known:
@@ -247,17 +248,17 @@ class Operations:
         """Raise CollectiveError, of the kind of the failure, once the Communicator is broken."""
         failure = self._failure
         if failure is not None:
-            said = f"the Communicator is broken since an earlier failure ({failure}); make a new one"
+            message = f"the Communicator is broken since an earlier failure ({failure}); make a new one"
             if was_queued:
-                said = f"not run, the Communicator broke before ({failure})"
-            raise failure.again(said, call) from failure
+                message = f"not run, the Communicator broke before ({failure})"
+            raise failure.again(message, call) from failure
 
     def _take_turn(
         self, call: str, signature: str, body: Callable[[Turn], None], where: str | int, *, beside_work: bool
     ) -> None:
-        """Run an operation whose turn has come. where: the place in the user's code, or the thread that is there. beside_work:
-        whether the caller computes meanwhile, so that waits leave the cores to others; in the caller's own thread nothing else
-        has anything to do."""
+        """Run an operation whose turn has come. where: the place of the call in the user's code, or the thread that makes it.
+        beside_work: whether the caller computes meanwhile, so that waits leave the cores to it; a caller that waits itself
+        needs none."""
         self._check(call, was_queued=True)
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -277,7 +278,7 @@ class Operations:
             if is_new:
                 self._agree(call, signature, deadline)
             body(Turn(sequence, call, deadline, (digest(call) + sequence * _SPREAD) % 2**30))
-            if self._interrupted:  # of a backend whose wait then ends as if all were well, as NCCL's may
+            if self._interrupted:  # a backend's wait may end without an error then, as NCCL's does
                 raise LinkError(None, timed_out=False, detail=_ENDED)
             if self.joined.refused == sequence:
                 raise PeerJoined(self.joined.absent, rank=self._rank, operation=call)
@@ -300,7 +301,7 @@ class Operations:
             if self._watch.has_news:
                 if self._watch.failure:
                     self._check_news(self._sequence)
-                if self.all_gone(peers):  # but they may have left something behind
+                if self.all_gone(peers):  # but their last messages may have arrived
                     end = min(deadline, time.monotonic() + LAST_WORDS_S)
             body(end)
             if self._interrupted:
@@ -320,7 +321,7 @@ class Operations:
         """Compare a call that is new with what the other ranks call, before any of its data moves."""
         sequence = self._sequence
 
-        def nudge() -> bool:  # what other ranks wait for before they come here
+        def nudge() -> bool:  # other ranks may wait for these messages before they make this call
             if is_busy := self._transport.is_busy():
                 self._transport.nudge()
             return is_busy
@@ -334,18 +335,18 @@ class Operations:
         self._calls[sequence % _REMEMBERED] = (sequence, call)
 
     def _place(self) -> str:
-        """Return where in the user's code that was called which runs; nothing where that is not known any more."""
+        """Return the place of the running call in the user's code; empty if it is not known any more."""
         where = self._where
         if isinstance(where, str):
             return where
         return whereabouts.of_call(sys._getframe() if where == get_ident() else whereabouts.frame_of(where))
 
     def places(self, turn: Turn) -> dict[int, str]:
-        """Return where each rank called what runs on all of them, of those that tell in time."""
+        """Return by rank the place of a call that runs on all ranks, of those that post it in time."""
         return self._agreement.places(Call(turn.sequence, turn.call, self._place()))
 
     def position(self) -> Position:
-        """Return where this rank is, as of the moment, in whatever thread, and what runs in its other Communicators."""
+        """Return this rank's current Position, with what runs in its other Communicators. Any thread may call this."""
         elsewhere: tuple[str, ...] = ()
         with suppress(RuntimeError):  # while another thread makes a Communicator
             elsewhere = tuple(text for each in _all if each is not self and (text := each._position().waits_in))
@@ -357,15 +358,15 @@ class Operations:
         return Position(running if is_running else self._sequence, is_running, self._recent_calls(), self._message)
 
     def _recent_calls(self) -> dict[int, str]:
-        """Return what was called last, by number, what is not agreed upon yet among it."""
+        """Return the last calls, by number, with the running one even if it is not agreed upon yet."""
         running, calls = self._running, dict(self._calls)
         if running >= 0:
             calls.setdefault(running, self._call)
         return calls
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks by what exception this one ends, before it does."""
-        self._watch.say_leaving(self._unfinished, why)
+        """Report to the other ranks the exception by which this one is about to end."""
+        self._watch.report_leaving(self._unfinished, why)
 
     def _absent(self, sequence: int) -> bool:
         """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
@@ -375,12 +376,12 @@ class Operations:
         )
 
     def all_gone(self, peers: frozenset[int]) -> bool:
-        """Return whether nothing more is to be expected from any of these ranks."""
+        """Return whether none of these ranks will send anything more."""
         watch = self._watch
         return peers <= {*list(watch.lost), *list(watch.done), *list(watch.reports)}
 
     def _check_news(self, sequence: int) -> None:
-        """Raise LinkError where it is known before an operation that it cannot be done."""
+        """Raise LinkError if it is known before an operation that it cannot finish."""
         watch = self._watch
         if watch.failure:
             raise _InVainError(
@@ -391,9 +392,9 @@ class Operations:
         self.joined.announce(sequence, self._recent_calls().items())
 
     def on_news(self) -> float | None:
-        """End the wait of the running operation if it waits in vain. Returns as Watch.on_news says."""
+        """End the wait of the running operation if it waits in vain. Return in how many seconds to check again, or None."""
         running, peers = self._running, self._peers
-        self.joined.hear()
+        self.joined.note_news()
         if running >= 0:
             self.joined.announce(running, self._recent_calls().items())
         if self._interrupted:
@@ -411,22 +412,22 @@ class Operations:
         return left_s if 0 < left_s < math.inf else None
 
     def compare_calls(self) -> float | None:
-        """Tell the other ranks what runs here where it takes long, and end it where some rank called something else under a
-        number that this rank remembers. Returns as Watch.on_news says."""
+        """Post the running call if it takes long, and end it if some rank called something else under a number that this rank
+        remembers. Return in how many seconds to check again, or None."""
         if self._failure is not None or self._interrupted:
             return None
         running = self._running
         calls = {sequence: call for sequence, call in self._calls if sequence >= 0}
 
-        def tell(sequence: int) -> Call:
+        def call_of(sequence: int) -> Call:
             return Call(sequence, calls[sequence], self._place() if sequence == self._running else "", moved=True)
 
         now = time.monotonic()
         if running != self._seen[0]:
             self._seen = (running, now)
         elif running in calls and now - self._seen[1] >= _LONG_S:
-            self._agreement.say(tell(running))
-        if self._agreement.differs_from(calls, tell):
+            self._agreement.post(call_of(running))
+        if self._agreement.differs_from(calls, call_of):
             self._interrupt()
         return _LOOK_S
 
@@ -437,10 +438,10 @@ class Operations:
     def _failed(
         self, error: BaseException, call: str, deadline: float, peers: frozenset[int] = frozenset()
     ) -> BaseException:
-        """Return what to raise for what went wrong in a turn. All but a Mismatch or a PeerJoined breaks the Communicator:
-        these are found by all ranks alike, and leave nothing on the way. peers: of a message."""
+        """Return the error to raise for one in a turn. All but a Mismatch or a PeerJoined break the Communicator: all ranks
+        raise these alike, with no message under way. peers: of a message."""
         if self._sequence < self._queue.number:
-            return error  # an interrupt before it began
+            return error  # interrupted before the turn began
         if isinstance(error, LinkError):
             self._failure = self._explain(error, call, deadline, peers)
             return self._failure
@@ -448,10 +449,11 @@ class Operations:
             self._break(call, repr(error), self._sequence + bool(peers), whereabouts.of_exception(error))
         return error
 
-    def _break(self, call: str, why: str, sequence: int, said: str = "") -> None:
-        """Take no part in an operation and all after it, and let the others know. said: of the exception that is to blame."""
+    def _break(self, call: str, why: str, sequence: int, reason: str = "") -> None:
+        """Break the Communicator, and report that this rank takes no part in operations from this number on. reason: the text
+        of the exception that is to blame."""
         self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
-        self._watch.say_leaving(sequence, said)
+        self._watch.report_leaving(sequence, reason)
         self._transport.abort()
 
     def _explain(self, error: LinkError, call: str, deadline: float, peers: frozenset[int]) -> CollectiveError:
@@ -472,7 +474,7 @@ class Operations:
             place="" if peers else self._place(),
             sent=_sent(error) if peers else "",
         )
-        self._watch.say_report(report.to_news())
+        self._watch.report_failure(report.to_news())
         self._transport.abort()
         asked_at = self._stalls.ask()
         findings = inquire(self._watch, report, self._agreement)
@@ -480,20 +482,20 @@ class Operations:
         return verdict(replace(findings, whereabouts=where), self._rank, str(error))
 
     def announce_close(self, error: BaseException | None = None) -> bool:
-        """Tell the other ranks how many operations this one has issued, and that it issues no more: the first of four steps to
-        the end, which take a few seconds at most, whatever happened. False, with nothing done, the second time. error: the
-        exception by which it leaves."""
+        """Report to the other ranks how many operations this one has issued, and that it issues no more. This is the first of
+        four steps to close (drain, part and join follow), which take a few seconds at most, even after a failure. Return False,
+        with nothing done, the second time. error: the exception by which this rank leaves."""
         promised = None if self._queue.sealed else self._queue.seal()
         if promised is None:
             return False
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
-        self._watch.say_leaving(promised, "" if error is None else whereabouts.of_exception(error))
+        self._watch.report_leaving(promised, "" if error is None else whereabouts.of_exception(error))
         return True
 
     def drain(self, deadline: float, finish: Callable[[float], None]) -> None:
-        """Finish what is queued, then call finish(deadline), but not beyond the deadline (time.monotonic()), and tell the other
-        ranks."""
+        """Finish the queued operations, then call finish(deadline), but not beyond the deadline (time.monotonic()). Report the
+        end to the other ranks."""
         if self._failure is not None or not self._queue.close(max(0.0, deadline - time.monotonic())):
             if self._failure is None:
                 self._break("close", "the end of the time for what was queued", self._unfinished)
@@ -501,24 +503,26 @@ class Operations:
             self._queue.close(_LET_GO_S)
         else:
             finish(deadline)
-        self._watch.say_done()
+        self._watch.report_done()
 
     def part(self, deadline: float) -> None:
         """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()).
         Begin to end the connections that carry news: join() waits until they have ended.
 
-        Who closed its connections at once would take from a slow rank what it still receives.
+        If a rank closed its connections at once, a slow rank could lose messages that it has still to receive.
         """
         watch = self._watch
-        all_done = self._failure is None and watch.wait_for(self._all_done, min(_HEARD_S, deadline - time.monotonic()))
-        hopeless = self._failure is not None or (not all_done and watch.is_unheard())
+        all_done = self._failure is None and watch.wait_for(
+            self._all_done, min(_ACKNOWLEDGE_S, deadline - time.monotonic())
+        )
+        hopeless = self._failure is not None or (not all_done and watch.is_unconfirmed())
         if not hopeless:
             watch.wait_for(self._all_done, deadline - time.monotonic())
         watch.close(after_failure=hopeless)
 
     def abandon(self, error: BaseException) -> bool:
-        """Tell the other ranks that this one takes part in nothing any more, and end what is under way: the first of two steps to
-        an end that waits for nobody; join() is the second. Arguments and result: as of announce_close()."""
+        """Report to the other ranks that this one takes part in no more operations, and end those under way, without waiting
+        for any rank. join() is the second step. Arguments and result: see announce_close()."""
         is_first = self.announce_close(error)
         if is_first:
             self.drain(time.monotonic(), lambda _: None)
@@ -529,25 +533,26 @@ class Operations:
         return self._watch.others <= self._watch.done | self._watch.lost.keys()
 
     def join(self) -> None:
-        """Wait until the connections that carry news have ended: the last step to the end."""
+        """Wait until the connections that carry news have ended: the last step to close."""
         self._watch.join()
 
     def disown(self) -> None:
-        """This process is a fork of the one that made the Communicator: connections and their threads stayed there."""
+        """Break the Communicator in a forked child, which has no threads of it, and close the child's copies of the
+        connections."""
         self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
-        self._queue.sealed = True  # without its lock, which a thread may hold that stayed there
+        self._queue.sealed = True  # without its lock, which a thread of the parent may have held
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
         self._watch.disown()
         self._transport.disown()
 
     def exit(self) -> None:
-        """Let go of what runs, without a report, as a dead process would: the interpreter exits with the Communicator open.
+        """End the running operation without reporting a failure: the interpreter exits with the Communicator open.
 
-        A thread that is still inside the backend when the interpreter is gone would end the process with an abort.
+        A thread that is still inside the backend when the interpreter has ended would abort the process.
         """
         self._exiting = True
-        self._watch.say_leaving(self._unfinished)
+        self._watch.report_leaving(self._unfinished)
         if self._queue.busy():
             self._transport.abort()
             self._queue.close(_LET_GO_S)
@@ -556,7 +561,7 @@ class Operations:
 
 
 def _sent(error: LinkError) -> str:
-    """Return the call of a rank that sent another message than was expected; nothing for any other error."""
+    """Return the call of a rank that sent a message of another kind or length; empty for any other error."""
     kind, nbytes = error.found
     if kind == 0:
         return ""
@@ -565,12 +570,12 @@ def _sent(error: LinkError) -> str:
 
 
 def _is_beside_work() -> bool:
-    """Return whether another thread than the main one calls, so that the main one computes meanwhile."""
+    """Return whether a thread other than the main one calls: the main thread may compute meanwhile."""
     return get_ident() != main_thread().ident
 
 
 def _weak(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
-    """Return what calls a method for as long as its object lives, and does not keep alive an object that nobody uses any more."""
+    """Return a function that calls a method while its object lives, and does not keep the object alive."""
     weak = weakref.WeakMethod(method)
 
     def call() -> _Result | None:
@@ -581,8 +586,8 @@ def _weak(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
 
 
 def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:
-    """Give back the threads and connections of a Communicator that nobody uses any more and nobody has closed; but not where
-    this process is a fork of the one that made it."""
+    """End the threads and connections of a Communicator that is deleted without having been closed, but not in a forked
+    child."""
     if os.getpid() != owner:
         return
     atexit.unregister(at_exit)

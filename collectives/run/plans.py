@@ -1,4 +1,4 @@
-"""What one rank plans: which algorithm a call takes, and the programs for it, each made once."""
+"""The plans of one rank: the algorithm of a call, and its programs, each made once."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from gradwire.collectives.plan.walk import Leg, corrected, in_segments, predict,
 _Planned = TypeVar("_Planned")
 _Given = ParamSpec("_Given")
 
-#: How many programs and partitions are kept: the ones that were used last.
+#: How many programs and partitions are kept, the most recently used ones.
 _KEPT = 256
 
-#: Verbs in which a rank may be through before others have begun; in all others its result depends on every rank.
+#: Verbs in which a rank may finish before others have begun. In all others, its result depends on every rank.
 _ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Says whose is which part of a buffer between the halves of an allreduce.
+    """The parts of a buffer that the ranks own between the halves of an allreduce.
 
-    algorithm: whose halves these are; None where the allreduce that 'auto' runs has none. spans: by rank.
+    algorithm: that of the halves; None if the allreduce that 'auto' runs has none. spans: of each rank's part, by rank.
     """
 
     algorithm: str | None
@@ -46,9 +46,10 @@ class Shares:
 
 
 def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names that `algorithm=` takes for each collective, besides 'auto'. offered: what a transport does by itself.
+    """Return the names that `algorithm=` takes for each collective, besides 'auto'. offered: those that a transport runs by
+    itself.
 
-    Raises ValueError where it offers what no collective is called, or under a name that means something else already.
+    Raises ValueError if it offers an unknown collective, or an algorithm whose name is taken.
     """
     for collective, names in offered.items():
         taken = (*RESERVED, *PLANNERS[collective]) if collective in PLANNERS else names
@@ -58,7 +59,7 @@ def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[st
 
 
 def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Concatenate[Plans, _Given], _Planned]:
-    """Let a method of Plans return what it has returned before for equal arguments, of which the last calls are remembered."""
+    """Cache the results of a method of Plans for its last _KEPT arguments."""
     name = plan.__name__
 
     @wraps(plan)
@@ -78,11 +79,11 @@ def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Conc
 
 
 class Plans:
-    """The plans of one Communicator, which knows no tensors.
+    """The plans of one Communicator, for any tensors.
 
-    topology: of its ranks. algorithms: the names that each collective has. tables: what 'auto' runs, but for what measured
-    costs say, those in by_hand excepted. segment_bytes: see Communicator. eager, share_alignment_bytes: as of a Transport.
-    grouped, in all methods: whether both ends of a message must be posted together.
+    topology: of its ranks. algorithms: the names that each collective has. tables: the algorithms that 'auto' runs, by verb.
+    After choose_by(), measured costs choose instead, except for the verbs in by_hand. segment_bytes: see Communicator. eager,
+    share_alignment_bytes: as of a Transport. grouped, in all methods: whether both ends of a message must be posted together.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Plans:
         self._algorithms = algorithms
         self.segment_bytes = segment_bytes
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
-        self._lock = threading.RLock()  # of the threads of callers and the queue's; plans are made of others
+        self._lock = threading.RLock()  # reentrant: making a plan asks for other plans
 
     def choose_by(self, costs: Costs, *, may_cut: bool, corrects: bool) -> None:
         """Let 'auto' choose by measured costs from now on. may_cut, corrects: as of Measured."""
@@ -113,33 +114,33 @@ class Plans:
         names, segment_bytes = self._algorithms, self.segment_bytes
         with self._lock:
             self.measured = Measured(
-                costs, names, segment_bytes, self.usual, may_cut=may_cut, corrects=corrects, speaks=rank == 0
+                costs, names, segment_bytes, self.usual, may_cut=may_cut, corrects=corrects, logs=rank == 0
             )
             self._place = costs.place(rank)
             self._planned.clear()  # which may depend on whose link is slow
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
-        """Return the names that a collective has. Raises ValueError for an unknown collective."""
+        """Return the names of a collective's algorithms. Raises ValueError for an unknown collective."""
         if collective not in self._algorithms:
             raise ValueError(f"no collective is called {collective!r}; known are {', '.join(self._algorithms)}")
         return self._algorithms[collective]
 
     def trial(self, nbytes: int) -> Trial | None:
-        """Return what corrects the algorithm of an allreduce by 'auto' while calls are made; None where nothing does. All ranks
-        ask in the same order."""
+        """Return the Trial that corrects the algorithm of an allreduce by 'auto', or None. All ranks must call this in the same
+        order."""
         if self.measured is None or "allreduce" in self.by_hand:
             return None
         with self._lock:
             return self.measured.trial(nbytes)
 
     def corrected(self, collective: str, algorithm: str, nbytes: int) -> str:
-        """Do as choose(), with what a trial has found so far. Other ranks may be a call ahead: not for what must be the same."""
+        """Return what choose() does, corrected by the trials so far. Ranks may differ, as others may be a call ahead."""
         if algorithm == "auto" and collective == "allreduce" and self.measured is not None:
             algorithm = self.measured.corrected(nbytes) or algorithm
         return self.choose(collective, algorithm, nbytes)
 
     def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
-        """Resolve 'auto'. Raises ValueError for an unknown collective or a name that it does not have."""
+        """Return the algorithm, with 'auto' resolved. Raises ValueError for an unknown collective or algorithm."""
         names = self.algorithms(collective)
         chosen = self._auto(collective, nbytes) if algorithm == "auto" else algorithm
         if split_choice(chosen)[0] not in names:
@@ -148,11 +149,11 @@ class Plans:
                 f"rank {self._place.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}"
             )
         if split_choice(chosen)[0] in PLANNERS[collective]:
-            self._schedule(collective, chosen)  # what cannot be planned is found before anything is sent
+            self._schedule(collective, chosen)  # so that an error of the planner comes before anything is sent
         return chosen
 
     def usual(self, collective: str, nbytes: int) -> str:
-        """Return what the table says."""
+        """Return the algorithm by the table alone."""
         return choose(self.tables[collective], nbytes)
 
     def _auto(self, collective: str, nbytes: int) -> str:
@@ -162,7 +163,8 @@ class Plans:
             return self.measured.choose(collective, nbytes)
 
     def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
-        """Do as choose, for an allreduce of codes of nbytes. Raises ValueError, which lists what the codec may ride."""
+        """Return the algorithm for an allreduce of codes of nbytes. Raises ValueError, which lists those that the codec
+        supports."""
         names = algorithms_for(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
         if algorithm == "auto" and not codec.summable:
             return names[0]
@@ -175,8 +177,8 @@ class Plans:
         return algorithm if algorithm == names[0] else self.choose("allreduce", algorithm, nbytes)
 
     def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
-        """Do as choose, for a message made of a part per rank. What a link does by itself needs equal parts; 'auto' then takes
-        rsag instead."""
+        """Return the algorithm for a message of one part per rank. A link's own algorithm needs equal parts; for unequal ones
+        'auto' uses rsag."""
         chosen = self.choose(collective, algorithm, sum(lengths) * element_size)
         if split_choice(chosen)[0] not in PLANNERS[collective] and len(set(lengths)) > 1:
             if algorithm != "auto":
@@ -187,7 +189,7 @@ class Plans:
         return chosen
 
     def wire_bytes(self, collective: str, nbytes: int, algorithm: str, codec: Codec | None) -> int | None:
-        """Do as Communicator.wire_bytes."""
+        """See Communicator.wire_bytes."""
         if codec is None:
             name = self.corrected(collective, algorithm, nbytes)
         else:
@@ -221,11 +223,11 @@ class Plans:
         return self._program(collective, schedule, segments, grouped=grouped)
 
     def shares(self, numel: int, element_size: int) -> Shares:
-        """Return whose is which part of a buffer between the halves of the allreduce that 'auto' would run.
+        """Return the parts of a buffer that the ranks own between the halves of the allreduce that 'auto' would run.
 
-        Where a planner makes that, the blocks of its segments, since the order in which ranks' numbers are added depends on the
-        block; where the link does it by itself, near-equal parts that begin where the link says; where it has no halves,
-        near-equal parts of the buffer.
+        If a planner makes that allreduce, these are the blocks of its segments, since the order in which ranks' numbers are
+        added depends on the block. If the link runs it, they are near-equal and aligned as the link requires. If it has no
+        halves, they are near-equal.
         """
         size = self._place.size
         algorithm = self.choose("allreduce", "auto", numel * element_size)
@@ -254,7 +256,7 @@ class Plans:
         return self._program("allreduce", schedule, segments, grouped=grouped)
 
     def partition(self, codec: Codec, numel: int, algorithm: str | None = None) -> Partition:
-        """Return who encodes what of a buffer. algorithm: without one, the codec's shot."""
+        """Return the Partition of a buffer: which rank encodes which part. algorithm: None is shot_of(codec)."""
         return self._partition(codec, numel, algorithm or shot_of(codec))
 
     @_once
@@ -295,7 +297,7 @@ class Plans:
         partition = self.partition(codec, numel, algorithm)
         used = effective(codec, partition)
         nothing = Schedule(self._place.rank, self._place.size, 1, ())
-        legs = [Leg(Program(nothing, [(Span(0, 0),)]), 4)]  # where there is no part for the rank
+        legs = [Leg(Program(nothing, [(Span(0, 0),)]), 4)]  # for a rank without a part
         if partition.group:
             program = self.of_codes(codec, numel, algorithm, used.wire_bytes(partition.longest), grouped=False)
             legs = [Leg(program, 4, used.identity, used.wire_bytes)]
@@ -318,7 +320,7 @@ class Plans:
         return CodedProgram(schedule, partition.chunks, code_bytes, group, encodes_sums=sums, lookahead=lookahead)
 
     def _schedule_of_codes(self, algorithm: str, place: Place) -> Schedule:
-        """Return what a rank of a group follows: of a rank of each host, or of all ranks."""
+        """Return a rank's schedule in the group that exchanges codes: one rank of each host, or all ranks."""
         rides = ride(algorithm)
         hosts = tuple((rank,) for rank in range(place.size)) if rides.by_hosts else self.topology.hosts
         return rides.planner(replace(place, hosts=hosts))

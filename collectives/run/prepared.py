@@ -1,4 +1,4 @@
-"""Operations whose arguments are checked, and whose plan is made, once for many runs."""
+"""Operations that are checked and planned once, and run many times."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PreparedOperation:
     """Runs an operation on a tensor that keeps its memory, as often as it is called. Communicator.prepare_allreduce returns
     it.
 
-    A call runs it, in place. start() starts it in the background, and wait() waits for it, as does the Work that start()
-    returns; until then the tensor belongs to the operation. Every run counts as a call of the verb: all ranks run the same
-    operations in the same order, prepared or not, and the errors are those of the verb. (MPI 4.0, 2021, section 6.12:
-    persistent collectives.)
+    Calling it runs the operation in place. start() runs it in the background, and wait(), of this object or of the Work that
+    start() returns, waits for it; until then the tensor belongs to the operation. Every run counts as a call of the verb: all
+    ranks run the same operations in the same order, prepared or not, and the errors are those of the verb. (MPI 4.0, 2021,
+    section 6.12: persistent collectives.)
 
-    whole: what the link has made ready, if that is the whole operation.
+    whole: the verb that the link has prepared, if the link runs the operation by itself.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PreparedOperation:
         self._work: Work | None = None
 
     def __call__(self) -> None:
-        """Run it, and return when it is done. Raises RuntimeError while it runs already, and what the verb raises."""
+        """Run the operation, and wait for it. Raises RuntimeError while it runs already, and what the verb raises."""
         tensor = self._tensor
         self._check()
         if self._whole is not None and self._engine.run_now(self._call, self._digest, self._whole, tensor, tensor):
@@ -50,14 +50,14 @@ class PreparedOperation:
         self._engine.submit(self._call, self._body, async_op=False)
 
     def start(self) -> Work:
-        """Begin it in the background. Raises RuntimeError while it runs."""
+        """Run the operation in the background. Raises RuntimeError while it runs already."""
         self._check()
         self._work = self._engine.submit(self._call, self._body, async_op=True)
         assert self._work is not None
         return self._work
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        """Return when what start() began is done. timeout: as of Work.wait, and raises the same; RuntimeError before start()."""
+        """Wait for the operation that start() began. timeout and errors: see Work.wait. Raises RuntimeError before start()."""
         if self._work is None:
             raise RuntimeError(f"rank {self._engine.rank}: {self._call}: wait() before start()")
         self._work.wait(timeout)

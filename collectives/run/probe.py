@@ -1,8 +1,9 @@
-"""What moving bytes costs among the ranks of a Communicator, measured by programs like those that it runs.
+"""A measurement of what messages cost between the ranks of a Communicator, by programs like those that it runs.
 
-All of it is one operation, so that a rank that is lost, stops or calls something else is noticed as in any other. A rank writes
-down how long its own part of each program took; every rank then has all ranks' numbers, makes the same Costs of them, to the bit,
-and fits what cannot be measured alone by walking the same programs: what the model says they take is what they took.
+All of it is one operation, so that a rank that is lost, stops or calls something else is noticed as in any other. Each rank
+measures how long its own part of each program took. The ranks then exchange these times, and each computes the same Costs from
+them, to the bit. Costs that cannot be measured alone are fitted, so that the model (plan.walk) predicts the measured times of
+the programs.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from gradwire.collectives.run.operations import Turn
 #: How often a small program is run, and how many messages it sends one after the other.
 _TIMES, _STREAM = 8, 16
 
-#: A bulk message grows from the least to the most bytes until it takes so long; a link that saves up for bursts has spent them.
+#: A bulk message grows from the least to the most bytes until it takes this long, when a link with bursts has used them up.
 _LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
 
-#: Which part of a bulk message must go at once for a link to be one that saves up for bursts.
+#: A link has bursts if a pause shortens a bulk message by more than this share.
 _BURST = 0.05
 
-#: How long a pause is in which they save.
+#: The pause in which such a link saves up for a burst.
 _PAUSE_S = 0.02
 
-#: How close to what was measured what the model says is to come.
+#: The relative error at which a fit ends.
 _CLOSE = 0.002
 
-#: Against how many other hosts each one is measured at most.
+#: With how many other hosts each host is measured at most.
 _OPPONENTS = 7
 
 _CLOCK = time.perf_counter_ns
 
-#: Of the small allreduce; how many segments the large one has at most, and about how long it may take on the links.
+#: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
 _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
 
 
@@ -82,7 +83,7 @@ class Probe:
         return self._costs
 
     def _speed(self, codec: Codec, device: torch.device) -> CodecCost:
-        """Measure a codec on all ranks at once, and return what it costs the quickest."""
+        """Measure a codec on all ranks at once, and return the cost on the fastest rank."""
         self._engine.meet(self._turn)
         mine = speed_of(codec, device)
         table = self._engine.table(
@@ -92,7 +93,7 @@ class Probe:
         return CodecCost(codec.identity, encode, decode)
 
     def _links(self) -> Costs:
-        self._timed(self._allreduce("ring", _LEAST_BYTES))  # connections must have been in use
+        self._timed(self._allreduce("ring", _LEAST_BYTES))  # the first use of a connection is slower
         costs = self._alone()
         busy = any(cores.number < len(cores.ranks) for cores in costs.cores)
         for host in self._hosts:
@@ -108,11 +109,11 @@ class Probe:
     # What ranks know of each other
 
     def _table(self, seconds: float) -> list[float]:
-        """Return what each rank has measured, by rank."""
+        """Return the seconds that each rank has measured, by rank."""
         return [row[0] / 1e9 for row in self._engine.table(self._turn, [round(seconds * 1e9)])]
 
     def _alone(self) -> Costs:
-        """Return what a rank can find out by itself, of all ranks."""
+        """Return the costs that a rank can measure by itself, for all ranks."""
         block = self._buffer[: _LEAST_BYTES // 4]
         adding_s = min(_seconds(lambda: COMBINE["sum"](block, block, out=block), time.thread_time_ns) for _ in range(9))
         nothing = Program(Schedule(self._rank, self._size, 1, ()), [(Span(0, 0),)])
@@ -142,8 +143,8 @@ class Probe:
             self._engine.over_program(self._turn, program, self._buffer, self._buffer)
 
     def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
-        """Return how long the programs of all ranks take, the slowest rank's, the lower quartile of some times. calls: one
-        after the other. pause_s: before each time."""
+        """Return the seconds of a call of the programs on the slowest rank: the lower quartile of several times. calls: how
+        many run in a row, each time. pause_s: before each time."""
         mine = programs[self._rank]
         taken = []
         for _ in range(times):
@@ -153,13 +154,13 @@ class Probe:
         return max(self._table(sorted(taken)[times // 4])) / calls
 
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> list[Program]:
-        """Return the programs of all ranks for rounds over blocks of such lengths, in bytes."""
+        """Return the programs of all ranks for rounds over blocks. lengths: of the blocks, in bytes."""
         layout = consecutive([length // 4 for length in lengths])
         schedules = (Schedule(r, self._size, len(layout), tuple(rounds(r))) for r in range(self._size))
         return [Program(schedule, [layout]) for schedule in schedules]
 
     def _exchange(self, partners: dict[int, int], nbytes: int, repeats: int = 1) -> list[Program]:
-        """Return programs in which pairs swap a block, several times one after the other."""
+        """Return programs in which pairs of ranks exchange a block, `repeats` times in a row."""
 
         def rounds(rank: int) -> Sequence[Round]:
             if rank not in partners:
@@ -170,7 +171,7 @@ class Probe:
         return self._programs([nbytes, nbytes], rounds)
 
     def _pair(self, costs: Costs, pair: Sequence[int], *, inside: bool) -> Costs:
-        """Find what a message costs between two ranks while all others wait."""
+        """Measure what a message costs between two ranks while all others are idle."""
         one, other = pair
         block = (Span(0, 1),)
 
@@ -190,7 +191,7 @@ class Probe:
         name = "inside" if inside else "between"
         link = replace(getattr(costs, name), message_cpu_s=max(0.0, stream_s - costs.call_s) / (_STREAM + 3))
         costs = replace(costs, **{name: link})
-        for _ in range(4):  # each settles the other
+        for _ in range(4):  # each fit changes the other
             costs = _fitted(costs, name, "latency_s", swapping, swap_s)
             costs = _fitted(costs, name, "message_cpu_s", streaming, stream_s)
         partners = {one: other, other: one}
@@ -201,7 +202,7 @@ class Probe:
         return _fitted(costs, name, "byte_cpu_s" if inside else "byte_s", bulk, self._bulk_s)
 
     def _bulk(self, partners: dict[int, int]) -> tuple[int, float, float]:
-        """Return how many bytes a bulk message has, how long it takes, and how much less after a pause."""
+        """Return the bytes of a bulk message, its seconds, and how many fewer seconds it takes after a pause."""
         nbytes, seconds = _LEAST_BYTES, 0.0
         while True:
             seconds = self._timed(self._exchange(partners, nbytes), 1)
@@ -212,7 +213,7 @@ class Probe:
             nbytes *= 2
 
     def _steady(self, programs: Sequence[Program]) -> list[float]:
-        """Return by rank how long its program takes when another call has just been, the quickest of some times."""
+        """Return by rank the seconds of its program right after another call, the least of several times."""
         mine = programs[self._rank]
         quickest = float("inf")
         for _ in range(2):
@@ -222,7 +223,8 @@ class Probe:
         return self._table(quickest)
 
     def _uplinks(self, costs: Costs) -> Costs:
-        """Measure every host against others, all at once, all ranks of a host that have a partner."""
+        """Measure the uplink of every host: pairs of hosts exchange bulk messages, all pairs at once, over all ranks that have
+        a partner."""
         count = len(self._hosts)
         lanes, nbytes = self._lanes, self._bulk_bytes // self._lanes // 4 * 4
         quickest = [float("inf")] * count
@@ -234,7 +236,7 @@ class Probe:
                 taken = max(times[rank] for host in (a, b) for rank in self._hosts[host][:lanes])
                 pairs[a, b] = taken / (nbytes * lanes)
                 quickest[a] = min(quickest[a], pairs[a, b])
-        # All at once they may also wait for cores, which is not the links' fault: the first pair was measured alone too.
+        # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
         alone_s = self._bulk_s / self._bulk_bytes
         waiting = max(1.0, pairs[0, 1] / alone_s) if lanes == 1 and (0, 1) in pairs else 1.0
         uplinks = tuple(each / waiting for each in quickest)
@@ -247,14 +249,15 @@ class Probe:
         return replace(costs, uplinks=uplinks, slow_links=slow, between=replace(costs.between, byte_s=byte_s))
 
     def _together(self, costs: Costs, *, busy: bool) -> Costs:
-        """Fit what changes where all ranks do something: a small allreduce tells of messages, a large one of bytes."""
+        """Fit the costs that rise when all ranks work at once: those of messages by a small allreduce, those of bytes by a
+        large one."""
         few, many = (self._allreduce(name, _SMALL_BYTES) for name in ("recursive_doubling", "ring"))
         few_s, many_s = self._timed(few, calls=8), self._timed(many, calls=8)
 
         def messages(factor: float) -> Costs:
             return _scaled(costs, factor, "latency_s", "message_cpu_s")
 
-        # What both have in common, waking up for one, is the call's.
+        # The time that both allreduces have in common, such as waking up, is a cost of the call.
         more_s = max(0.0, many_s - few_s)
         factor = _root(lambda x: price(messages(x), _legs(many)) - price(messages(x), _legs(few)), more_s, 1.0)
         costs = messages(factor)
@@ -274,7 +277,7 @@ class Probe:
         def of_wires(factor: float) -> Costs:
             return replace(_scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
 
-        # Wires cannot explain what takes less time than the processors are said to need without them.
+        # If the modelled time without wires exceeds the measured time, the wires cannot be what is wrong in the model.
         is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), _legs(large)) >= large_s
         made = of_cores if is_of_cores or (busy and large_s > 1.3 * wire_s) else of_wires
         return made(_fit(made, large, large_s, 1.0))
@@ -297,7 +300,7 @@ def _legs(programs: Sequence[Program]) -> list[list[Leg]]:
 
 
 def _fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], seconds: float) -> Costs:
-    """Return costs with the one number of a link by which the programs take as long as they took."""
+    """Return costs with one number of a link fitted, so that the predicted time of the programs is `seconds`."""
 
     def made(x: float) -> Costs:
         return replace(costs, **{link: replace(getattr(costs, link), **{name: x})})
@@ -306,7 +309,7 @@ def _fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], sec
 
 
 def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
-    """Return costs of links in which some are multiplied."""
+    """Return costs in which the named numbers of the links are multiplied by a factor."""
 
     def scaled(link: LinkCost) -> LinkCost:
         return replace(link, **{name: factor * getattr(link, name) for name in names})
@@ -315,14 +318,14 @@ def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
 
 
 def _fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float = 1e-6) -> float:
-    """Return the number by which the programs take as long as they took."""
+    """Return the number x for which made(x) predicts `seconds` for the programs."""
     legs = _legs(programs)
     return _root(lambda x: price(made(x), legs), seconds, guess)
 
 
 def _root(seconds_at: Callable[[float], float], seconds: float, guess: float) -> float:
-    """Return the number, from 0 on, at which a function that grows is so much: 0 where it is more there already, the guess where
-    it never is."""
+    """Return x >= 0 at which an increasing function of x has the value `seconds`: 0 if it is larger there already, `guess` if
+    it never reaches it."""
     low, high = 0.0, guess
     at_low, at_high = seconds_at(low), seconds_at(high)
     if at_low >= seconds:
@@ -345,7 +348,8 @@ def _root(seconds_at: Callable[[float], float], seconds: float, guess: float) ->
 
 
 def _tournament(count: int) -> list[dict[int, int]]:
-    """Return rounds in which each of `count` meets another one, or pauses where the number is odd: all meet all."""
+    """Return rounds of a tournament: in each, every one of `count` has another partner, or none in one round if the number is
+    odd."""
     places = [*range(count), *([-1] if count % 2 else [])]
     rounds = []
     for _ in range(len(places) - 1):

@@ -1,4 +1,4 @@
-"""Which tensors can be moved, and any of them as the contiguous 1-D buffer that a transport moves."""
+"""Checks which tensors can be moved, and makes them the contiguous 1-D buffers that a transport moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.collectives.torch_internals import negative_view
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Return what to say of a tensor that cannot be moved, None of one that can.
+    """Return the error text for a tensor that cannot be moved; None for one that can.
 
     Transports and kernels use bare addresses, so the elements must lie at data_ptr(). Subclasses with a __torch_dispatch__ of
     their own (DTensor, FakeTensor, nested tensors) keep theirs elsewhere or have none; a plain subclass such as Parameter is
@@ -33,15 +33,15 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 
 def apart(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
-    """Return source, or a copy of it where it shares memory with destination. Both are contiguous."""
+    """Return source, or a copy of it if it shares memory with destination. Both are contiguous."""
     begin, other = source.data_ptr(), destination.data_ptr()
     shared = begin < other + destination.nbytes and other < begin + source.nbytes
     return source.clone() if shared else source
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without history. One made in inference mode, of which views could not be written outside of it, becomes
-    an ordinary one over the same memory."""
+    """Return the tensor without autograd history. A tensor made in inference mode, whose views cannot be written outside of it,
+    becomes an ordinary one over the same memory."""
     if not tensor.is_inference():
         return tensor.detach()
     memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -50,11 +50,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor for an operation that goes on while its caller does.
+    """Return a view of a tensor for an asynchronous operation.
 
-    It keeps the memory alive and where it is: what set_() and .data do to the tensor itself does not concern it. On the CPU the
-    storage can no longer be resized, as after Tensor.numpy(): resize_() that would need to, and resize_() of the storage, raise
-    RuntimeError.
+    The view keeps the memory alive and in place, even if set_() or .data give the tensor other memory. On the CPU, the storage
+    can no longer be resized, as after Tensor.numpy(): resize_() raises RuntimeError if it would need to.
     """
     storage = tensor.untyped_storage()
     if tensor.device.type == "cpu" and storage.resizable():
@@ -71,7 +70,7 @@ class Buffer:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, via_host: bool, fill: bool = True) -> None:
-        """fill=False leaves a copy's contents undefined: for buffers that will only be written."""
+        """fill=False leaves a copy's contents undefined, for buffers that are only written."""
         self._tensors = [plain(tensor) for tensor in tensors]
         self._whole = whole = self._joined(fill)
         if via_host:
@@ -95,11 +94,11 @@ class Buffer:
         return torch.empty(sum(tensor.numel() for tensor in self._tensors), dtype=first.dtype, device=first.device)
 
     def expendable(self) -> torch.Tensor:
-        """flat, or a copy of it where it shares a tensor's memory: for what overwrites its input."""
+        """flat, or a copy of it if it shares a tensor's memory, for an operation that overwrites its input."""
         return self.flat.clone() if self.flat.data_ptr() == self._tensors[0].data_ptr() else self.flat
 
     def store(self) -> None:
-        """Bring the contents of flat back to the tensors."""
+        """Copy the contents of flat back to the tensors."""
         if self.flat.data_ptr() != self._whole.data_ptr():
             self._whole.copy_(self.flat.view(self._whole.shape), non_blocking=True)
             if self._whole.is_cuda:

@@ -11,7 +11,7 @@ from gradwire.collectives.plan.program import Instruction, Kind
 from gradwire.collectives.run.executor import Payload
 from gradwire.collectives.run.operations import Turn
 
-#: What a part of an operation is called that moves no message.
+#: The names of an operation's parts that move no message.
 _NAMES = {
     Kind.REDUCE: "reduce",
     Kind.ENCODE: "encode",
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def recorded(lane: Lane, call: str, body: Callable[[Turn], None]) -> Callable[[Turn], None]:
-    """Return the body of an operation that records itself, and for how long it was queued."""
+    """Return a body that runs another one, and records its span and how long it was queued."""
     issued_ns = now_ns()
 
     def run(turn: Turn) -> None:
@@ -37,7 +37,7 @@ def recorded(lane: Lane, call: str, body: Callable[[Turn], None]) -> Callable[[T
 
 
 def not_now(*arguments: Any) -> bool:
-    """Do nothing, in place of Operations.run_now: what has no parts cannot be recorded."""
+    """Return False in place of Operations.run_now, which would run an operation without recording it."""
     return False
 
 

@@ -17,7 +17,7 @@ from gradwire.collectives.scheduling import wake_soon
 
 class Work:
     """Stands for one asynchronous operation; verbs return it with `async_op=True`. counted: whether its turn has a number.
-    Attribute seconds: how long it ran, waits for other ranks included, once it is done."""
+    Attribute seconds: once it is done, how long it ran, including waits for other ranks."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
@@ -59,7 +59,8 @@ class Work:
     def run(self) -> None:
         """Run the operation in the calling thread and complete the handle.
 
-        CUDA work goes to the calling thread's stream of the device that was current at issue, after what was queued there then.
+        CUDA work goes to the calling thread's stream of the device that was current at issue, after the work queued there at
+        issue.
         """
         began = time.perf_counter()
         try:
@@ -85,25 +86,24 @@ class Work:
 
 
 def _cuda_event() -> torch.cuda.Event | None:
-    """Return what the current stream has been given so far, as an event; None in a process that has not used CUDA."""
+    """Return an event after all work queued on the current stream so far; None in a process that has not used CUDA."""
     return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
 
 class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
-    Attributes: number, of the turn that was given last, counted from 0, but for those that are not counted; sealed, whether it
-    takes nothing more.
+    Attributes: number, that of the last counted turn, from 0 on; sealed, whether it accepts no more works.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.number = -1
         self._queue: deque[Work] = deque()
-        # Its owner may take it again, as finalizers may run anywhere. A turn is taken without it, since two uses of a lock take a
-        # third of a microsecond: dict.setdefault() gives the turn to one of several threads that come at once.
+        # Reentrant, as finalizers may run anywhere. A turn is taken without this lock, of which two uses take a third of a
+        # microsecond: dict.setdefault() gives the turn to one of several threads that call it at once.
         self._changed = threading.Condition(threading.RLock())
-        # "taken": by what has entered; by the queue itself while the thread runs a work.
+        # "taken": the turn that has entered, or the queue itself while its thread runs a work.
         self._turn: dict[str, object] = {}
         self.sealed = False
         self._promised = 0  # turns that seal() has counted
@@ -121,17 +121,17 @@ class WorkQueue:
             self._changed.notify_all()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:
-        """Take the queue's turn for the calling thread, which must leave() it; False when anything runs or waits to run,
-        and once it is sealed.
+        """Take the turn for the calling thread, which must leave() it. Return False if anything runs or is queued, or the queue
+        is sealed.
 
-        An operation run so costs no thread switch, which takes longer than a small message. turn: tells this turn from all
-        others, so that leave() is right wherever an interrupt strikes.
+        Such an operation needs no thread switch, which takes longer than a small message. turn: a new object, by which leave()
+        knows whether the turn was taken, wherever an interrupt came.
         """
         if self._queue or self._turn.setdefault("taken", turn) is not turn:
             return False
         self.number += counted
         if self.sealed:
-            with self._changed:  # seal() may have counted this turn, and the other ranks wait for it then
+            with self._changed:  # if seal() has counted this turn, the other ranks wait for it
                 is_promised = counted and self.number < self._promised
             if not is_promised:
                 self.leave(turn, self.number - counted)
@@ -139,8 +139,8 @@ class WorkQueue:
         return True
 
     def leave(self, turn: object, last_begun: int) -> None:
-        """End the turn that enter() gave; do nothing where it gave none. last_begun: number of the last turn in which anything
-        was begun; this one goes to the next who enters, where that was an earlier one."""
+        """End the turn that enter() gave; do nothing if it gave none. last_begun: number of the last turn in which an operation
+        began; if this turn's is higher, it is used again."""
         if self._turn.get("taken") is turn:
             self.number = last_begun
             del self._turn["taken"]
@@ -155,7 +155,8 @@ class WorkQueue:
             return self.number + 1 + sum(work.counted for work in self._queue)
 
     def seal(self) -> int | None:
-        """Take nothing more; return how many turns have been given or are still to be given, None where it was sealed before."""
+        """Accept no more works. Return how many turns have been given or are still to be given; None if it was sealed
+        before."""
         with self._changed:
             if self.sealed:
                 return None
@@ -168,8 +169,8 @@ class WorkQueue:
         return bool(self._queue or self._turn)  # in this order: the thread takes the turn before it takes a work
 
     def close(self, timeout_s: float) -> bool:
-        """Take nothing more, and let the thread end once it has run what is queued; False when not all has run after
-        timeout_s."""
+        """Accept no more works, and let the thread end once it has run those that are queued. Return False if some have not run
+        after timeout_s."""
         with self._changed:
             self.sealed = True
             self._changed.notify_all()
@@ -179,7 +180,7 @@ class WorkQueue:
         wake_soon()
         while (work := self._next()) is not None:
             work.run()
-            del work  # it holds on to tensors, and they to whatever they lie in
+            del work  # it keeps tensors alive, and their memory
             with self._changed:
                 del self._turn["taken"]
                 self._changed.notify_all()

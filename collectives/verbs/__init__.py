@@ -1,4 +1,4 @@
-"""The verbs, a family a file. Each checks its arguments, chooses the algorithm, describes the call, and submits a body.
+"""The verbs, one family a file. Each checks its arguments, chooses the algorithm, describes the call, and submits a body.
 
 The description is the same on all ranks and marks the operation's messages; the body runs when the operation's turn comes.
 """
@@ -9,4 +9,4 @@ from gradwire.collectives.verbs.shares import Halves
 
 
 class Verbs(Halves, Objects, Messages):
-    """All that a user calls to move tensors and objects between the ranks of a group."""
+    """The methods that move tensors and objects between the ranks of a group."""

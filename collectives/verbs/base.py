@@ -1,4 +1,4 @@
-"""What the families of verbs have in common: an engine that runs them, and options.
+"""The common base of the families of verbs: the engine that runs them, and their options.
 
 The options are named twice: with their defaults in each verb's signature, and here for type checkers, where a verb is overloaded
 because async_op=True makes it return a Work.
@@ -48,7 +48,7 @@ class Coded(Scaled, total=False):
 
 
 class Ranks:
-    """A group of ranks, as one of them sees it."""
+    """One rank's view of a group of ranks."""
 
     _engine: Engine
 

@@ -22,7 +22,8 @@ from gradwire.collectives.run.work import Work
 def named_codec(
     engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int | None, seed: int | None
 ) -> Codec | None:
-    """Return what a caller calls a codec; None for no compression. Raises ValueError for what is none, a wrong step or seed."""
+    """Return the codec that a caller names; None for no compression. Raises ValueError for an unknown codec, or an invalid step
+    or seed."""
     if step is not None and (not isinstance(step, int) or step < 0):
         raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
     if seed is not None and not isinstance(seed, int):
@@ -46,7 +47,7 @@ def allreduce_compressed(
     algorithm: str,
     async_op: bool,
 ) -> Work | None:
-    """Do as Communicator.allreduce. codec: other than 'none'."""
+    """Allreduce a tensor by codes; see Communicator.allreduce. codec: other than 'none'."""
     rank = engine.rank
     if not tensor.dtype.is_floating_point or reduction.op not in ("sum", "average"):
         raise ValueError(
@@ -63,13 +64,13 @@ def allreduce_compressed(
     corrected = ", error feedback" if with_feedback else ""
     text, signature = (
         f"allreduce({arguments.described(tensor)}, {reduction}, {chosen}, {each.identity}{corrected})"
-        for each in (present, codec)  # to one that draws by the step, every step would be new
+        for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
     )
     call = Call(
         text,
         "allreduce",
         [arguments.sketch(tensor)],
-        joinable=not with_feedback,  # of which a rank that has joined keeps nothing here
+        joinable=not with_feedback,  # a joined rank keeps no feedback of it
         algorithm=algorithm,
         codec=codec,
         feedback=with_feedback,
@@ -82,7 +83,7 @@ def allreduce_compressed(
     codes = torch.empty(0, dtype=codec.wire_dtype, device=tensor.device)
     whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size()) if adds_codes else None
     if not adds_codes:
-        engine.plans.partition(codec, tensor.numel(), chosen)  # what cannot be planned is found before anything is sent
+        engine.plans.partition(codec, tensor.numel(), chosen)  # raises before anything is sent
     held = arguments.held([tensor], async_op)
     divisor = engine.size if reduction.op == "average" else 1
 
@@ -109,8 +110,8 @@ def allreduce_compressed(
 def _step_and_seed(
     engine: Engine, codec: Codec, feedback: Feedback | None, step: int | None, seed: int | None
 ) -> tuple[int, int]:
-    """Return those of a call: what is given, else what the feedback has counted and carries. Raises ValueError where the same
-    numbers would be drawn at every call."""
+    """Return the step and the seed of a call: the given ones, else those of the feedback. Raises ValueError if the same numbers
+    would be drawn at every call."""
     if feedback is not None:
         return feedback.step if step is None else step, feedback.seed if seed is None else seed
     if step is None and codec.draws:

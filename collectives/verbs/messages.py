@@ -24,7 +24,7 @@ class Messages(Ranks):
         """Send `tensor` to rank dst, which calls recv with a tensor of the same dtype and number of elements, and the same tag
         (0 to 65535).
 
-        Only the two ranks call anything: messages do not count among the operations that all ranks call in the same order. But
+        Only these two ranks make a call: messages do not count among the operations that all ranks call in the same order. But
         between two ranks, messages and operations are received in the order in which they are sent. A rank that calls an
         operation, or receives a later message, while an earlier message to it is not received, waits until its deadline.
 

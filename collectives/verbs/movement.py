@@ -1,4 +1,4 @@
-"""The verbs that move tensors and reduce nothing."""
+"""The verbs that move tensors without a reduction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Movement(Ranks):
-    """The verbs after which tensors are on other ranks, with the same numbers."""
+    """The verbs that move tensors between ranks without changing them."""
 
     @overload
     def allgather(self, output: Tensor | Sequence[Tensor], input: Tensor, **options: Unpack[Async]) -> Work: ...
@@ -152,7 +152,7 @@ class Movement(Ranks):
     def _rooted(
         self, verb: str, one: Tensor, many: Sequence[Tensor] | None, root: int, algorithm: str, async_op: bool
     ) -> Work | None:
-        """Do gather, or scatter, its mirror image. one: what every rank has. many: what the root has for every rank."""
+        """Gather, or scatter, its reverse. one: the tensor of every rank. many: the root's tensors, one for every rank."""
         engine = self._engine
         gathers = verb == "gather"
         many_name, root_name = ("output", "dst") if gathers else ("input", "src")
@@ -229,7 +229,7 @@ class Movement(Ranks):
         shape = "splits" if input_splits is not None else arguments.described(input)
         text = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
         given: dict[str, Any] = {"algorithm": algorithm}
-        if input_splits is not None:  # who has joined sends nothing
+        if input_splits is not None:  # a joined rank sends nothing
             given["output_splits"] = given["input_splits"] = [0] * engine.size
         tensors = [arguments.sketch(input, [0] if input_splits is not None else None)]
         call = Call(text, "alltoall", tensors, **given)
@@ -252,7 +252,7 @@ class Movement(Ranks):
     def barrier(self, **options: Unpack[Options]) -> Work | None: ...
 
     def barrier(self, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called this."""
         engine = self._engine
         chosen = engine.plans.choose("barrier", algorithm, 1)
         call = Call(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
@@ -278,8 +278,8 @@ def _move(
     layouts: Callable[[], tuple[Layout, Layout]],
     root: int = 0,
 ) -> None:
-    """Move blocks between two buffers. tensors, layouts: of what this rank sends and of what it receives, where a rank that is
-    not the root may have no tensors."""
+    """Move blocks between two buffers. tensors, layouts: of the source and of the destination; a rank other than the root may
+    have no tensors in one of them."""
     sources, destinations = (each or [other[0].new_empty(0)] for each, other in (tensors, tensors[::-1]))
     result = engine.buffer(*destinations, fill=False)
     source = apart(engine.buffer(*sources).flat, result.flat)

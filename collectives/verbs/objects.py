@@ -1,4 +1,5 @@
-"""Objects between ranks: lengths first, then bytes, both by the verbs for tensors. Records travel as JSON, all else pickled."""
+"""Verbs for objects: they send lengths, then bytes, by the verbs for tensors. Records are sent as JSON, other objects
+pickled."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from gradwire.collectives.verbs.movement import Movement
 
 
 class Objects(Movement):
-    """The verbs for what is no tensor."""
+    """The verbs for objects that are no tensors."""
 
     def allgather_record(self, record: Any) -> list[Any]:
         """Return every rank's record, in rank order: numbers, strings, booleans, None, and lists and dicts of these.
@@ -56,7 +57,7 @@ class Objects(Movement):
         return self._exchanged(outgoing)[src]
 
     def _exchanged(self, outgoing: Sequence[Any]) -> list[Any]:
-        """Send object r to rank r; return what came from each rank."""
+        """Send object r to rank r. Return the object received from each rank, by rank."""
         pieces = [self._tensor(pickle.dumps(obj)) for obj in outgoing]
         sent = torch.tensor([piece.numel() for piece in pieces], device=pieces[0].device)
         landed = torch.empty_like(sent)

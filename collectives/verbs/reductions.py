@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Planned(NamedTuple):
-    """What an allreduce is to do. whole: what the link has made ready, where that is all there is to do."""
+    """A checked and planned allreduce. whole: the verb that the link has prepared, if it runs the allreduce by itself."""
 
     call: Call
     body: Callable[[Turn], None]
@@ -100,7 +100,7 @@ class Reductions(Ranks):
             raise ValueError(f"rank {self.rank}: seed={seed!r}; a whole number is needed")
         if not isinstance(numel, int) or numel < 0:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
-        with torch.inference_mode(False):  # it is for calls in any mode
+        with torch.inference_mode(False):  # so that it can be used in any mode
             return Feedback(made, self._engine.plans.partition(made, numel), torch.device(device), seed)
 
     def prepare_allreduce(
@@ -238,8 +238,8 @@ class Reductions(Ranks):
         async_op: bool,
         spans: Layout | None = None,
     ) -> Planned:
-        """Check the arguments of an allreduce of numbers, and plan it. spans: in the first half of one, where this rank's share
-        of the only tensor lies."""
+        """Check the arguments of an allreduce of numbers, and plan it. spans: for the first half of an allreduce, where this
+        rank's share of the only tensor lies."""
         engine = self._engine
         verb, collective = ("allreduce", "allreduce") if spans is None else ("reduce_shares", "reduce_scatter")
         reduction = arguments.reduction_of(engine, tensors, op, prescale, postscale)
@@ -252,13 +252,13 @@ class Reductions(Ranks):
             engine.trial(algorithm, group[0], nbytes) if spans is None else None
             for group, nbytes in zip(groups, sizes, strict=True)
         ]
-        # Asked before what is chosen: the queue's thread may end a trial meanwhile, which settles after its last choice.
+        # Read before the choice: the queue's thread may end a trial meanwhile, and a trial settles after its last choice.
         is_settled = all(trial is None or trial.settled for trial in trials)
         chosen = [
             engine.plans.choose("allreduce", algorithm if trial is None else trial.choice, nbytes)
             for nbytes, trial in zip(sizes, trials, strict=True)
         ]
-        # What a trial has found when this is called may differ among ranks, as earlier calls may still be in flight.
+        # The state of a trial may differ among ranks here, because earlier calls may still be in flight.
         names = [choice if trial is None else algorithm for choice, trial in zip(chosen, trials, strict=True)]
         text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(names)})"
         call = Call(text, verb)

@@ -96,11 +96,11 @@ class Halves(Reductions):
         return engine.submit(call, body, async_op=async_op)
 
     def _shares_of(self, tensor: Tensor) -> Shares:
-        """Return whose is what of a tensor. Raises TypeError and ValueError for one that cannot be reduced."""
+        """Return the ranks' shares of a tensor. Raises TypeError or ValueError for one that cannot be reduced."""
         arguments.check_written(self._engine, tensor)
         return self._engine.plans.shares(tensor.numel(), tensor.element_size())
 
     def _halved(self, tensor: Tensor) -> Layout | None:
-        """Return what is this rank's of a tensor; None where its allreduce has no halves."""
+        """Return this rank's share of a tensor; None if its allreduce has no halves."""
         shares = self._shares_of(tensor)
         return None if shares.algorithm is None else shares.spans[self.rank]

@@ -151,8 +151,8 @@ def test_nothing_is_lost_and_nobody_waits_for_good(late: str, seed: int) -> None
 def test_who_holds_up_a_worker_is_who_has_not_contributed_and_then_who_is_behind() -> None:
     server = aggregator(3, quorum=2, staleness=0)
     push(server, 0)
-    assert server.held_up_by(0) == (1, 2)
+    assert server.blocking(0) == (1, 2)
     push(server, 1)
     server.take(0.0)
     assert not server.may_go(0)
-    assert server.held_up_by(0) == (2,)
+    assert server.blocking(0) == (2,)

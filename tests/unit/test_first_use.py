@@ -78,7 +78,7 @@ def test_nothing_where_nothing_is_compiled(terminal: Terminal, caplog: pytest.Lo
 
 def test_nothing_where_another_process_of_the_host_says_it(terminal: Terminal) -> None:
     told = FirstUse()
-    told.speaks = False
+    told.reports = False
     compile_two(told)
     assert terminal.getvalue() == ""
     assert told.compiled == ["sum", "product"]
@@ -123,7 +123,7 @@ def test_precompiling_leaves_no_kernel_to_compile(
         if path.stem != "calling"
     }
     assert len(used) > 20
-    monkeypatch.setattr(first_use.FIRST_USE, "speaks", False)
+    monkeypatch.setattr(first_use.FIRST_USE, "reports", False)
     for _ in range(2):
         kernel_of.cache_clear()
         assert precompile.precompile() == 0

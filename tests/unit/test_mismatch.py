@@ -44,19 +44,19 @@ def test_ranks_that_call_the_same_agree_and_those_that_differ_are_all_told() -> 
 def test_a_rank_that_has_moved_data_makes_it_worse_for_all() -> None:
     with watches(2) as all_watches:
         agreements = [Agreement(watch) for watch in all_watches]
-        agreements[1].say(Call(5, "max", "b.py:2", moved=True))
+        agreements[1].post(Call(5, "max", "b.py:2", moved=True))
         assert isinstance(outcome(agreements[0], Call(5, "sum")), LinkError)
 
 
 def test_a_rank_that_runs_something_else_answers() -> None:
     with watches(2) as all_watches:
         agreements = [Agreement(watch) for watch in all_watches]
-        agreements[0].say(Call(7, "sum"))
+        agreements[0].post(Call(7, "sum"))
         assert all_watches[1].wait_for(lambda: bool(all_watches[1].posts), DEADLINE_S)
         assert not agreements[1].differs_from({6: "max"}, lambda number: Call(number, "max", moved=True))
         assert agreements[1].differs_from({6: "max", 7: "max"}, lambda number: Call(number, "max", moved=True))
-        assert all_watches[0].wait_for(lambda: len(agreements[0].said()) == 2, DEADLINE_S)
-        assert (1, Call(7, "max", moved=True)) in agreements[0].said()
+        assert all_watches[0].wait_for(lambda: len(agreements[0].posted()) == 2, DEADLINE_S)
+        assert (1, Call(7, "max", moved=True)) in agreements[0].posted()
 
 
 def test_who_waits_for_a_rank_that_ends_or_does_not_come_is_told_whom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_who_waits_for_a_rank_that_ends_or_does_not_come_is_told_whom(monkeypatc
         assert isinstance(late, LinkError)
         assert late.timed_out
         assert late.awaited == {1, 2}
-        agreements[1].say(Call(1, "max"))
+        agreements[1].post(Call(1, "max"))
         differs = outcome(agreements[0], Call(1, "sum"))  # which rank 2 never says anything of
         assert isinstance(differs, LinkError)
         assert not differs.timed_out

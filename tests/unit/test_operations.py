@@ -84,7 +84,7 @@ def waits(transport: StuckTransport, began: threading.Event) -> Callable[[Turn],
 
 
 def leaves(watch: Watch) -> None:
-    watch.say_leaving(0)
+    watch.report_leaving(0)
 
 
 def test_messages_are_not_counted_and_wait_for_their_turn() -> None:
@@ -138,9 +138,9 @@ def test_a_message_is_given_up_when_its_own_rank_has_left(leaver: int) -> None:
 
         threading.Thread(target=call).start()
         assert began.wait(DEADLINE_S)
-        all_watches[leaver].say_leaving(0)
+        all_watches[leaver].report_leaving(0)
         assert not ended.wait(SOON_S)  # it may still be sending
-        all_watches[leaver].say_done()
+        all_watches[leaver].report_done()
         assert ended.wait(DEADLINE_S if leaver == 1 else SOON_S) == (leaver == 1)
         transport.abort()
         assert ended.wait(DEADLINE_S)
@@ -177,7 +177,7 @@ def test_what_is_known_to_be_in_vain_is_not_begun(goes: Callable[[Watch], None])
 
 def test_a_rank_that_leaves_later_does_not_disturb() -> None:
     with operations(2) as (mine, _, all_watches):
-        all_watches[1].say_leaving(2)
+        all_watches[1].report_leaving(2)
         assert all_watches[0].wait_for(lambda: bool(all_watches[0].left), DEADLINE_S)
         for _ in range(2):
             submit(mine)

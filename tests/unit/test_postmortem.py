@@ -130,7 +130,7 @@ def test_a_report_survives_its_way() -> None:
 def test_an_inquiry_ends_when_the_dead_are_known() -> None:
     with watches(3) as (first, second, third):
         end_abruptly(third)
-        second.say_report(stopped(2).to_news())
+        second.report_failure(stopped(2).to_news())
         assert first.wait_for(lambda: bool(first.lost) and 1 in first.reports, 20)
         assert inquire(first, stopped(2), Agreement(first)) == Findings(
             {0: stopped(2), 1: stopped(2)}, frozenset({2}), {}
@@ -139,8 +139,8 @@ def test_an_inquiry_ends_when_the_dead_are_known() -> None:
 
 def test_an_inquiry_of_a_message_waits_for_news_of_its_sender_not_of_a_rank_that_has_left() -> None:
     with watches(3) as (first, second, third):
-        third.say_leaving(0)
-        third.say_done()
+        third.report_leaving(0)
+        third.report_done()
         assert first.wait_for(lambda: bool(first.left), 20)
         ending = threading.Timer(GRACE_S / 4, end_abruptly, [second])
         ending.start()
@@ -152,15 +152,15 @@ def test_an_inquiry_finds_who_speaks_but_does_not_hear(monkeypatch: pytest.Monke
     with watches(3) as (first, second, third):
         monkeypatch.setattr(first._neighbours[2], "is_unconfirmed", lambda: True)
         for watch in (second, third):
-            watch.say_report(stopped(0).to_news())
+            watch.report_failure(stopped(0).to_news())
         assert inquire(first, stopped(2), Agreement(first)).cut == {(0, 2)}
 
 
 def test_an_inquiry_ends_when_everyone_has_spoken() -> None:
     with watches(3) as (first, second, third):
-        second.say_report(stopped(0).to_news())
-        third.say_leaving(9)
-        third.say_done()
+        second.report_failure(stopped(0).to_news())
+        third.report_leaving(9)
+        third.report_done()
         assert inquire(first, stopped(1), Agreement(first)) == Findings(
             {0: stopped(1), 1: stopped(0)}, frozenset(), {2: 9}
         )

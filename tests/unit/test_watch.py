@@ -115,17 +115,17 @@ def test_everyone_hears_who_lives_but_confirms_nothing(monkeypatch: pytest.Monke
     with watches(3) as all_watches:
         first, _, third = all_watches
         monkeypatch.setattr(first._neighbours[2], "is_unconfirmed", lambda: True)
-        first.say_unheard(0.05)
-        third.say_report({"sequence": 4})
+        first.report_unreachable(0.05)
+        third.report_failure({"sequence": 4})
         assert first.wait_for(lambda: 2 in first.reports, DEADLINE_S)
         assert not first.cut, "rank 2 may have ended, as far as rank 0 knew"
-        first.say_unheard(0.05)
+        first.report_unreachable(0.05)
         assert_all_see(all_watches, lambda watch: watch.cut == {(0, 2)} and not watch.lost)
 
 
 def test_a_rank_that_lives_is_not_lost() -> None:
     with watches(4) as all_watches:
-        all_watches[0]._say("lost", 1, by=0)  # as when the connection between them ends
+        all_watches[0]._send("lost", 1, by=0)  # as when the connection between them ends
         assert_all_see(all_watches, lambda watch: watch.cut == {(0, 1)} and not watch.lost)
 
 
@@ -135,7 +135,7 @@ def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogC
 
     with watches(2) as (mine, theirs):
         mine.on_news(listener)
-        theirs.say_leaving(3)
+        theirs.report_leaving(3)
         assert theirs.wait_for(lambda: bool(theirs.lost), DEADLINE_S)
         assert "planted" in mine.failure
     assert "no longer receives news of the other ranks" in caplog.text
@@ -144,7 +144,7 @@ def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogC
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_rank_that_leaves_is_not_lost(size: int) -> None:
     with watches(size) as all_watches:
-        all_watches[0].say_leaving(7)
+        all_watches[0].report_leaving(7)
         assert_all_see(all_watches, lambda watch: 0 in watch.left)
         all_watches[0].close()  # without having said that it is done: an interpreter that exits
         assert_all_see(all_watches[1:], lambda watch: 0 in watch.done)
@@ -154,7 +154,7 @@ def test_a_rank_that_leaves_is_not_lost(size: int) -> None:
 def test_a_report_comes_before_the_end_of_who_made_it_however_long_it_is() -> None:
     size, long = 8, "x" * (1 << 20)
     with watches(size) as all_watches:
-        all_watches[5].say_report({"call": long})
+        all_watches[5].report_failure({"call": long})
         all_watches[5].close()
         others = all_watches[:5] + all_watches[6:]
         assert_all_see(others, lambda watch: watch.lost or watch.reports)
@@ -171,7 +171,7 @@ def test_every_listener_is_told_of_news_and_called_again_when_it_asks() -> None:
     with watches(2) as (mine, theirs):
         for listener in called:
             mine.on_news(partial(tell, listener, [0.001, 0.001]))
-        theirs.say_leaving(3)
+        theirs.report_leaving(3)
         assert all(listener.acquire(timeout=DEADLINE_S) for listener in called for _ in range(3))
 
 

@@ -91,7 +91,7 @@ def test_everyone_is_told_and_then_the_former_hook(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sys, "excepthook", former)
     first, second, gone = Leaver(), Leaver(), Leaver()
-    hooks = [ExceptHook.telling(each) for each in (first, second, gone)]
+    hooks = [ExceptHook.register(each) for each in (first, second, gone)]
     assert all(hook is sys.excepthook for hook in hooks), "one for all"
     del gone
     gc.collect()
@@ -109,7 +109,7 @@ def test_everyone_is_told_and_then_the_former_hook(monkeypatch: pytest.MonkeyPat
 def test_who_came_between_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     leaver = Leaver()
-    hook = ExceptHook.telling(leaver)
+    hook = ExceptHook.register(leaver)
 
     def newer(kind: object, error: BaseException, trace: object) -> None:
         hook(type(error), error, error.__traceback__)
@@ -126,7 +126,7 @@ def test_at_a_prompt_nothing_ends(monkeypatch: pytest.MonkeyPatch, prompt: dict[
     formers: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda *raised: formers.append(raised))
     leaver = Leaver()
-    hook = ExceptHook.telling(leaver)
+    hook = ExceptHook.register(leaver)
     error = raised(ValueError("wrong"))
     with monkeypatch.context() as patch:
         for name, value in prompt.items():

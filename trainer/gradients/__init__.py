@@ -1,1 +1,1 @@
-"""How gradients travel: buckets, the codecs on them, the hooks that fill them, and what a checkpoint keeps."""
+"""The exchange of gradients: buckets, their codecs, the hooks that fill them, and the state in checkpoints."""

@@ -1,4 +1,4 @@
-"""What all ranks must do alike: make an optimizer of the same settings and parameters, and load a checkpoint or none."""
+"""Checks that all ranks agree: on an optimizer's settings and parameters, and on loading a checkpoint or none."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def on_all_ranks(
 ) -> list[T]:
     """Call attempt() on every rank, and return by rank what it returns, which must be JSON. Collective.
 
-    Where attempt() raises on any rank, all ranks call undo(), and raise ValueError alike: `failed`, filled with the first
+    If attempt() raises on any rank, all ranks call undo() and raise ValueError with the text `failed`, filled with the first
     such rank and its error.
     """
     value, fault = None, ""
     try:
         value = attempt()
-        json.dumps(value)  # raises here what would raise before anything is sent
+        json.dumps(value)  # so that an invalid record raises before anything is sent
     except Exception as error:  # the other ranks would wait for this one if they did not get its error
         fault = f"{type(error).__name__}: {error}"
     gathered = communicator.allgather_record((value, fault))
@@ -44,8 +44,8 @@ def on_all_ranks(
 
 
 def check_settings(communicator: Communicator, of: str, settings: Mapping[str, str]) -> None:
-    """Raise ValueError on all ranks alike where they do not have the same settings, with the values and who has which.
-    Collective. of: what they are the settings of. settings: values in words, by name; the same names on all ranks."""
+    """Raise ValueError on all ranks if their settings differ, with the values and their ranks. Collective. of: the object that
+    has the settings. settings: values as text, by name; the same names on all ranks."""
     everyones = communicator.allgather_record(dict(settings))
     faults = []
     for name in settings:
@@ -53,15 +53,15 @@ def check_settings(communicator: Communicator, of: str, settings: Mapping[str, s
         for rank, theirs in enumerate(everyones):
             ranks[theirs.get(name)].append(rank)
         if len(ranks) > 1:
-            said = "; ".join(f"{value} on {ranks_text(who)}" for value, who in ranks.items())
-            faults.append(f"{name} is {said}")
+            given = "; ".join(f"{value} on {ranks_text(who)}" for value, who in ranks.items())
+            faults.append(f"{name} is {given}")
     if faults:
         raise ValueError(f"{here()}the ranks do not make the same {of}: {'. '.join(faults)}")
 
 
 def agree_on_parameters(communicator: Communicator, names: Sequence[str], parameters: Sequence[Tensor]) -> list[str]:
-    """Return the names in rank 0's order. Raises ValueError on all ranks alike where they do not train the same
-    parameters, or hold different shards of them. Collective."""
+    """Return the names in rank 0's order. Raises ValueError on all ranks if they train different parameters, or hold different
+    shards of them. Collective."""
     shards, kinds = {}, {}
     for name, parameter in zip(names, parameters, strict=True):
         shards[name] = shard_of(parameter)

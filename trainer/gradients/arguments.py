@@ -1,4 +1,4 @@
-"""What callers give the verbs and the optimizers: the names of the reductions, tensors, groups; and the checks of these."""
+"""The arguments of verbs and optimizers: the names of the reductions, and checks of tensors and groups."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OPS_BY_ELEMENT: Final = (Average, Sum, Min, Max, Product)
 
 
 def resolve_op(op: str | None, average: bool | None = None, allowed: Sequence[str] = OPS) -> str:
-    """Return the reduction that Horovod's pair of arguments means: Average where neither is given.
+    """Return the reduction for Horovod's arguments op and average: Average if neither is given.
 
-    Raises ValueError for an op that is not allowed, and where both are given.
+    Raises ValueError for an op that is not allowed, and if both are given.
     """
     if average is not None:
         if op is not None:
@@ -48,8 +48,8 @@ def check_tensor(value: object) -> Tensor:
     """Return the value, which must be a tensor that can be moved. Raises TypeError."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{here()}a torch.Tensor is needed, not {type(value).__name__}")
-    if said := refusal(value):
-        raise TypeError(f"{here()}{said}")
+    if reason := refusal(value):
+        raise TypeError(f"{here()}{reason}")
     return value
 
 
@@ -87,11 +87,11 @@ def check_passes(passes: object) -> None:
 
 
 def check_groups(num_groups: object, groups: object, parameters: Sequence[Tensor]) -> dict[Tensor, int]:
-    """Return the number of the group of every parameter that is in one.
+    """Return the number of the group of each parameter that is in a group.
 
-    num_groups: into how many groups parameters are divided evenly, in their order; frozen ones are in none. groups: the
-    same number, or lists of the parameters of each group; where it is given, num_groups does not count. Raises
-    ValueError for what is neither, and for parameters that are not the optimizer's or in two groups.
+    num_groups: the number of groups into which parameters are divided evenly, in their order; frozen ones are in none. groups:
+    the same number, or a list of parameters for each group; it takes precedence over num_groups. Raises ValueError for anything
+    else, and for parameters that are not the optimizer's or in two groups.
     """
     if not _is_count(num_groups):
         raise ValueError(f"{here()}num_groups must be a whole number >= 0, not {num_groups!r}")

@@ -1,4 +1,4 @@
-"""Buckets: gradients of one dtype and device side by side in one buffer, to be exchanged as one."""
+"""Buckets: gradients of one dtype and device, fused into one buffer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from gradwire.trainer.world.world import here
 
 
 class Bucket:
-    """Holds the buffer of a plan, with a view of it for the gradient of every parameter in it; of sharded ones, for
-    this rank's shard.
+    """The buffer of a plan, with a view of it for the gradient of every parameter in it, or of this rank's shard of a sharded
+    one.
 
-    names and parameters: all that were planned, of which plan.items picks. kind: what they travel as. number: tells the
-    bucket from others. buffer: what is exchanged. memory: in which the gradients lie, each in its span, by slot; the
-    buffer's values where these have the gradients' dtype. presence: one number for each gradient: whether this rank has
-    it, and after the exchange, whether any rank has; below zero where a rank has a sparse one, which is not exchanged
-    here. With codes it is for presence_of() to count, and so where each rank gets its share only; else it is in the same
-    message. in_flight: whether it is being exchanged. shares: by rank, which parts of the memory are whose where each rank
-    gets its share; else nothing. finished_version: of the memory, when its gradients were handed out. gradients: what
-    parameter.grad becomes, by slot: views of the memory, where parameters are not sharded.
+    names, parameters: all planned ones, of which plan.items selects this bucket's. kind: the cast or codec by which they are
+    sent. number: differs between buckets. buffer: the exchanged one. memory: holds the gradients, each in its span, by slot; it
+    is the buffer's values if these have the gradients' dtype. presence: one number for each gradient: whether this rank has it,
+    and after the exchange, whether any rank has it; below zero if a rank has a sparse one, which is not exchanged here. With
+    codes or shares, presence_of() counts it in another message; else it is in the same message. in_flight: whether the bucket
+    is being exchanged. shares: by rank, the parts of the memory that are its share; empty if each rank gets all of it.
+    finished_version: the memory's version when its gradients were assigned. gradients: the future parameter.grad, by slot:
+    views of the memory, if parameters are not sharded.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Bucket:
         self.parameters = [parameters[item] for item in plan.items]
         self._densifies = setup.sparse_as_dense
         self._share = combination.inputs / communicator.size
-        self._marks_sparse = -(communicator.size + 1)  # which dense ones of other ranks do not outweigh
+        self._marks_sparse = -(communicator.size + 1)  # below zero whatever the dense gradients of other ranks add
         held = list(map(held_here, self.parameters))
         device, dtype = held[0].device, held[0].dtype
         if isinstance(kind, Encoding):
@@ -74,13 +74,13 @@ class Bucket:
 
     @property
     def coded(self) -> CodedBuffer | None:
-        """Return the buffer where a codec exchanges it; None without one."""
+        """Return the buffer if a codec exchanges it; else None."""
         return self.buffer if isinstance(self.buffer, CodedBuffer) else None
 
     def collect(self, slot: int) -> bool:
-        """Bring the gradient of the slot's parameter into the buffer and make parameter.grad what lies there.
+        """Copy the gradient of the slot's parameter into the memory, and make parameter.grad the view of it.
 
-        False, with zeros in the buffer, where the parameter has no gradient, or one that stays sparse.
+        Return False, with zeros in the memory, if the parameter has no gradient, or one that stays sparse.
         """
         parameter, view = self.parameters[slot], self._views[slot]
         gradient = parameter.grad
@@ -104,7 +104,7 @@ class Bucket:
         return True
 
     def holds_gradient(self, slot: int) -> bool:
-        """Return whether parameter.grad is what lies in this bucket."""
+        """Return whether parameter.grad is the view of this bucket."""
         return self.parameters[slot].grad is self.gradients[slot]
 
     def scale(self, slot: int, factor: float) -> None:
@@ -112,10 +112,10 @@ class Bucket:
         self._views[slot].mul_(factor)
 
     def start(self, step: int, residuals: Mapping[int, Tensor]) -> None:
-        """Collect what there is and begin its exchange. Until that is done, nobody may touch the gradients.
+        """Collect this rank's gradients and begin their exchange. Until it is done, the gradients must not be used.
 
-        step: how many exchanges there have been. residuals: by slot, what exchanges before have not returned, the same on all
-        ranks, in the order of memory: this rank adds its part.
+        step: how many exchanges there have been. residuals: by slot, in the order of memory, errors of earlier exchanges, the
+        same on all ranks; this rank adds its part of them.
         """
         self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
         for slot, residual in residuals.items():
@@ -130,35 +130,36 @@ class Bucket:
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether what was started lacks a gradient that is absent here, or sparse."""
+        """Return whether the bucket was started without a gradient, which this rank does not have or which is sparse."""
         return bool(self._absent)
 
     def found_sparse(self) -> list[int]:
-        """Return the parameters of which a rank has a sparse gradient, when the exchange is done: the same on all ranks, unless
-        one has a dense gradient instead."""
+        """Return, after the exchange, the parameters for which a rank has a sparse gradient: the same on all ranks, except on
+        one that has a dense gradient."""
         self._present = self.presence.tolist() if self._absent else []
         return [self.items[slot] for slot in self._absent if self._present[slot] < 0]
 
     def finish(self) -> None:
-        """Hand out the result, after found_sparse(). A parameter without gradient here gets one if any rank has it."""
+        """Assign the results, after found_sparse(). A parameter without a gradient on this rank gets one if any rank has it."""
         if self.memory is not self.buffer.values:
             self.memory.copy_(self.buffer.values)
         for slot in self._absent:
             if self._present[slot] > 0:
                 self.parameters[slot].grad = self.gradients[slot]
-            elif self.coded is not None:  # codes give it a result all the same
+            elif self.coded is not None:  # the code has a result for it all the same
                 self.coded.withhold(slot)
         if self._of_others:
             torch._foreach_zero_(self._of_others)
         self.take_note()
 
     def take_note(self) -> None:
-        """Take note that the gradients are what they are to be."""
+        """Record the memory's version with the finished gradients."""
         self.finished_version = self.memory._version
 
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
-    """Return what counts, exactly and in one message, how many ranks have the gradients of buckets that do not say so."""
+    """Return a buffer that counts, exactly and in one message, how many ranks have each gradient, for the buckets whose own
+    message does not."""
     counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
     if not counted:
         return []
@@ -170,18 +171,18 @@ def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[Pla
 
 
 def zeros_for(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros, where a communicator reduces and gathers them with the least copying."""
+    """Return zeros in memory that a communicator reduces and gathers with the fewest copies."""
     if device.type == "cpu":
         return communicator.empty(numel, dtype=dtype).zero_()
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's strides, were it dense, so that what goes with a parameter is laid out as it is."""
+    """Return a tensor's strides as if it were dense, for tensors that are laid out like a parameter."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor's elements in the order in which they lie in memory, were it dense."""
+    """Return the shape of a tensor with its dimensions in the order of memory, as if it were dense."""
     strides = dense_strides(tensor)
     return tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))

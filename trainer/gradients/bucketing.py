@@ -1,4 +1,4 @@
-"""Which bucket holds the gradient of which parameter, agreed among ranks and adapted to the order of arrival."""
+"""The assignment of parameters to buckets, agreed among ranks and adapted to the order in which gradients arrive."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float
 
 
 class Bucketing:
-    """Keeps the buckets of the parameters that require gradients. Parameters go by their index.
+    """Holds the buckets of the parameters that require gradients. Parameters are identified by their index.
 
-    Begins with the parameters in reverse, as backward tends to reach them, and is rebuilt once in the order in which
-    they were seen to arrive on rank 0; so again when parameters were frozen, thawed or added. The residuals of old buckets
-    go along, and wait where a parameter is frozen. Parameters whose gradients are found to be sparse leave the buckets for
-    `sparse`.
+    The buckets are first in the reverse order of the parameters, in which backward usually reaches them. They are rebuilt once
+    in the order in which gradients arrived on rank 0, and again when parameters were frozen, thawed or added. The residuals of
+    old buckets are moved to the new ones; those of a frozen parameter wait until it is thawed. Parameters whose gradients are
+    found to be sparse move from the buckets to `sparse`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -57,8 +57,8 @@ class Bucketing:
         """To be exchanged after those."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Take in more parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be
-        exchanged; frozen parameters are not exchanged, and may have any."""
+        """Add parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged; frozen
+        parameters may have any dtype."""
         named = zip(names, parameters, strict=True)
         _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
         self.names += names
@@ -70,7 +70,7 @@ class Bucketing:
 
     @property
     def is_encoded(self) -> bool:
-        """Return whether any parameter is for a codec, or may be, so that a checkpoint has to say how buckets are laid out."""
+        """Return whether a codec encodes any parameter, or may do so: a checkpoint then contains the layout of the buckets."""
         may_be = self._setup.returning is not None or self._setup.policy.auto is not None
         return may_be or any(isinstance(kind, Encoding) for kind in self._encodings)
 
@@ -80,8 +80,8 @@ class Bucketing:
         return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
 
     def learn(self, arrivals: Iterable[int]) -> None:
-        """Take note of the order in which gradients arrived in an exchange; on every rank, after every exchange. Or, before the
-        first update(), of the order in which they will, so that nothing is rebuilt after that."""
+        """Record the order in which gradients arrived; every rank calls this after every exchange. Called before the first
+        update(), it gives the order in advance, and the buckets are not rebuilt for it."""
         if self.is_learning:
             self._arrivals = list(arrivals)
             self.is_learning = False
@@ -94,11 +94,11 @@ class Bucketing:
         return bool(self._arrivals is not None or in_buckets or is_other)
 
     def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
-        """Return what exchanges the sparse gradients of some parameters."""
+        """Return the object that exchanges the sparse gradients of some parameters."""
         return SparseGradients(self._combination, items, self.names, self.parameters, self._encodings)
 
     def extend(self) -> None:
-        """Lay out parameters that require gradients since the last update(), behind the others. Sends nothing."""
+        """Add buckets for parameters that require gradients since the last update(), after the others. Sends nothing."""
         known = self._laid_out()
         newcomers = [index for index in reversed(self._trainable()) if index not in known]
         if newcomers:
@@ -108,9 +108,9 @@ class Bucketing:
             self.is_learning = True
 
     def update(self) -> None:
-        """Rebuild the buckets where that is due; gradients in them move along. Collective when due, else only a look.
+        """Rebuild the buckets if that is due, and move the gradients in them. Collective when due; else it only checks.
 
-        Raises ValueError on all ranks alike where they do not have the same parameters.
+        Raises ValueError on all ranks if they have different parameters.
         """
         if self._choice is None and (auto := self._setup.policy.auto) is not None:
             self._choice = Choice(self._combination, auto, self.parameters[0].device.type if self.parameters else "cpu")
@@ -136,14 +136,14 @@ class Bucketing:
         self._replace(self._made(self._order))
 
     def follow(self, step: int) -> None:
-        """Correct what is chosen by what the last step took, in the next update(). Collective in some steps. step: how many
-        exchanges there were."""
+        """Correct the choice of codecs by the time of the last step; the next update() applies it. Collective in some steps.
+        step: how many exchanges there were."""
         if self._choice is not None:
             exchange_s = sum(bucket.buffer.seconds for bucket in self.buckets)
             self._is_stale |= self._choice.follow(step, self._sizes, exchange_s)
 
     def _replace(self, buckets: list[Bucket]) -> None:
-        """Have these buckets instead; gradients move along."""
+        """Replace the buckets by these, and move the gradients."""
         held = {index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)}
         self.buckets, self.places = [], {}
         self._take_in(buckets)
@@ -176,8 +176,8 @@ class Bucketing:
         return plan_buckets(self._items(encodings), order, bucket_bytes=self._setup.bucket_bytes)
 
     def _choose(self, order: Sequence[int]) -> None:
-        """Choose what parameters travel as, by the buckets that those for which it is chosen would fill together. What is the
-        same in all of them is then laid out as if it had been named."""
+        """Choose the encodings of the parameters for which policy leaves the choice, by the buckets that they would fill
+        together. Parameters with the same choice are then laid out as if the user had named it."""
         if self._choice is None:
             return
         pairs = zip(self._is_chosen, self._encodings, strict=True)
@@ -192,7 +192,7 @@ class Bucketing:
         return Bucket(self._setup, plan, self.names, self.parameters, self._encodings[plan.items[0]], number)
 
     def _take_in(self, buckets: Sequence[Bucket]) -> None:
-        """Add buckets, with what waited for their parameters."""
+        """Add buckets, with the waiting residuals of their parameters."""
         for bucket in buckets:
             self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(bucket.items)}
             self.buckets.append(bucket)
@@ -200,7 +200,7 @@ class Bucketing:
         self._give()
 
     def _give(self) -> None:
-        """Hand out what waits for parameters that are laid out, and whose buffers have error feedback."""
+        """Give the waiting residuals to the buffers of their parameters that have error feedback."""
         for index in sorted(self._waiting.keys() & self.places):
             number, slot = self.places[index]
             buffer = self.buckets[number].coded
@@ -208,14 +208,15 @@ class Bucketing:
                 del self._waiting[index]
 
     def residuals_for(self, number: int) -> dict[int, Tensor]:
-        """Return by slot what waits for gradients of a bucket without error feedback, to be added to them; it waits no more."""
+        """Remove and return, by slot, the waiting residuals of a bucket without error feedback, which are added to its
+        gradients."""
         slots = enumerate(self.buckets[number].items) if self._waiting else ()
         return {slot: self._waiting.pop(index)["residual"] for slot, index in slots if index in self._waiting}
 
-    # What a checkpoint holds
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides about the next exchanges and that parameters and optimizer do not know."""
+        """Return all state of the next exchanges that is not in the parameters and the optimizer."""
         return {
             "order": list(self._order),
             "learning": self.is_learning,
@@ -229,7 +230,8 @@ class Bucketing:
         }
 
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
-        """Return saved buckets as they were, for restore(); None where parameters, codecs or ranks are others."""
+        """Return saved buckets with their state, for restore(); None if parameters, codecs or ranks differ from the saved
+        ones."""
         items, saved = self._items(self._encodings), state["buckets"]
         for members in (entry["parameters"] for entry in saved):
             if max(members) >= len(items) or len({items[index].kind for index in members}) > 1:
@@ -255,7 +257,7 @@ class Bucketing:
         self._replace(buckets)
 
     def restart(self, carried: dict[int, Carried]) -> None:
-        """Keep the buckets, with these residuals and no others. carried: by parameter, the same on all ranks."""
+        """Keep the buckets, and replace all residuals. carried: the new ones by parameter, the same on all ranks."""
         for buffer in self.coded:
             buffer.restart()
         self._restart_choice()
@@ -263,7 +265,7 @@ class Bucketing:
         self._give()
 
     def _restart_choice(self) -> None:
-        """Measure steps from now on, of which there are others than before."""
+        """Discard the measured steps, and measure anew."""
         if self._choice is not None:
             self._choice.restart()
 

@@ -1,4 +1,4 @@
-"""Buffers that are exchanged as one: as they are, or as codes, with the residuals of error feedback."""
+"""Buffers of gradients, exchanged uncompressed or as codes, with the residuals of error feedback."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ remembers of it."""
 
 
 class PlainBuffer(Operations):
-    """Combines numbers over the ranks in one operation: as they are, or by a codec of which nothing is kept. codec: what
-    makes the codes that are exchanged; None where the values travel as they are."""
+    """Combines numbers over the ranks in one operation, uncompressed or by a codec without error feedback. codec: the one that
+    encodes the values; None for uncompressed ones."""
 
     chained = False
 
@@ -41,7 +41,7 @@ class PlainBuffer(Operations):
         self._prepared: PreparedOperation | None = None
 
     def start(self, step: int) -> None:
-        """Begin to combine the values, which nobody may touch until complete(). step: how many exchanges there were."""
+        """Begin to combine the values, which must not be used until complete(). step: how many exchanges there were."""
         traffic = self._combination.traffic
         traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
         super().start(step)
@@ -59,10 +59,10 @@ class PlainBuffer(Operations):
 
 
 class CodedBuffer(PlainBuffer):
-    """Has float32 numbers travel as codes, after a warm-up in which they travel as they are; and keeps the residuals.
+    """Exchanges float32 numbers as codes, after a warm-up in which they are uncompressed, and keeps the residuals.
 
-    plan: which parameters' gradients are in here, and where; a parameter's place in it is its slot. shapes: by slot,
-    how the elements lie in memory. number: tells the buffer from others of the same exchange.
+    plan: the places of the gradients; a parameter's index in it is its slot. shapes: by slot, in the order of memory. number:
+    differs between the buffers of one exchange.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CodedBuffer(PlainBuffer):
         self.restart()
 
     def _operations(self, step: int) -> Iterator[Work]:
-        for gap in self._gaps:  # where the last result's code may have left something
+        for gap in self._gaps:  # which the last result's code may have changed
             gap.zero_()
         warmup = self._encoding.warmup_steps
         return super()._operations(step) if step < warmup else self._codes(step - warmup)
@@ -100,7 +100,7 @@ class CodedBuffer(PlainBuffer):
 
     @abstractmethod
     def restart(self) -> None:
-        """Forget residuals, and what the codec remembers."""
+        """Reset the residuals and the codec's state."""
 
     @property
     @abstractmethod
@@ -109,23 +109,24 @@ class CodedBuffer(PlainBuffer):
 
     @abstractmethod
     def outstanding(self) -> Tensor:
-        """Return this rank's residuals: what it would have to add to the values for nothing to be lost, were this the end."""
+        """Return this rank's residuals: the errors that error feedback has not yet added to the values."""
 
     @abstractmethod
     def _remembered(self) -> list[Carried]:
-        """Return what the codec remembers of all ranks, by slot. Collective."""
+        """Return the codec's state summed over all ranks, by slot. Collective."""
 
     @abstractmethod
     def _add(self, slot: int, carried: Carried) -> None:
-        """Take this rank's part of what a slot that has error feedback is given."""
+        """Add this rank's part of what give() gets for a slot with error feedback."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return what this rank keeps between exchanges. "worker": the residuals of its gradients, (numel,); "owner": those of
-        the results that it encodes for all, from shard_start on. By other names: what the codec keeps."""
+        """Return this rank's tensors between exchanges. "worker": the residuals of its gradients, (numel,); "owner": those of
+        the results that it encodes for all ranks, from shard_start on. Other names: the codec's state."""
 
     def take(self) -> list[Carried]:
-        """Return what each parameter takes along, by slot; nothing of those without error feedback. Collective."""
+        """Return by slot the residual and the codec's state that move with each parameter; empty without error feedback.
+        Collective."""
         if not (kept := self.kept):
             return [{} for _ in self.items]
         residual = self.outstanding()
@@ -134,19 +135,19 @@ class CodedBuffer(PlainBuffer):
         return [{"residual": residual[span], **more} if slot in kept else {} for slot, (span, more) in entries]
 
     def give(self, slot: int, carried: Carried) -> bool:
-        """Add what take() returned of a parameter, on all ranks; return whether it has error feedback. Sends nothing."""
+        """Add what take() returned for a parameter, on all ranks. Return whether it has error feedback. Sends nothing."""
         is_kept = slot in self.kept
         if is_kept:
             self._add(slot, carried)
         return is_kept
 
     def withhold(self, slot: int) -> None:
-        """Add a result that nobody will look at to the residual. (What is not finite would stay there for ever.)"""
+        """Add an unused result to the residual. (Numbers that are not finite would stay there for ever.)"""
         result = self.values[self.spans[slot]]
         self.give(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has to save: tensors, numbers, strings, and lists of them."""
+        """Return this rank's state: tensors, numbers, strings, and lists of them."""
         return {
             "parameters": list(self.items),
             "starts": [span.start for span in self.spans],
@@ -163,7 +164,7 @@ class CodedBuffer(PlainBuffer):
         if any(state.get(key) != value for key, value in mine.items()):
             return False
         saved = state["tensors"]
-        # What codecs remember lies in pieces, which topology and segments decide about too.
+        # The states of codecs are divided into pieces, which depend on topology and segments too.
         if difference := {name for name in saved.keys() ^ tensors.keys() if not name.startswith("state.")}:
             raise ValueError(
                 f"{min(difference)!r} of a bucket is {'missing' if min(difference) in tensors else 'unknown'}"
@@ -176,7 +177,7 @@ class CodedBuffer(PlainBuffer):
         return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where state_dict() was taken. state: one that fits."""
+        """Load what state_dict() returned. state: one that fits."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state["tensors"][name])
 
@@ -202,7 +203,7 @@ class CodecBuffer(CodedBuffer):
 
     def outstanding(self) -> Tensor:
         feedback = self._feedback
-        return torch.zeros_like(self.values) if feedback is None else feedback.owed(self._combination.inputs)
+        return torch.zeros_like(self.values) if feedback is None else feedback.unsent_error(self._combination.inputs)
 
     def _remembered(self) -> list[Carried]:
         remembered: list[Carried] = [{} for _ in self.items]
@@ -218,7 +219,7 @@ class CodecBuffer(CodedBuffer):
     def _add(self, slot: int, carried: Carried) -> None:
         assert self._feedback is not None
         partition, start = self._feedback.partition, self.spans[slot].start
-        if not partition.group:  # other ranks of this host encode everything
+        if not partition.group:  # other ranks of this host encode all of it
             return
         encoders, combination = len(partition.group), self._combination
         first, last = partition.shards[0].start, partition.shards[-1].stop
@@ -232,7 +233,7 @@ class CodecBuffer(CodedBuffer):
         return {} if self._feedback is None else self._feedback.tensors()
 
     def _states(self) -> list[tuple[int, dict[str, Tensor]]]:
-        """Return what the codec remembers, with the places in the buffer where what it is about begins."""
+        """Return the codec's states, each with the place in the buffer where its numbers begin."""
         assert self._feedback is not None
         pairs = zip(self._feedback.partition.chunks, self._feedback.state, strict=True)
         return [
@@ -244,7 +245,7 @@ class CodecBuffer(CodedBuffer):
 
 
 class MatrixBuffer(CodedBuffer):
-    """Encodes by a codec of matrices, whose later sums depend on the first. The first starts with the buffer."""
+    """Encodes by a matrix codec, whose later sums depend on the first. The first starts with the buffer."""
 
     chained = True
 
@@ -261,7 +262,7 @@ class MatrixBuffer(CodedBuffer):
 
     @property
     def kept(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
-        """Return, by slot, the error of each matrix that is compressed and what the codec remembers of it."""
+        """Return, by slot, the error of each compressed matrix and the codec's state for it."""
         found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
         return {slot: kept for slot, kept in found.items() if kept is not None}
 
@@ -304,7 +305,8 @@ def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
 
 
 def _add_overlap(target: Tensor, place: int, carried: Tensor, start: int, share: float) -> None:
-    """Add a share of what is carried, from `start` of a buffer on, to the part of the buffer from `place` on."""
+    """Add a share of the numbers `carried`, which begin at `start` of a buffer, to the part of the buffer that begins at
+    `place`."""
     first, last = max(place, start), min(place + target.numel(), start + carried.numel())
     if first < last:
         target[first - place : last - place].add_(carried[first - start : last - start], alpha=share)

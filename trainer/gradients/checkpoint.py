@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer with codecs adds to a checkpoint, and how training goes on from it."""
+"""The part of a checkpoint that a DistributedOptimizer with codecs adds, and how training resumes from it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from gradwire.trainer.world.world import here
 
 @dataclass(frozen=True)
 class Resumption:
-    """Saves and restores what one rank's exchange of gradients goes on from: buckets, residuals, codecs' states, number of
-    steps; and with it the wrapped optimizer."""
+    """Saves and restores the state of one rank's exchange of gradients (buckets, residuals, codecs' states, number of steps),
+    and the wrapped optimizer."""
 
     setup: Setup
     bucketing: Bucketing
@@ -37,7 +37,7 @@ class Resumption:
         return self.setup.combination.communicator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
+        """Return the wrapped optimizer's state, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
         Raises RuntimeError while gradients are exchanged."""
         state = self.setup.optimizer.state_dict()
         if not self.bucketing.is_encoded:
@@ -47,7 +47,7 @@ class Resumption:
         return {**state, KEY: {**self._identity(), **part}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from a state_dict() of this rank, and `also` of ranks that no longer exist. With codecs collective."""
+        """Load a state_dict() of this rank, and `also`, those of ranks that no longer exist. With codecs collective."""
         if self.bucketing.is_encoded:
             self._load_with_codecs(state_dict, also)
             return
@@ -56,13 +56,14 @@ class Resumption:
             warnings.warn(f"{here()}saved with codecs, loaded without: the residuals are lost", stacklevel=4)
 
     def _load_with_codecs(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on exactly, or hand the residuals over.
+        """Resume exactly, or hand the residuals over.
 
-        With as many ranks as there were, each with its own part, the same codecs and parameters: exactly. Otherwise all
-        ranks alike get the mean of the residuals (sums: an equal part). Without a part, on all ranks: no residuals.
+        With as many ranks as saved, each with its own part, and the same codecs and parameters, training resumes exactly.
+        Otherwise every rank gets the mean of the residuals (for op=Sum, an equal part). If no rank has a part, residuals are
+        zero.
 
-        Raises ValueError on all ranks, and loads nothing, where some have a part and some have not, a part is damaged
-        or of other parameters, parts are of different checkpoints, or the wrapped optimizer cannot load its own.
+        Raises ValueError on all ranks, and loads nothing, if only some have a part, a part is damaged or of other parameters,
+        parts are of different checkpoints, or the wrapped optimizer cannot load its state.
         """
         parts: list[dict[str, Any]] = []
         buckets: list[Bucket] | None = None
@@ -104,15 +105,15 @@ class Resumption:
     def _handover(
         self, parts: Sequence[dict[str, Any]], labels: Sequence[Sequence[dict[str, Any]]]
     ) -> Callable[[], None]:
-        """Sum up the residuals, over the parts that any rank was given, each once; return what is left to do. Collective.
+        """Sum the residuals over the parts that any rank was given, each once. Return a function that loads them. Collective.
 
         labels: of the parts that each rank was given.
         """
         mine, rank, size = parts[0], self._communicator.rank, self._communicator.size
         given = {part["rank"]: part for part in parts}
         held_by = {label["rank"]: holder for holder, held in reversed(list(enumerate(labels))) for label in held}
-        answers_for = sorted(saved for saved, holder in held_by.items() if holder == rank)
-        carried = self._carried(mine, [given[saved] for saved in answers_for], len(held_by))
+        contributes = sorted(saved for saved, holder in held_by.items() if holder == rank)
+        carried = self._carried(mine, [given[saved] for saved in contributes], len(held_by))
 
         def take_over() -> None:
             self.bucketing.restart(carried)
@@ -122,7 +123,7 @@ class Resumption:
         return take_over
 
     def _identity(self) -> dict[str, Any]:
-        """Return who saves, and how gradients are combined: training goes on exactly where this is the same."""
+        """Return what identifies this rank and its exchange of gradients: training resumes exactly if it is equal."""
         return {
             "version": VERSION,
             "world_size": self._communicator.size,
@@ -140,7 +141,8 @@ class Resumption:
             )
 
     def _check(self, everyones: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """Raise ValueError where the parts that ranks were given, labels of which these are, do not belong together."""
+        """Raise ValueError if the parts given to the ranks do not belong together. everyones: the labels of the parts, by
+        rank."""
         without = [rank for rank, labels in enumerate(everyones) if not labels]
         if len(without) == len(everyones):
             return
@@ -166,8 +168,8 @@ class Resumption:
                 )
 
     def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Carried]:
-        """Return what error feedback has yet to add to each parameter's gradients. parts: those for which this rank
-        answers. number: of all parts."""
+        """Return the residuals that error feedback has not yet added to each parameter's gradients. parts: those that this rank
+        contributes. number: of all parts."""
         parameters = self.bucketing.parameters
         carried: dict[int, Carried] = {
             index: {name: tensor.to(parameters[index].device) for name, tensor in waiting.items()}
@@ -186,13 +188,13 @@ class Resumption:
             for slot, (index, start) in enumerate(zip(entry["parameters"], entry["starts"], strict=True)):
                 carried[index] = {"residual": total[start : start + held_here(parameters[index]).numel()]}
                 for name, tensor in entry["tensors"].items():
-                    if name.endswith(f".{slot}") and name.count(".") == 1:  # what all ranks remember of this parameter
+                    if name.endswith(f".{slot}") and name.count(".") == 1:  # the codec's state for this parameter
                         carried[index][name.partition(".")[0]] = tensor.to(total.device)
         return carried
 
 
 def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return this rank's part and those of others; none where the state_dict has none. Raises ValueError."""
+    """Return this rank's part and those of others; none if the state_dict has none. Raises ValueError."""
     parts: list[Any] = [state_dict.get(KEY), *(other.get(KEY) for other in also)]
     if parts == [None]:
         return []
@@ -202,7 +204,7 @@ def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> lis
 
 
 def _of_optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return what the wrapped optimizer has saved."""
+    """Return the wrapped optimizer's part of a state_dict."""
     return {key: value for key, value in state_dict.items() if key != KEY}
 
 

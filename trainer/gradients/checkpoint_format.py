@@ -1,4 +1,4 @@
-"""What a rank's part of a checkpoint consists of, and whether one that is to be loaded is whole."""
+"""The format of a rank's part of a checkpoint, and the check of a part that is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BUCKETING_KEYS = ("order", "learning", "arrivals")
 
 
 def label_of(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what parts of one checkpoint must have in common; and the rank."""
+    """Return the fields that must be equal in all parts of one checkpoint, and the rank."""
     if part["version"] != VERSION:
         return {"version": part["version"]}
     keys = ("version", "world_size", "rank", "op", "predivide", "step", "order", "learning")
@@ -36,7 +36,7 @@ def label_of(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _label_of_bucket(entry: Mapping[str, Any]) -> list[Any]:
-    """Return all but numbers, and pieces whose number and place are a rank's own."""
+    """Return the fields of a bucket that are equal on all ranks, without the contents of tensors."""
     if "tensors" not in entry:
         return [entry["parameters"]]
     kept = sorted(name for name in entry["tensors"] if not name.startswith("state."))
@@ -44,7 +44,7 @@ def _label_of_bucket(entry: Mapping[str, Any]) -> list[Any]:
 
 
 def has_residuals(part: object) -> bool:
-    """Return whether error feedback has yet to add anything; as far as can be seen, where the part is not whole."""
+    """Return whether the part has residuals, as far as a damaged part can be read."""
     if not isinstance(part, Mapping):
         return False
     buckets = part.get("buckets")
@@ -55,8 +55,8 @@ def has_residuals(part: object) -> bool:
 def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None) -> None:
     """Raise ValueError, which says where, unless this is a whole part.
 
-    described: name and shape of each parameter that it must be of; None for a part of a DDP hook, which learns of its
-    parameters later. A part of another version is not looked into.
+    described: name and shape of each parameter that the part must have; None for a part of a DDP hook, whose parameters are
+    known later. A part of another version is not checked.
     """
     if not isinstance(part, Mapping):
         raise ValueError(f"{KEY!r} must be a dict, not {type(part).__name__}")
@@ -80,14 +80,14 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
         for name, indices in (
             ("order", part["order"]),
             ("arrivals", [] if part["arrivals"] is None else part["arrivals"]),
-            ("sparse", part.get("sparse", [])),  # which earlier versions did not have
+            ("sparse", part.get("sparse", [])),  # which parts of earlier versions lack
         ):
             _check_indices(name, indices, len(numels))
         _check_order(part["order"], [entry["parameters"] for entry in part["buckets"]])
 
 
 def _check_parameters(saved: Any, described: Sequence[tuple[Any, ...]] | None) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters. Raises ValueError where they are not those described."""
+    """Return the shapes of the parameters. Raises ValueError if they differ from those described."""
     try:
         was = [(name, tuple(shape), *more) for name, shape, *more in saved]
         _need(all(_is_whole(length, 0) for _, shape, *_ in was for length in shape), "shapes are not whole numbers")
@@ -126,7 +126,8 @@ def _check_bucket(name: str, entry: Any, numels: Sequence[int]) -> None:
 
 
 def _check_order(order: Sequence[int], buckets: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless buckets divide what is ordered, in its order, and come as they fill up."""
+    """Raise ValueError unless the buckets partition the ordered parameters, in that order, and follow each other as they fill
+    up."""
     members = [index for bucket in buckets for index in bucket]
     _need(sorted(members) == sorted(order), "the buckets' parameters are not those of order")
     position = {index: place for place, index in enumerate(order)}
@@ -158,12 +159,12 @@ def _check_tensors(name: str, tensors: Any) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor with a number in it that would spoil the parameters at the next step: NaN or Inf."""
+    """Raise ValueError for a tensor with a NaN or Inf, which would spoil the parameters at the next step."""
     _need(bool(tensor.isfinite().all()), f"{name} has numbers that are not finite")
 
 
 def _check_numbers(name: str, tensor: Tensor, numel: int | None = None) -> None:
-    """Raise ValueError unless these are float32 numbers in one dimension; `numel` of them, where that is given."""
+    """Raise ValueError unless these are float32 numbers in one dimension; `numel` of them, if given."""
     _need(tensor.dtype is torch.float32, f"{name} has dtype {tensor.dtype}, not torch.float32")
     _need(numel is None or tensor.numel() == numel, f"{name} has {tensor.numel()} numbers, not {numel}")
     _need(tensor.dim() == 1, f"{name} has shape {tuple(tensor.shape)}, not one dimension")

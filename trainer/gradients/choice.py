@@ -1,4 +1,5 @@
-"""What buckets travel as with compression="auto": what is predicted to be quickest, corrected once by what steps take."""
+"""The codecs of buckets with compression="auto": those predicted to be fastest, corrected once by the measured time of
+steps."""
 
 from __future__ import annotations
 
@@ -37,15 +38,15 @@ _log = logging.getLogger("gradwire")
 
 
 class Choice:
-    """Chooses what buckets travel as, the same on all ranks.
+    """Chooses the codec, or none, of each bucket; the same on all ranks.
 
-    Each bucket takes that of the candidates by which its exchange is predicted to be quickest. Where exchanges then take another
-    time than predicted, each of the candidates is tried in all buckets for some steps, the one that was predicted best first, and
-    what has the quickest steps stays. After that the choice is settled.
+    Each bucket uses the candidate with the fastest predicted exchange. If exchanges then take another time than predicted, each
+    candidate is tried in all buckets for some steps, that with the best prediction first, and the one with the fastest steps
+    stays. After that, the choice is settled.
 
-    combination: of the gradients. auto: what is allowed. device_type: where gradients lie. candidates: what is allowed, and none.
-    Making one is a collective call, which measures codecs, and links unless they were measured. Raises ValueError where links
-    cannot be measured.
+    combination: of the gradients. auto: has the allowed codecs. device_type: of the gradients. candidates: the allowed codecs,
+    and none. Making it is a collective call, which measures codecs, and links unless they were measured. Raises ValueError if
+    links cannot be measured.
     """
 
     def __init__(self, combination: Combination, auto: Auto, device_type: str) -> None:
@@ -57,12 +58,12 @@ class Choice:
         self._warmup_steps = max(kind.warmup_steps if isinstance(kind, Encoding) else 0 for kind in auto.allowed)
         self._predicted: dict[Size, dict[Cast | Encoding, float]] = {}
         self._everywhere: Cast | Encoding | None = None
-        # Those still to be tried; None before the predicted choice is measured.
+        # Candidates still to be tried; None before the predicted choice is measured.
         self._rivals: list[Cast | Encoding] | None = None
-        # Seconds of a step by what was tried everywhere, and for how many they count.
+        # For each choice tried: seconds of a step, the candidate (None: as predicted), and the seconds by which it is compared.
         self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
         self._step, self._now_s = -1, 0.0
-        self._told: Sequence[Size] = ()
+        self._reported: Sequence[Size] = ()
         self.restart()
 
     def restart(self) -> None:
@@ -72,15 +73,15 @@ class Choice:
         self._measured: list[tuple[float, float]] = []
 
     def of(self, size: Size) -> Cast | Encoding:
-        """Return what a bucket travels as. Sends nothing."""
+        """Return the candidate of a bucket. Sends nothing."""
         return self._everywhere or next(iter(self._ranked(size)))
 
     def follow(self, step: int, sizes: Sequence[Size], exchange_s: float) -> bool:
-        """Take note of a step, and return whether of() has changed, so that buckets are to be laid out anew. Collective in the
-        steps that end a measurement, and only a look where it is called again after the same step.
+        """Note a step, and return whether of() has changed, so that buckets must be laid out anew. Collective in the steps that
+        end a measurement; it does nothing if called again after the same step.
 
-        step: how many exchanges there were. sizes: of the buckets that of() was asked about. exchange_s: how long their last
-        exchanges took on this rank.
+        step: how many exchanges there were. sizes: of the buckets that of() has chosen for. exchange_s: the seconds of their
+        last exchanges on this rank.
         """
         if self.settled or step == self._step or not sizes:
             return False
@@ -89,22 +90,22 @@ class Choice:
         if sizes != self._sizes:
             self._sizes, self._measured = list(sizes), []
             self._due = max(step, self._warmup_steps) + SKIPPED + COUNTED
-            self._tell()
+            self._report_predictions()
         elif step > self._due - COUNTED:
             self._measured.append((step_s, exchange_s))
         if step < self._due:
             return False
-        mine = [median(column) for column in zip(*self._measured, strict=True)]  # none where this rank has joined
+        mine = [median(column) for column in zip(*self._measured, strict=True)]  # empty if this rank has joined
         steps, exchanges = zip(*filter(None, self._communicator.allgather_record(mine)), strict=True)
-        return self._judge(max(steps), min(exchanges))  # the last rank to come to an exchange waits for nobody
+        return self._judge(max(steps), min(exchanges))  # the rank that begins an exchange last does not wait
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
-        """Return whether of() changes, by what steps and exchanges took."""
+        """Go on after a measurement of steps and exchanges, and return whether of() has changed."""
         sizes, before = self._sizes, self._everywhere
         self.restart()
         if self._rivals is None:
             predicted_s = sum(min(self._ranked(size).values()) for size in sizes)
-            self._say(f"exchanges take {_ms(exchange_s)}, and {_ms(predicted_s)} were predicted")
+            self._report(f"exchanges take {_ms(exchange_s)}, and {_ms(predicted_s)} were predicted")
             totals = {kind: sum(self._ranked(size)[kind] for size in sizes) for kind in self.candidates}
             others = [kind for kind in totals if any(kind != self.of(size) for size in sizes)]
             is_off = abs(exchange_s - predicted_s) > _CLOSE * predicted_s
@@ -114,7 +115,7 @@ class Choice:
         self._taken.append((step_s, before, step_s if codes else _NEAR * step_s))
         if self._rivals:
             self._everywhere = self._rivals.pop(0)
-            self._say(f"{self._everywhere.name} is tried in all buckets")
+            self._report(f"{self._everywhere.name} is tried in all buckets")
         else:
             self.settled = True
             self._everywhere = min(self._taken, key=lambda taken: taken[2])[1]
@@ -122,11 +123,11 @@ class Choice:
                 f"{kind.name if kind else 'as predicted'} {_ms(seconds)}" for seconds, kind, _ in self._taken
             )
             stays = self._everywhere.name if self._everywhere else "what was predicted best"
-            self._say(f"{stays} stays: a step takes {steps}")
+            self._report(f"{stays} stays: a step takes {steps}")
         return self._everywhere != before
 
     def _ranked(self, size: Size) -> dict[Cast | Encoding, float]:
-        """Return how many seconds the exchange of a bucket is predicted to take by each candidate, the quickest first."""
+        """Return the predicted seconds of a bucket's exchange by each candidate, the fastest first."""
         if size not in self._predicted:
             seconds = {kind: self._predict(size, kind) for kind in self.candidates}
             self._predicted[size] = dict(sorted(seconds.items(), key=lambda item: item[1]))
@@ -138,18 +139,18 @@ class Choice:
         seconds = self._communicator.predict(numel, dtype.itemsize, codec)
         return seconds / 2 if codec is None and self._in_shares else seconds  # shares are half of an allreduce
 
-    def _tell(self) -> None:
-        """Log a line a bucket, unless that was done, or a rival is tried."""
-        if self._everywhere is not None or self._sizes == self._told:
+    def _report_predictions(self) -> None:
+        """Log the prediction for each bucket, unless that was done, or a rival is tried."""
+        if self._everywhere is not None or self._sizes == self._reported:
             return
-        self._told = self._sizes
+        self._reported = self._sizes
         for number, (numel, dtype) in enumerate(self._sizes):
             (first, first_s), *others = list(self._ranked((numel, dtype)).items())[:3]
             rest = "".join(f"; {kind.name} {_ms(seconds)}" for kind, seconds in others)
             nbytes = numel * dtype.itemsize
-            self._say(f"bucket {number} ({1e-6 * nbytes:.3g} MB): {first.name}, {_ms(first_s)} predicted{rest}")
+            self._report(f"bucket {number} ({1e-6 * nbytes:.3g} MB): {first.name}, {_ms(first_s)} predicted{rest}")
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self._communicator.rank == 0:
             _log.info("gradwire: compression='auto': %s", text)
 

@@ -1,4 +1,4 @@
-"""How the numbers of all ranks become one: by which operation, in which order, and how many bytes that sends."""
+"""How the numbers of all ranks are combined: by which operation, in which order, and how many bytes that sends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gradwire.trainer.gradients.arguments import Average
 
 @dataclass(frozen=True)
 class Combination:
-    """Says among whom, and by which op, "sum" or "average", numbers are combined; they are divided by `predivide`
-    before and multiplied by it after. in_shares: whether each rank needs its share of the result only, which the
-    Communicator's shares() are. traffic: counts what is sent for that."""
+    """The Communicator and the op, "sum" or "average", by which numbers are combined. They are divided by `predivide` before,
+    and multiplied by it after. in_shares: whether each rank needs only its share of the result, by the Communicator's shares().
+    traffic: counts the bytes sent."""
 
     communicator: Communicator
     op: str
@@ -34,7 +34,7 @@ class Combination:
 
     @property
     def inputs(self) -> int:
-        """Return how many ranks' numbers the result is the mean of; 1 where it is their sum."""
+        """Return the number of ranks of which the result is the mean; 1 if it is a sum."""
         return self.communicator.size if self.op == Average else 1
 
     def start(
@@ -63,22 +63,22 @@ class Combination:
         )
 
     def prepare(self, values: Tensor) -> PreparedOperation:
-        """Prepare to combine values as they are, in place, as often as wanted."""
+        """Return a prepared operation that combines values in place, uncompressed, any number of times."""
         prepare = self.communicator.prepare_reduce_shares if self.in_shares else self.communicator.prepare_allreduce
         return prepare(values, self.op, prescale=1 / self.predivide, postscale=self.predivide)
 
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """Says how many bytes of gradients one rank has sent so far; with shard_states, and of parameters.
+    """The bytes of gradients, and with shard_states of parameters, that one rank has sent so far.
 
-    exchanges: how often the gradients of a step were exchanged. bytes_sent: what this rank sent for that, warm-up and
-    the handing over of residuals when buckets change included. bytes_uncompressed: what it would have sent, had everything
-    travelled as it is.
+    exchanges: how often the gradients of a step were exchanged. bytes_sent: what this rank has sent for that, including the
+    warm-up and the residuals that move when buckets change. bytes_uncompressed: what it would have sent without codecs and
+    casts.
 
-    Both are read off the plan of the exchange between hosts, or between ranks where all share one host: 2(p-1)/p of the
-    message or of its code, where p of them take part. What ranks of one host pass each other before, in memory that
-    they share, does not count, nor do the few bytes that say who has a gradient.
+    Both follow from the plan of the exchange between p hosts, or between p ranks of a single host: 2(p-1)/p of the message or
+    of its code. Not counted are messages inside a host, in shared memory, and the few bytes that count which ranks have a
+    gradient.
     """
 
     exchanges: int = 0
@@ -87,7 +87,7 @@ class ExchangeStats:
 
     @property
     def ratio(self) -> float:
-        """Return how many times fewer bytes were sent; 1.0 where there was nothing to send."""
+        """Return bytes_uncompressed / bytes_sent; 1.0 if nothing was sent."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def count(self, exchanges: int = 0, sent: int = 0, uncompressed: int = 0) -> None:
-        """Add to the exchanges of all gradients of a step, and to the bytes."""
+        """Add to the counts of exchanges and of bytes."""
         with self._lock:
             self._exchanges += exchanges
             self._sent += sent
@@ -118,20 +118,20 @@ class Traffic:
 
     @property
     def stats(self) -> ExchangeStats:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         with self._lock:
             return ExchangeStats(self._exchanges, self._sent, self._uncompressed)
 
     def wire_bytes(self, nbytes: int, codec: Codec | None = None) -> int:
         """Return how many bytes this rank sends in an allreduce of nbytes; with a codec, of nbytes of float32 as codes.
 
-        Numbers, and codes that are summed as numbers, count as if they went by two-shot, and other codes by their own shot:
-        so what a codec saves does not depend on which algorithm the numbers would have taken. Results are kept, since
-        to read one off a plan takes longer than a small exchange.
+        Numbers, and codes that are summed as numbers, count as if by two-shot, and other codes by their own shot, so that a
+        codec's savings do not depend on the algorithm that the numbers would use. Results are kept, since planning takes longer
+        than a small exchange.
         """
         key = (nbytes, codec)
         if key not in self._planned:
-            if codec is not None and codec.summable:  # whose codes are summed like numbers
+            if codec is not None and codec.summable:  # its codes are summed as numbers
                 self._planned[key] = self.wire_bytes(codec.wire_bytes(nbytes // 4))
             else:
                 used = codec or Raw()
@@ -140,16 +140,15 @@ class Traffic:
         return self._planned[key]
 
     def gathered_bytes(self, nbytes: int) -> int:
-        """Return how many bytes this rank sends where all others gather nbytes of it."""
+        """Return how many bytes this rank sends when all others gather nbytes from it."""
         return nbytes * (self._communicator.size - 1)
 
 
 class Operations(ABC):
     """Runs operations one after the other.
 
-    chained: whether there may be more than one. Between two of them ranks wait in wait() and complete(), so whoever has
-    several chains to run must not wait for one where another rank waits for another. seconds: for how long those of the last
-    exchange that is done ran.
+    chained: whether there may be more than one. Ranks wait between two of them, in wait() and complete(), so all ranks must
+    wait for several chains in the same order. seconds: how long the operations of the last finished exchange ran.
     """
 
     chained = True
@@ -170,7 +169,7 @@ class Operations(ABC):
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait until what start() began is done, and begin what depends on it. Raises its error."""
+        """Wait for the first operation, and begin those that depend on it. Raises its error."""
         if self._work is not None:
             self._work.wait()
             self._taken_s += self._work.seconds
@@ -179,10 +178,10 @@ class Operations(ABC):
                 self.seconds = self._taken_s
 
     def complete(self) -> None:
-        """Wait for what depends on what wait() has waited for. Raises its error."""
+        """Wait for the remaining operations. Raises their error."""
         while self._work is not None:
             self.wait()
 
     @abstractmethod
     def _operations(self, step: int) -> Iterator[Work]:
-        """Begin one operation after the other: the next is asked for when the last is done."""
+        """Yield the operations, each begun. The caller asks for the next one when the last is done."""

@@ -1,4 +1,4 @@
-"""What gradients look like on the wire."""
+"""The encodings of gradients on the wire: casts, codecs, and the policy that selects them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (codecs.
 
 @dataclass(frozen=True)
 class Cast:
-    """Has floating-point tensors wider than `wire_dtype` travel as that; all others, and with None all, as they are."""
+    """Sends floating-point tensors wider than `wire_dtype` as that dtype, and all others unchanged; with None, all
+    unchanged."""
 
     wire_dtype: torch.dtype | None
 
@@ -39,16 +40,16 @@ class Cast:
 
     @property
     def name(self) -> str:
-        """Return what it is called in Compression."""
+        """Return its name in Compression."""
         return "none" if self.wire_dtype is None else CASTS[self.wire_dtype].name
 
     def dtype_on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what a tensor of this dtype travels as."""
+        """Return the dtype in which a tensor of this dtype is sent."""
         wire = self.wire_dtype
         return dtype if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize else wire
 
     def codec(self, dtype: torch.dtype) -> Codec | None:
-        """Return the codec that sums tensors of this dtype; None where they travel as they are."""
+        """Return the codec that sums tensors of this dtype; None if they are sent unchanged."""
         narrow = self.dtype_on_wire(dtype)
         return None if narrow is dtype else CASTS[narrow]
 
@@ -57,7 +58,7 @@ class Cast:
         return tensor.to(self.dtype_on_wire(tensor.dtype)), tensor.dtype
 
     def decompress(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor received, as the dtype that was compressed."""
+        """Return the received tensor in its dtype before compress()."""
         return tensor.to(dtype)
 
 
@@ -123,8 +124,8 @@ NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))
 
 @dataclass(frozen=True)
 class Encoding:
-    """Says how gradients are exchanged by a codec. feedback: whether with error feedback beside the codec (PowerSGD has
-    its own). warmup_steps: how many exchanges come first that are uncompressed."""
+    """How gradients are exchanged by a codec. feedback: whether error feedback is added to the codec (PowerSGD has its own).
+    warmup_steps: the number of uncompressed exchanges at the start."""
 
     codec: Codec | MatrixCodec
     feedback: bool = False
@@ -137,11 +138,11 @@ class Encoding:
 
     @property
     def name(self) -> str:
-        """Return what the codec is called."""
+        """Return the codec's name."""
         return self.codec.name
 
     def codec_at(self, step: int) -> Codec | None:
-        """Return the codec of buffers that goes with a step, counted from 0; None during the warm-up. For codecs of buffers."""
+        """Return the codec of a step, counted from 0; None during the warm-up. Not for matrix codecs."""
         assert isinstance(self.codec, Codec)
         since_warmup = step - self.warmup_steps
         return self.codec.at(since_warmup) if since_warmup >= 0 else None
@@ -149,7 +150,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Auto:
-    """Says that each bucket travels as what is predicted to be quickest: one of what is allowed, or as it is."""
+    """Leaves the codec of each bucket to a prediction: one of `allowed`, or none."""
 
     allowed: tuple[Cast | Encoding, ...]
 
@@ -160,7 +161,7 @@ class Auto:
 
 
 def wanted(compression: Compressor, allow: Sequence[Compressor] | None) -> Compressor | Auto:
-    """Return what compression= and allow= mean together. Raises ValueError."""
+    """Return the compression that the arguments compression= and allow= select. Raises ValueError."""
     if compression != AUTO:
         if allow is not None:
             raise ValueError(
@@ -185,9 +186,9 @@ def wanted(compression: Compressor, allow: Sequence[Compressor] | None) -> Compr
 
 
 def encoding_of(compression: Compressor) -> Cast | Encoding:
-    """Return what is meant by a `compression=`; a name means the cast or the codec of that name.
+    """Return the cast or the encoding for a `compression=` argument, which may be a name.
 
-    Codecs that need error feedback get it, the others only as ErrorFeedback. Raises ValueError, which lists the names.
+    Codecs that need error feedback get it, others only as ErrorFeedback. Raises ValueError, which lists the names.
     """
     if isinstance(compression, str):
         try:
@@ -210,7 +211,7 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
 
 
 def verb_codec(compression: Compressor) -> Cast | Codec:
-    """Return what is meant by a verb's `compression=`, of which nothing is kept between calls. Raises ValueError."""
+    """Return the cast or the codec for a verb's `compression=` argument, without error feedback. Raises ValueError."""
     encoding = encoding_of(compression)
     if isinstance(encoding, Cast):
         return encoding
@@ -228,11 +229,11 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
 
 
 class Policy:
-    """Decides what the gradient of which parameter travels as.
+    """Selects the cast or codec of each parameter's gradient.
 
-    compression: for all; a codec, though, only for those of two dimensions or more, and LEAST_NUMEL elements or more.
-    policy: patterns of names, as of files, with what goes for the parameters that they match, whatever their size; the
-    first that matches counts. Raises ValueError.
+    compression: for all parameters; a codec only for those of two dimensions or more, and LEAST_NUMEL elements or more. policy:
+    patterns of names, like those of files, with the compression of the parameters that they match, of any size; the first match
+    counts. Raises ValueError.
     """
 
     def __init__(self, compression: Compressor | Auto, policy: Mapping[str, Compressor] | None = None) -> None:
@@ -243,17 +244,17 @@ class Policy:
 
     @property
     def encodings(self) -> list[Encoding]:
-        """Return all encodings by codecs that this policy has, or may choose."""
+        """Return all encodings by codecs that this policy may select."""
         default = self._default.allowed if isinstance(self._default, Auto) else (self._default,)
         return [x for x in (*default, *self._by_pattern.values()) if isinstance(x, Encoding)]
 
     @property
     def auto(self) -> Auto | None:
-        """Return among what is chosen for the parameters that no pattern matches; None where nothing is chosen."""
+        """Return the Auto for the parameters that no pattern matches; None if nothing is left to predictions."""
         return self._default if isinstance(self._default, Auto) else None
 
     def checked(self, names: Iterable[str] | None) -> Policy:
-        """Return this, if every pattern matches a parameter's name. Raises ValueError, also where there are no names."""
+        """Return this policy, if every pattern matches a parameter's name. Raises ValueError, also if there are no names."""
         if self._by_pattern and names is None:
             raise ValueError(f"{here()}policy selects parameters by name: it needs named_parameters")
         names = list(names or ())
@@ -267,16 +268,16 @@ class Policy:
 
     @property
     def described(self) -> tuple[str, str]:
-        """Return in words what all go by, and which parameters by what else."""
+        """Return as text the common compression, and the parameters that have another one."""
         return self._default.identity, str({pattern: kind.identity for pattern, kind in self._by_pattern.items()})
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
-        """Return what the gradient of one parameter travels as, unless that is chosen."""
+        """Return the cast or encoding of one parameter's gradient, unless a prediction chooses it."""
         kind = self._kind(name, parameter)
         return Compression.none if isinstance(kind, Auto) else kind
 
     def is_chosen(self, name: str, parameter: Tensor) -> bool:
-        """Return whether it is chosen what the gradient of one parameter travels as."""
+        """Return whether a prediction chooses the encoding of one parameter's gradient."""
         return isinstance(self._kind(name, parameter), Auto)
 
     def _kind(self, name: str, parameter: Tensor) -> Cast | Encoding | Auto:

@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a shard (DTensor, as fully_shard makes them): what is here, and of which shard.
+"""Parameters of which each rank holds a shard (DTensor, as after fully_shard): this rank's elements, and which shard they are.
 
 DTensor is imported where it is used, since that takes half a second: any optimizer has imported it before.
 """
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def held_here(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, in the same memory: a DTensor's local tensor, else the tensor."""
+    """Return this rank's part of a tensor, in the same memory: a DTensor's local tensor, else the tensor."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def as_gradient_of(parameter: Tensor, held: Tensor) -> Tensor:
-    """Return the gradient of a parameter that this rank holds so much of, in the same memory. Not collective."""
+    """Return this rank's part of a gradient as the gradient of its parameter, in the same memory. Not collective."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
@@ -32,8 +32,8 @@ def as_gradient_of(parameter: Tensor, held: Tensor) -> Tensor:
 
 
 def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with the parameter's placements: that of a replicated one may be a sum still to be made. Then
-    that is made, collectively over the parameter's mesh."""
+    """Return a gradient with the parameter's placements. If the gradient is a pending sum, as it may be for a replicated
+    parameter, this sums it, collectively over the parameter's mesh."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -42,7 +42,7 @@ def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def shard_of(parameter: Tensor) -> str:
-    """Return which shard this rank holds, in words that are equal where shards are; "" of an ordinary tensor."""
+    """Return a text that identifies this rank's shard, equal for equal shards; empty for an ordinary tensor."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):

@@ -1,4 +1,4 @@
-"""Keeping the gradients of a set of parameters equal on all ranks, while backward runs."""
+"""The exchange of gradients while backward runs, after which they are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _OF_A_SHARE = (
 
 
 class GradientExchange:
-    """Hooks parameters, to fill buckets and have them exchanged, in the same order on all ranks.
+    """Hooks parameters, fills buckets, and exchanges them in the same order on all ranks.
 
     A *pass* is one backward() that reaches at least one of the parameters. A *window* ends in an exchange of every
     bucket: in the pass that is due by `passes`, or in flush(). Ranks may differ in the parameters they reach, even in
     whether they reach any, but must go through the same windows.
 
-    The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of
-    backward start the others and wait. Where operations depend on others, a thread of this exchange begins them: what
-    one backward() reaches may be of several exchanges, for which ranks may wait in different order.
+    The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of backward
+    start the others and wait. A thread of this exchange begins operations that depend on others: one backward() may reach
+    parameters of several exchanges, for which ranks may wait in different order.
 
-    step: how many exchanges there have been. wait_s: seconds for which callers were held up by unfinished ones.
+    step: how many exchanges there have been. wait_s: seconds for which callers have waited for unfinished exchanges.
     has_unreduced: whether gradients were accumulated that have not been exchanged.
     """
 
@@ -76,7 +76,7 @@ class GradientExchange:
         self._reduced: set[int] = set()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Take in more parameters to exchange, in this window already."""
+        """Add parameters, which are exchanged in this window already."""
         self._bucketing.add(names, parameters)
         self._exchanged = False
         self._watch()
@@ -93,7 +93,7 @@ class GradientExchange:
                 self._finish()
 
     def renew(self, *, forget: bool = False) -> None:
-        """Open a new window. forget: the gradients have been reset, and what was accumulated does not count."""
+        """Open a new window. forget: whether the gradients have been reset, so that nothing is accumulated."""
         self._exchanged = False
         self._passes.ended = 0
         if forget:
@@ -103,14 +103,14 @@ class GradientExchange:
         self._watch()
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Stop exchanging, and remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
         if self._thread is not None:
             self._thread.close()
 
     def _watch(self) -> None:
-        """See to it that every parameter that requires a gradient has a hook. (Torch refuses hooks on the others.)"""
+        """Hook every parameter that requires a gradient and has no hook. (Torch refuses hooks on the others.)"""
         for index, parameter in enumerate(self._bucketing.parameters):
             if parameter.requires_grad and index not in self._hooks:
                 hook = Weakly.of(self.on_gradient, index)
@@ -119,7 +119,7 @@ class GradientExchange:
     # While gradients arrive
 
     def on_gradient(self, index: int, parameter: Tensor) -> None:
-        """Take the gradient that autograd has just accumulated in parameter.grad. For the hooks."""
+        """Handle the gradient that autograd has just accumulated in parameter.grad. For the hooks."""
         with self._lock:
             self._enter_pass()
             if index in self._bucketing.sparse.items:
@@ -152,7 +152,7 @@ class GradientExchange:
                 self._start(only_full=True)
 
     def _on_sparse_gradient(self, index: int) -> None:
-        """Take a gradient that is not for a bucket."""
+        """Handle a gradient that is not for a bucket."""
         name, sparse = self._bucketing.names[index], self._bucketing.sparse
         if sparse.in_flight:
             raise RuntimeError(_IN_FLIGHT.format(name))
@@ -183,7 +183,7 @@ class GradientExchange:
 
     @uncompiled
     def _on_backward_end(self) -> None:
-        # Not here: another callback that follows may have gradients to hand out, as those of fully_shard have.
+        # Not here: another callback, such as fully_shard's, may have gradients to assign first.
         when_backward_ends(self._on_all_arrived)
 
     @uncompiled
@@ -228,7 +228,7 @@ class GradientExchange:
         return range(len(self._bucketing.buckets))
 
     def _prepare_old(self, bucket: Bucket) -> None:
-        """Look after gradients that were exchanged before, and to which nothing was added: divide a sum, so that summing again
+        """Prepare gradients that were exchanged before, and to which nothing was added: divide a sum, so that summing again
         gives the same. Raises RuntimeError for a share."""
         if not self._combination.in_shares and self._combination.op != Sum:
             return
@@ -238,25 +238,25 @@ class GradientExchange:
             bucket.scale(slot, 1 / self._combination.communicator.size)
 
     def _start_all(self) -> None:
-        """Start what is not started yet; where operations will depend on others, have a thread complete it."""
+        """Start the buckets that are not started yet; if operations depend on others, a thread completes them."""
         self._start()
         if self._sparse_started:
             return
         self._bucketing.sparse.start(self.step)
         self._sparse_started = True
-        incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # others may find sparse ones
+        incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # others may find sparse gradients
         if incomplete or any(each.chained for each in self._operations()):
             self._thread = self._thread or DaemonThread("gradwire-exchange")
             self._completing = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
             self._thread.submit(self._completing.run)
 
     def _operations(self) -> list[Operations]:
-        """Return what is exchanged, in the order in which all ranks begin it."""
+        """Return the operations of the exchange, in the order in which all ranks begin them."""
         buckets, sparse = self._bucketing.buckets, self._bucketing.sparse
         return [*(bucket.buffer for bucket in buckets), *self._bucketing.presence, *([sparse] if sparse.items else [])]
 
     def _complete(self) -> None:
-        """Wait for what was started, and run what depends on it."""
+        """Wait for the operations that were started, and run those that depend on them."""
         operations = self._operations()
         for each in operations:
             each.wait()
@@ -269,7 +269,7 @@ class GradientExchange:
         self._bucketing.known_sparse.update(found)
 
     def _finish(self) -> None:
-        """Wait for all buckets, hand out the gradients, and close the window."""
+        """Wait for all buckets, assign the gradients, and close the window."""
         buckets, sparse = self._bucketing.buckets, self._bucketing.sparse
         begin_ns = time.perf_counter_ns()
         try:
@@ -297,7 +297,7 @@ class GradientExchange:
         self._passes.ended = 0
 
     def _close_window(self) -> None:
-        """Take note that all gradients are exchanged."""
+        """Record that all gradients are exchanged."""
         self.step += 1
         self._combination.traffic.count(exchanges=1)
         self.has_unreduced = False
@@ -308,8 +308,8 @@ class GradientExchange:
 
 @dataclass(frozen=True, eq=False)
 class Weakly:
-    """Calls a method, with `first` before other arguments, from a parameter, module or optimizer that it hooks: without keeping
-    the method's object alive, and not from a copy of what it hooks."""
+    """A hook of a parameter, module or optimizer that calls a method, with `first` before other arguments. It does not keep the
+    method's object alive, and does nothing in a copy of what it hooks."""
 
     method: weakref.WeakMethod[Callable[..., None]] | None = None
     first: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Which gradients lie side by side in which bucket, and where: pure, without a tensor."""
+"""The layout of gradients in buckets, as pure functions without tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Item:
-    """Describes a gradient. Only those of one kind (dtype, device, what they travel as, group) share a bucket.
+    """Describes a gradient. Only those of one kind (dtype, device, encoding, group) share a bucket.
 
-    grouped: whether those of its kind share one bucket whatever its size.
+    grouped: whether all gradients of its kind share one bucket of any size.
     """
 
     numel: int
@@ -31,10 +31,10 @@ class Item:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Says where gradients lie in one buffer, in elements.
+    """The places of gradients in one buffer, in elements.
 
-    Gradient items[i] starts at offsets[i], a multiple of ALIGNMENT_BYTES. From presence_offset on there is one element
-    per gradient, in the same order: how many ranks have it. numel: length of the buffer.
+    Gradient items[i] starts at offsets[i], a multiple of ALIGNMENT_BYTES. From presence_offset on there is one element per
+    gradient, in the same order: the number of ranks that have it. numel: length of the buffer.
     """
 
     items: tuple[int, ...]
@@ -48,9 +48,8 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
 
-    A bucket holds at most bucket_bytes of gradients, the very first to fill first_bucket_bytes, unless these are grouped,
-    or a single gradient is larger: it has a bucket for itself. Buckets come in the order in which they fill up. Pure:
-    equal arguments, equal plans.
+    A bucket holds at most bucket_bytes of gradients, and the first one to fill first_bucket_bytes. Exceptions are groups, and a
+    single larger gradient, which has its own bucket. Buckets are in the order in which they fill up.
     """
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: Counter[Hashable] = Counter()

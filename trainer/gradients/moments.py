@@ -1,4 +1,4 @@
-"""When this rank's gradients were ready, and when those of all ranks were there: measured by this rank's own clock."""
+"""The times when this rank's gradients were ready and when those of all ranks had arrived, by this rank's own clock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gradwire.collectives.diagnostics.timeline import now_ns
 
 @dataclass(frozen=True)
 class Moment:
-    """Holds what one exchange of gradients took, in nanoseconds.
+    """The durations of one exchange of gradients, in nanoseconds.
 
-    number: of the exchange, the same on all ranks. waited_ns: from this rank's having all its gradients until all were
-    exchanged. exchange_ns: since its first bucket was sent. step_ns: since the end of the exchange before.
+    number: of the exchange, the same on all ranks. Each duration ends when all gradients were exchanged. waited_ns: since this
+    rank had all its gradients. exchange_ns: since its first bucket was sent. step_ns: since the end of the previous exchange.
     """
 
     number: int
@@ -24,9 +24,9 @@ class Moment:
 
 
 class Moments:
-    """Takes note of the moments of an exchange, as it passes them; in a timeline too, where the Communicator has one.
+    """Records the moments of an exchange, also in the Communicator's timeline if it has one.
 
-    last: the moments of the last exchanges, so many as keep() has asked for.
+    last: the last exchanges, as many as keep() was called with.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -36,15 +36,15 @@ class Moments:
         self._has_sent = False
 
     def keep(self, count: int) -> None:
-        """Keep the moments of at least so many exchanges."""
+        """Keep the moments of at least `count` exchanges."""
         self.last = deque(self.last, maxlen=max(count, self.last.maxlen or 0))
 
     def gradients_begin(self) -> None:
-        """Note that the first gradient of a backward() is there."""
+        """Note that the first gradient of a backward() is ready."""
         self._began_ns = now_ns()
 
     def gradients_end(self) -> None:
-        """Note that the last gradient of a backward() is there."""
+        """Note that the last gradient of a backward() is ready."""
         self._ready_ns = now_ns()
         if (lane := self._communicator.lane("training")) is not None:
             lane.span("backward", self._began_ns)
@@ -61,11 +61,11 @@ class Moments:
             lane.mark("bucket ready", bucket=number, bytes=nbytes)
 
     def flush_begins(self) -> None:
-        """Note that what this rank has is exchanged now, outside of backward()."""
+        """Note that this rank's gradients are exchanged now, outside of backward()."""
         self._ready_ns = now_ns()
 
     def exchange_ends(self, number: int, wait_begin_ns: int) -> None:
-        """Note that all buckets are exchanged, which has been waited for since wait_begin_ns."""
+        """Note that all buckets are exchanged, after a wait that began at wait_begin_ns."""
         now = now_ns()
         if (lane := self._communicator.lane("training")) is not None:
             lane.span("wait", wait_begin_ns, exchange=number)

@@ -1,4 +1,4 @@
-"""Whether the ranks that train one model still hold the same numbers, bit for bit."""
+"""The check that the ranks that train one model hold the same numbers, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ReplicaCheck:
     with_state: bool = True
 
     def compare(self, step: int) -> None:
-        """Compare one number of each rank at first, and all hashes only where these differ. Collective. Raises ReplicasDiffer
-        on all ranks alike. step: after which that is, for the error."""
+        """Compare one number of each rank first, and all hashes only if these differ. Collective. Raises ReplicasDiffer on all
+        ranks. step: the number of the step, for the error."""
         hashes = {name: hash_of(value) for name, value in self._values()}
         summary = f"{hash_of(tuple(hashes.items())):016x}"
         if len(set(self.communicator.allgather_record(summary))) == 1:
@@ -78,11 +78,11 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @torch.no_grad()
 def hash_of(value: Any) -> int:
-    """Return 64 bits that stand for what this rank holds of a tensor, or for another value as repr() shows it.
+    """Return a 64-bit hash of this rank's part of a tensor, or of the repr() of another value.
 
-    Of a tensor that is the hash of its bytes, in logical order whatever the strides, by
-    gradwire.collectives.kernels.reference.hashing; bytes that fill no word are one with zeros behind. Its dtype, shape and
-    device do not count. Raises TypeError for a sparse one.
+    For a tensor, it is the hash of its bytes in logical order, for any strides, by
+    gradwire.collectives.kernels.reference.hashing; the last word is filled up with zeros. dtype, shape and device do not count.
+    Raises TypeError for a sparse one.
     """
     if not isinstance(value, Tensor):
         value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
@@ -110,7 +110,7 @@ def _hash_words(words: Tensor, place: int) -> int:
 
 @cache
 def _compiled() -> ModuleType | None:
-    """Return the compiled twin of the reference; None where there is no Numba."""
+    """Return the compiled twin of the reference; None without Numba."""
     try:
         from gradwire.collectives.kernels.cpu import hashing
     except ImportError:

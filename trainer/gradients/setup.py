@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer was made with: its rule and the exchange of gradients go by that."""
+"""The arguments of a DistributedOptimizer, for its rule and the exchange of gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
 
 @dataclass
 class Passes:
-    """Counts calls of backward(), of which `per_step` come before every step of the optimizer.
+    """Counts calls of backward(), of which the optimizer's step follows every `per_step`.
 
-    paused: while True, they only accumulate gradients, and are not counted; set by no_sync(), not for rules. ended: so many
-    since the last exchange.
+    paused: while True, calls only accumulate gradients, and are not counted; set by no_sync(), not by rules. ended: the number
+    of calls since the last exchange.
     """
 
     per_step: int
@@ -25,20 +25,19 @@ class Passes:
     ended: int = 0
 
     def is_due(self) -> bool:
-        """Return whether the pass that is running is the last before a step."""
+        """Return whether the running pass is the last before a step."""
         return not self.paused and self.ended + 1 >= self.per_step
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Holds what a DistributedOptimizer was made with.
+    """The arguments of a DistributedOptimizer.
 
-    optimizer: the one that it wraps. combination: among whom and by which op. policy: what gradients travel as, in
-    buckets of bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step. groups:
-    numbers of the groups of parameters, each of which shares a bucket where the dtypes allow it; the others are fused by
-    bucket_bytes. sparse_as_dense: whether sparse gradients are to be made dense. returning: with sharded states, what
-    travels when a rank has stepped its share of the parameters: how far they have moved, by this; None for the parameters
-    as they are.
+    optimizer: the wrapped one. combination: the ranks and the op. policy: the encodings of gradients, in buckets of
+    bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step. groups: numbers of the groups
+    of parameters; a group shares a bucket if the dtypes allow it, and other parameters are fused by bucket_bytes.
+    sparse_as_dense: whether sparse gradients are made dense. returning: with sharded states, the encoding of the parameters'
+    movements, which a rank sends after it has stepped its share; None sends the parameters uncompressed.
     """
 
     optimizer: torch.optim.Optimizer

@@ -1,4 +1,4 @@
-"""Gradients that are sparse, as those of nn.Embedding(sparse=True): exchanged as the rows that they have."""
+"""The exchange of sparse gradients, such as those of nn.Embedding(sparse=True), by their rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ABSENT = -1
 class SparseGradients(Operations):
     """Combines the sparse gradients of some parameters: every rank gathers the indices and values of all, and adds up.
 
-    items: numbers of the parameters. A rank may have any number of rows, or no gradient; where it has a dense one, the
-    rows that are not zero are taken. Values travel as the parameter's cast has it, and uncompressed where there is a
-    codec. in_flight: whether they are being exchanged.
+    items: numbers of the parameters. A rank may have any number of rows, or no gradient; of a dense gradient, the nonzero rows
+    are used. Values are sent by the parameter's cast; a codec does not apply to them. in_flight: whether they are being
+    exchanged.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class SparseGradients(Operations):
         super().start(step)
 
     def holds(self, item: int) -> bool:
-        """Return whether a parameter's gradient is what an exchange has left, with or without additions."""
+        """Return whether a parameter's gradient is the result of an exchange, with or without additions."""
         slot = self.items.index(item)
         result = self._results[slot]
         return result is not None and self._parameters[slot].grad is result
 
     def forget(self) -> None:
-        """Keep no gradient any longer."""
+        """Release all gradients."""
         self._results = [None] * len(self.items)
 
     def finish(self) -> None:
-        """Hand out the results: a parameter without gradient on this rank gets one if any rank has it."""
+        """Assign the results: a parameter without a gradient on this rank gets one if any rank has it."""
         for parameter, result in zip(self._parameters, self._results, strict=True):
             if result is not None:
                 parameter.grad = result
@@ -74,7 +74,7 @@ class SparseGradients(Operations):
             yield from self._gathered(slot, rows, sizes)
 
     def _gathered(self, slot: int, rows: Tensor | None, sizes: Sequence[Sequence[int]]) -> Iterator[Work]:
-        """Combine the gradients of one parameter. sizes: of each rank, how many rows it has, of how many dimensions."""
+        """Combine the gradients of one parameter. sizes: of each rank, the number of its rows and of their dimensions."""
         counts = [max(0, count) for count, _ in sizes]
         dimensions = {dimension for count, dimension in sizes if count != ABSENT}
         if not dimensions:
@@ -109,7 +109,7 @@ class SparseGradients(Operations):
         yield self._combination.communicator.allgather(list(output.split(list(counts))), rows, async_op=True)
 
     def _rows_here(self, slot: int) -> Tensor | None:
-        """Return this rank's gradient, coalesced; None where there is none."""
+        """Return this rank's gradient, coalesced; None without one."""
         gradient = self._parameters[slot].grad
         if gradient is None:
             return None

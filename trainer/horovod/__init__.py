@@ -1,1 +1,1 @@
-"""What Horovod's users know, with its names, arguments and defaults: verbs, a sampler, schedules, SyncBatchNorm."""
+"""Horovod's API with its names, arguments and defaults: verbs, a sampler, schedules, SyncBatchNorm."""

@@ -24,7 +24,7 @@ _OF_TORCH = ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_nor
 
 
 def alias_horovod() -> None:
-    """Have code that runs after this import this package by `import horovod.torch as hvd`. Further calls do nothing.
+    """Make `import horovod.torch as hvd` import this package from now on. Further calls do nothing.
 
     These modules exist: horovod.torch with .mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, which have all
     names of this package, and .elastic; horovod.common.elastic, .exceptions, .process_sets and .util, with the names that
@@ -71,7 +71,7 @@ def alias_horovod() -> None:
             "num_rank_is_power_2": num_rank_is_power_2,
         },
     }
-    for name in sorted(modules):  # a package before what is in it
+    for name in sorted(modules):  # a package before its modules
         module = ModuleType(name, f"What gradwire has for {name}.")
         is_package = any(other.startswith(f"{name}.") for other in modules)
         module.__spec__ = ModuleSpec(name, None, origin=gradwire.__file__, is_package=is_package)
@@ -86,13 +86,13 @@ def alias_horovod() -> None:
 
 
 def check_extension(name: str, *_: object) -> None:
-    """Raise ImportError for a part of Horovod that is not here. name: as "horovod.torch"."""
+    """Raise ImportError for a part of Horovod that this package lacks. name: such as "horovod.torch"."""
     if not extension_available(name.removeprefix("horovod.")):
         raise ImportError(f"{name} is not a part of gradwire; horovod.torch is")
 
 
 def extension_available(name: str, verbose: bool = False) -> bool:
-    """Return whether there is a part of Horovod for a framework: for "torch" alone."""
+    """Return whether Horovod's part for a framework exists here: only for "torch"."""
     return name == "torch"
 
 

@@ -29,19 +29,19 @@ Rows = list[int]
 
 
 class Reduction(NamedTuple):
-    """Holds an op, and the factors by which tensors are multiplied before and after it."""
+    """An op, and the factors by which tensors are multiplied before and after it."""
 
     op: str
     prescale: float = 1.0
     postscale: float = 1.0
 
     def scales_integers(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether factors other than 1 meet integers, which a Communicator does not multiply."""
+        """Return whether the factors are not 1 and the tensor has integers, which a Communicator does not multiply."""
         return (self.prescale, self.postscale) != (1, 1) and any(is_integer(tensor) for tensor in tensors)
 
     def undivided(self, size: int) -> tuple[str, int]:
-        """Return an op, and the divisor by which its result becomes that of this op: so an average of integers times a factor
-        is truncated once."""
+        """Return another op, and the divisor that makes its result that of this op, so that an average of integers times a
+        factor is truncated only once."""
         return (Sum, size) if self.op == Average else (self.op, 1)
 
 
@@ -149,16 +149,16 @@ def check_differentiable(verb: str, op: str) -> None:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy without history."""
+    """Return a contiguous copy without autograd history."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def begin_allreduce(
     communicator: Communicator, reduction: Reduction, tensors: Sequence[Tensor], *, async_op: bool
 ) -> tuple[list[Work], Callable[[], None]]:
-    """Reduce tensors in place; return what goes on, and what is to be called when it is done.
+    """Begin to reduce tensors in place. Return the running Works, and a function to call when they are done.
 
-    Of Adasum nothing goes on: each of its steps needs the one before.
+    Adasum is done when this returns, because each of its steps needs the one before.
     """
     op, prescale, postscale = reduction
     if op == Adasum:
@@ -181,7 +181,7 @@ def begin_allreduce(
 def begin_allgather(
     communicator: Communicator, rows: Sequence[Rows], tensors: Sequence[Tensor], *, async_op: bool = False
 ) -> tuple[list[Work], list[Tensor]]:
-    """Gather tensors along dimension 0; return what goes on, and the results."""
+    """Begin to gather tensors along dimension 0. Return the running Works, and the results."""
     works, outputs = [], []
     for given, tensor in zip(rows, tensors, strict=True):
         outputs.append(tensor.new_empty((sum(given), *tensor.shape[1:])))
@@ -197,7 +197,8 @@ def begin_reducescatter(
     *,
     async_op: bool = False,
 ) -> tuple[list[Work], Callable[[], list[Tensor]]]:
-    """Reduce tensors and divide their rows; return what goes on, and what returns this rank's rows when that is done."""
+    """Begin to reduce tensors and divide their rows. Return the running Works, and a function that returns this rank's rows
+    when they are done."""
     (op, prescale, postscale), divisor = reduction, 1
     if reduction.scales_integers(tensors):
         op, divisor = reduction.undivided(communicator.size)
@@ -210,7 +211,7 @@ def begin_reducescatter(
 
 
 def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
-    """Return tensor * factor / divisor in the tensor's dtype, without history; the tensor itself where both are 1.
+    """Return tensor * factor / divisor in the tensor's dtype, without autograd history; the tensor itself if both are 1.
 
     Integers are multiplied and divided in float64 and then truncated toward zero, as Horovod does; those beyond 2**53
     are rounded to float64 first.

@@ -1,4 +1,4 @@
-"""One call of a verb: the name that it has while it is under way, and the handle that an asynchronous one returns."""
+"""A call of a verb: its name while it is in flight, and the handle that an asynchronous call returns."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from gradwire.trainer.world.world import here, names_in_flight
 
 T = TypeVar("T")
 
-#: The topic under which a rank posts the verb and the name that it refused last.
+#: The topic under which a rank posts the verb and the name of the call that it refused last.
 _REFUSED = "refused names"
 
 
 class Call:
-    """Has a name to itself from its making until its result is there, and puts the name into errors.
+    """A call, which reserves its name until its result is returned, and adds the name to errors.
 
-    A name counts for one verb of one Communicator. It is given back at the end of the `with` block, unless a Handle goes
-    on with the call: then when its user knows that it is done, by synchronize() or poll(). So it depends on what a
-    script does, and not on how fast messages are, whether a name is in flight.
+    A name is reserved for one verb of one Communicator. It is released at the end of the `with` block, or if a Handle continues
+    the call, when synchronize() returns or poll() returns True. So a script decides whether a name is in flight, and not the
+    speed of messages.
 
-    Raises ValueError where the name is in flight. Nothing is sent then, and since operations are matched by their order, ranks
-    stay in step where all refuse the call, or where no other rank makes it. A rank that does make it is one call ahead of those
-    that refused it: a Mismatch that follows names them.
+    Raises ValueError if the name is in flight, before anything is sent. Operations are matched by their order: ranks remain in
+    step if all of them refuse the call, or no other rank makes it. A rank that makes it is one call ahead of those that refused
+    it, which the following Mismatch then names.
     """
 
     def __init__(self, verb: str, name: str | None, communicator: Communicator) -> None:
         self.goes_on = False
         self._key = verb, name
-        self._communicator = weakref.ref(communicator)  # the dict of its names has this call, and must not keep it
+        self._communicator = weakref.ref(communicator)  # its names have this call, which must not keep it alive
         self._names = names_in_flight(communicator)
         if name is None:
             return
@@ -57,31 +57,31 @@ class Call:
             self.release_name()
 
     def release_name(self) -> None:
-        """Let the next operation have the name."""
+        """Release the name for the next call."""
         if self._names.get(self._key) is self:
             del self._names[self._key]
 
     def _add_refusals(self, error: Mismatch) -> None:
-        """Say which ranks have refused a call that others may have made: then these are not at the same call any more."""
+        """Add the ranks that have refused a call which others may have made, so that their calls no longer correspond."""
         communicator = self._communicator()
         posted = {} if communicator is None else communicator.posted(_REFUSED)
-        said = "".join(
+        refusals = "".join(
             f"; before that, rank {rank} refused a {verb} with name={name!r}, because the name was in flight there"
             for rank, (verb, name) in sorted(posted.items())
         )
-        if said and said not in str(error):
-            error.args = (str(error) + said, *error.args[1:])
+        if refusals and refusals not in str(error):
+            error.args = (str(error) + refusals, *error.args[1:])
 
     def _add_name(self, error: BaseException) -> None:
         verb, name = self._key
-        said = f" ({verb}, name={name!r})"
+        suffix = f" ({verb}, name={name!r})"
         if name is not None and isinstance(error, (ValueError, TypeError, CollectiveError)):
             message = str(error)
-            error.args = (message if message.endswith(said) else message + said, *error.args[1:])
+            error.args = (message if message.endswith(suffix) else message + suffix, *error.args[1:])
 
 
 class Handle(Generic[T]):
-    """Stands for a running operation: the *_async verbs return it, and poll() and synchronize() take it."""
+    """The handle of a running operation: the *_async verbs return it, and poll() and synchronize() take it."""
 
     def __init__(self, call: Call, works: Sequence[Work], finish: Callable[[], T]) -> None:
         """Take what a Communicator's verbs returned with async_op=True. finish: is called once, when these are done, and

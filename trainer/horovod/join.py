@@ -1,4 +1,4 @@
-"""join(): ranks that have no more data wait for the others, and take part with zeros in what these still do."""
+"""join(): ranks that have no more data wait for the others, and take part with zeros in their operations."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def join(device: int = -1) -> int:
     return _Join(current_world(), place).run()
 
 
-#: How long to wait for news before looking whether there are any.
+#: How long to wait for news before checking for it.
 _LOOK_AGAIN_S = 0.1
 
-#: And how long at most, where a Watch may have ended, which is no news.
+#: How long at most, since a Watch may have ended, which is no news.
 _LOOK_FOR_FAILURES_S = 1.0
 
 
 class _Join:
-    """Holds what one call of join() goes by: the Communicators in use, and which optimizers have some of them."""
+    """The state of one call of join(): the Communicators in use, and their optimizers."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._everyone = world.communicator()
@@ -76,13 +76,13 @@ class _Join:
             if communicator in self._communicators:
                 self._even_out(communicator, optimizer)
         last = self._everyone.absence.last
-        self._everyone.barrier()  # then all know what they wanted to know
+        self._everyone.barrier()  # then all ranks have read the joins that they need
         for communicator in self._communicators:
             communicator.absence.resume()
         return last
 
     def _stand_in(self) -> None:
-        """Take part with zeros until everyone has joined; in several Communicators at a time, as the others may be."""
+        """Take part with zeros until all ranks have joined; in several Communicators at once, as the others may use several."""
         absence = self._everyone.absence
         running: dict[Communicator, Future[None]] = {}
         quiet_since = time.monotonic()
@@ -112,7 +112,7 @@ class _Join:
         return future
 
     def _take_part(self, communicator: Communicator, wanted: Wanted) -> None:
-        """Take part in an operation, and what belongs to it."""
+        """Take part in an operation, with the optimizer's stand_in() if it has one for it."""
         with torch.cuda.device(self._cuda):
             optimizer = self._optimizers.get(communicator)
             if optimizer is None or not optimizer.stand_in(wanted.verb, wanted.numel):
@@ -125,7 +125,7 @@ class _Join:
             )
 
     def _check(self, running: Collection[Communicator]) -> None:
-        """Raise the error of whatever has failed on other ranks, but in an operation that runs, which will say so itself."""
+        """Raise the failure of other ranks, except if an operation is running, which will raise it itself."""
         for communicator in self._communicators:
             absence = communicator.absence
             ends = absence.has_leavers and communicator is self._everyone and not absence.everyone_left
@@ -133,12 +133,12 @@ class _Join:
                 absence.fail()
 
     def _even_out(self, communicator: Communicator, optimizer: DistributedOptimizer) -> None:
-        """Make an optimizer, and its parameters, what they are on a rank that missed nothing; on all ranks that have it."""
+        """Broadcast an optimizer and its parameters from a rank that missed no step, to all ranks that have the optimizer."""
         absence = communicator.absence
         deadline = time.monotonic() + absence.timeout_s
         while not absence.everyone_left:
             if absence.is_broken or absence.has_leavers or time.monotonic() > deadline:
-                return  # some rank uses it no more
+                return  # a rank does not use it any more
             self._changed.wait(_LOOK_AGAIN_S)
             self._changed.clear()
         optimizer.begin_window()

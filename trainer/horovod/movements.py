@@ -1,5 +1,5 @@
-"""Horovod's verbs that move, and its allreduce of sparse tensors, which gathers them. The docstring of gradwire says what holds
-for all of them."""
+"""Horovod's verbs that move tensors, and its allreduce of sparse tensors, which gathers them. The docstring of gradwire
+describes their common arguments."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _allgather_async(
     name: str | None,
     process_set: ProcessSetLike,
 ) -> Handle[T]:
-    """Return the handle of what is `result` of the gathered tensors."""
+    """Return the handle of an allgather, whose result is `result` of the gathered tensors."""
     communicator = communicator_of(process_set)
     with (call := Call(verb, name, communicator)):
         tensors = check_group(communicator.rank, verb, tensors)
@@ -209,7 +209,7 @@ _Kind: TypeAlias = tuple[list[int], str]
 
 
 def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tensor]) -> list[Rows]:
-    """Return the size of dimension 0 on every rank, of each tensor. Raises Refused on all ranks where tensors do not fit."""
+    """Return the size of dimension 0 on every rank, of each tensor. Raises Refused on all ranks if tensors do not fit."""
     everyones: list[list[_Kind]] = communicator.allgather_record([_kind(tensor) for tensor in tensors])
     for rank, kinds in enumerate(everyones):
         if len(kinds) != len(tensors):
@@ -227,7 +227,7 @@ def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tenso
 def _exchange_splits(
     communicator: Communicator, tensor: Tensor, splits: Tensor | Sequence[int] | None
 ) -> tuple[Rows, Rows]:
-    """Return rows to every rank, and rows from every rank. Raises Refused on all ranks where they do not fit."""
+    """Return the numbers of rows to every rank, and from every rank. Raises Refused on all ranks if they do not fit."""
     (tensor,) = check_group(communicator.rank, "alltoall", [tensor])
     given: list[Any] | None = None if splits is None else torch.as_tensor(splits).tolist()
     everyones: list[tuple[_Kind, list[Any] | None]] = communicator.allgather_record((_kind(tensor), given))
@@ -240,20 +240,20 @@ def _exchange_splits(
 
 
 def _check_splits(communicator: Communicator, rank: int, shape: list[int], splits: list[Any] | None) -> None:
-    """Raise Refused where a rank's tensor cannot be split so."""
+    """Raise Refused if a rank's tensor cannot be split as given."""
     size = communicator.size
     if not shape:
-        said = f"needs a tensor of at least one dimension; rank {rank} gave a scalar"
+        reason = f"needs a tensor of at least one dimension; rank {rank} gave a scalar"
     elif splits is None:
         if shape[0] % size == 0:
             return
-        said = f"without splits it needs a multiple of {size} rows, not {shape[0]} as on rank {rank}"
+        reason = f"without splits it needs a multiple of {size} rows, not {shape[0]} as on rank {rank}"
     else:
         are_counts = isinstance(splits, list) and all(isinstance(rows, int) and rows >= 0 for rows in splits)
         if are_counts and (len(splits), sum(splits)) == (size, shape[0]):
             return
-        said = f"splits must be {size} whole numbers >= 0 that add up to {shape[0]} rows; rank {rank} gave {splits}"
-    raise refused(communicator, "alltoall", said)
+        reason = f"splits must be {size} whole numbers >= 0 that add up to {shape[0]} rows; rank {rank} gave {splits}"
+    raise refused(communicator, "alltoall", reason)
 
 
 def _received_splits(received: Rows, splits: Tensor | Sequence[int] | None) -> Tensor:
@@ -266,7 +266,7 @@ def _kind(tensor: Tensor) -> _Kind:
 
 
 def _check_rows_fit(communicator: Communicator, verb: str, kinds: Sequence[_Kind]) -> None:
-    """Raise Refused where rows of the ranks' tensors differ in shape or dtype."""
+    """Raise Refused if rows of the ranks' tensors differ in shape or dtype."""
     first_shape, first_dtype = kinds[0]
     for rank, (shape, dtype) in enumerate(kinds):
         if (shape[1:], dtype) != (first_shape[1:], first_dtype):

@@ -1,4 +1,4 @@
-"""Answers to what Horovod's programs ask of how it was built: those of torch, and of this world."""
+"""Horovod's functions about its build, answered for torch and for this world."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: MPI is not initialized here, so how it treats threads is decided by who initializes it."""
+    """Return False: MPI is not initialized here, so whoever initializes it decides about threads."""
     return False
 
 

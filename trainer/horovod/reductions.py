@@ -1,4 +1,4 @@
-"""Horovod's verbs that reduce. The docstring of gradwire says what holds for all of them."""
+"""Horovod's verbs that reduce. The docstring of gradwire describes their common arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class _Given(NamedTuple):
-    """Holds the arguments that all verbs here have."""
+    """The common arguments of these verbs."""
 
     verb: str
     name: str | None
@@ -256,7 +256,7 @@ def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor
 
 
 def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]) -> Handle[T]:
-    """Return the handle of `result` of the tensors, once these are reduced."""
+    """Return the handle of an allreduce, whose result is `result` of the reduced tensors."""
     communicator = communicator_of(given.process_set)
     with (call := Call(given.verb, given.name, communicator)):
         reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
@@ -292,7 +292,7 @@ def _reducescatter(given: _Given, tensors: Sequence[Tensor], compression: Cast) 
 def _reducescatter_async(
     given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]
 ) -> Handle[T]:
-    """Return the handle of `result` of this rank's rows."""
+    """Return the handle of a reducescatter, whose result is `result` of this rank's rows."""
     communicator = communicator_of(given.process_set)
     with (call := Call(given.verb, given.name, communicator)):
         tensors, reduction, rows = _scatterable(communicator, given, tensors)
@@ -333,7 +333,7 @@ def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], r
 
 
 def _summing_codec(compression: Cast | Codec, tensor: Tensor, op: str) -> Codec | None:
-    """Return the codec that a tensor is reduced by; None where it is reduced as it is, or cast."""
+    """Return the codec by which a tensor is reduced; None if it is reduced uncompressed or cast."""
     if isinstance(compression, Cast):
         return compression.codec(tensor.dtype) if op in (Average, Sum) else None
     if op not in (Average, Sum) or not tensor.dtype.is_floating_point:

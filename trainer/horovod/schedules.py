@@ -1,4 +1,4 @@
-"""Learning rates for large batches: scaled with the number of ranks, and reached slowly."""
+"""Learning rates for large batches: scaled with the number of ranks, after a warm-up."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class WarmupLR(LRScheduler):
         self.factor = float(size() if factor is None else factor)
         super().__init__(optimizer, last_epoch)
 
-    def get_lr(self) -> list[Any]:  # of float | Tensor, in some versions of torch of float alone
-        """Return the rates of this step, for step(): those of the step before, times what has been added since."""
+    def get_lr(self) -> list[Any]:  # list[float | Tensor]; in some versions of torch list[float]
+        """Return the rates of this step, for step(): those of the last step times the ratio of the multipliers."""
         before = self._multiplier(self.last_epoch - 1) if self.last_epoch > 0 else 1.0
         change = self._multiplier(self.last_epoch) / before
         return [float(group["lr"]) * change for group in self.optimizer.param_groups]
 
     def _multiplier(self, step: int) -> float:
-        """Return how many times the rate of the beginning a step has."""
+        """Return a step's rate as a multiple of the initial rate."""
         done = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
         return 1 + (self.factor - 1) * done

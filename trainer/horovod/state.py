@@ -1,4 +1,4 @@
-"""Starting equal: parameters, optimizer state and objects of one rank for all."""
+"""Broadcasts of parameters, optimizer state and objects, so that all ranks start equal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def broadcast_optimizer_state(
 
 
 def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Communicator, root: int) -> None:
-    """Do as broadcast_optimizer_state, among the ranks of a Communicator, within which `root` counts."""
+    """Copy the optimizer state of a Communicator's rank `root` to its other ranks; see broadcast_optimizer_state."""
     if isinstance(optimizer, DistributedOptimizer):
         if optimizer.shard_states:
             raise ValueError(
@@ -102,20 +102,20 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Commun
 def broadcast_object(
     obj: T | None = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> T:
-    """Return root_rank's object, which travels pickled; the others' are ignored. `name` is Horovod's, and unused."""
+    """Return root_rank's object, which is sent pickled; the others' are ignored. `name` is Horovod's, and unused."""
     communicator = communicator_of(process_set)
     received: T = communicator.broadcast_object(obj, root_in(communicator, root_rank))
     return received
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> list[T]:
-    """Return all ranks' objects by rank, which travel pickled. `name` is Horovod's, and unused."""
+    """Return all ranks' objects by rank; they are sent pickled. `name` is Horovod's, and unused."""
     return communicator_of(process_set).allgather_object(obj)
 
 
 @dataclass(frozen=True)
 class _Outline:
-    """Stands for a tensor in a structure that is sent without its tensors."""
+    """A placeholder of a tensor in a structure that is sent without its tensors."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

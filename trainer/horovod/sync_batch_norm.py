@@ -47,8 +47,8 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: _Module, process_set: ProcessSetLike = global_process_set
     ) -> _Module | SyncBatchNorm:
-        """Return a module with every BatchNorm layer in it replaced, in place, by one of these that has its parameters
-        and statistics; where the module is such a layer itself, its replacement."""
+        """Replace every BatchNorm layer of a module, in place, by a SyncBatchNorm with its parameters and statistics, and
+        return the module; if the module is such a layer itself, return its replacement."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             return cls._like(module, process_set)
         for name, child in module.named_children():
@@ -57,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _like(cls, layer: _BatchNorm, process_set: ProcessSetLike) -> SyncBatchNorm:
-        """Return a layer with the parameters and buffers of another, themselves and not copies."""
+        """Return a layer that shares the parameters and buffers of another."""
         made = cls(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_set, "meta"
         )
@@ -129,7 +129,7 @@ class _Normalize(torch.autograd.Function):
         over = _all_but_channels(wide)
         of_bias = wide.sum(over, dtype=torch.float64)
         of_weight = (wide * normalized).sum(over, dtype=torch.float64)
-        # The input moves mean and variance of everyone's output: each rank adds what comes of its own gradients.
+        # The input changes mean and variance of all ranks' outputs: each rank adds the effect on its own gradients.
         totals = torch.stack([of_bias, of_weight])
         ctx.communicator.allreduce(totals, Sum)
         shift, tilt = (_wide((total / ctx.count).to(wide.dtype), wide) for total in totals)

@@ -1,1 +1,1 @@
-"""Optimizers that torch has not, for large batches and for gradients that come late; each steps on one process as on many."""
+"""Optimizers that torch lacks, for large batches and for late gradients. Each works with one process as with many."""

@@ -1,4 +1,4 @@
-"""Optimizers of copies: as another one is, with its settings and state, but of other tensors."""
+"""Copies of optimizers, with their settings and state, for copies of their parameters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 
 def of_copies(optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer as this one is, of the copies of those of its parameters that have one. It has as many param groups,
-    so some may be empty. Raises TypeError as copied_attributes() does."""
+    """Return a copy of an optimizer for the copies of its parameters; parameters without a copy are left out. It has as many
+    param groups, so some may be empty. Raises TypeError as copied_attributes() does."""
     attributes = copied_attributes(optimizer)
     groups = optimizer.param_groups
     known: dict[int, Any] = {id(parameter): parameter for group in groups for parameter in group["params"]}
@@ -22,7 +22,7 @@ def of_copies(optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, nn.Param
     wanted = set(copies.values())
     for group in made.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
-    for parameter in known.values():  # those that have a copy are in there no more
+    for parameter in known.values():  # the originals are no longer parameters of the copy
         made.state.pop(parameter, None)
     for name, value in attributes.items():
         made.__dict__.setdefault(name, value)

@@ -1,6 +1,5 @@
-"""Optimizers that step over lists of tensors: LARS and LAMB, which let a large batch train as a small one does, since each
-layer's rate follows the norm of its weights; and Nesterov momentum for gradients that come one by one, and late, as an
-asynchronous parameter server's do."""
+"""Optimizers that step over lists of tensors: LARS and LAMB, which adapt each layer's rate to the norm of its weights, for
+large batches; and Nesterov momentum for gradients that arrive one by one, and late, as at an asynchronous parameter server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimizers that wrap another one share: param groups, state and defaults are the wrapped one's."""
+"""The base class of optimizers that wrap another one, and share its param groups, state and defaults."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _shared(name: str) -> Any:
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """Holds an optimizer as `.optimizer`, and shares what torch's optimizers keep. A subclass sets it, and calls
-    share_hooks(), in place of torch's __init__."""
+    """Holds an optimizer as `.optimizer`, and shares its param groups, state and defaults. A subclass sets it and calls
+    share_hooks() in place of torch's __init__."""
 
     optimizer: torch.optim.Optimizer
     param_groups: list[dict[str, Any]] = _shared("param_groups")
@@ -43,7 +43,7 @@ def tensors_of(param_groups: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function run as it is written, with all that it calls, where code that torch.compile has compiled calls it.
+    """Return a function that torch.compile does not compile, nor anything that it calls.
 
     Importing the compiler takes a second, so the first call does it: by then an optimizer has imported it anyway.
     """

@@ -1,1 +1,1 @@
-"""What training reports: who holds up whom, the numbers of a step, a timeline."""
+"""The reports of training: stragglers, the metrics of a step, a timeline."""

@@ -1,4 +1,4 @@
-"""The numbers of one step, and all else that a DistributedOptimizer reports after it."""
+"""The metrics of a step, and the other reports of a DistributedOptimizer after it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
 
-#: How many steps lie between two comparisons of residuals with gradients, which read all of them.
+#: How many steps are between two computations of compression_error, which read all residuals and gradients.
 _ERROR_EVERY = 10
 
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """Says how one bucket of gradients is exchanged: its bytes as they are, by which algorithm, by which codec ("none"
-    without one)."""
+    """How one bucket of gradients is exchanged: its uncompressed bytes, the algorithm, and the codec ("none" without one)."""
 
     nbytes: int
     algorithm: str
@@ -39,7 +38,7 @@ class BucketChoice:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Holds the metrics of a step on this rank, with which on_step is called.
+    """The metrics of a step on this rank, with which on_step is called.
 
     step: the number of steps so far, this one included.
     seconds: the time since the end of the previous step, or for the first, since the optimizer was made.
@@ -68,7 +67,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Holds which reports a DistributedOptimizer was asked for. Raises TypeError and ValueError for invalid arguments.
+    """The reports that a DistributedOptimizer must make. Raises TypeError and ValueError for invalid arguments.
 
     on_step: called with a StepMetrics after each step. check_replicas_every: steps, 0 for never. straggler_report_every:
     exchanges.
@@ -88,9 +87,9 @@ class Wanted:
 
 
 class Reports:
-    """Makes the reports that are wanted. all_names: returns the optimizer's parameters with their names. compared_on: connects
-    the ranks for the check of replicas; not the rule's Communicator, where a rank that has joined takes it for an exchange.
-    step: how many steps there have been."""
+    """Makes the wanted reports. all_names: returns the optimizer's parameters with their names. compared_on: the Communicator
+    for the check of replicas; not the rule's, on which a joined rank would take the check for an exchange. step: how many steps
+    there have been."""
 
     def __init__(
         self, rule: Rule, wanted: Wanted, all_names: Callable[[], dict[Tensor, str]], compared_on: Communicator
@@ -116,13 +115,13 @@ class Reports:
             self._check = ReplicaCheck(compared_on, optimizer, all_names, with_state=rule.shares_state)
 
     def before_step(self) -> None:
-        """Take note that the wrapped optimizer steps."""
+        """Note that the wrapped optimizer begins its step."""
         if self._communicator.timeline is not None:
             self._began_ns = now_ns()
 
     def after_step(self) -> None:
-        """Make the reports of a step. Collective where replicas are compared. Raises ReplicasDiffer on all ranks alike, and what
-        on_step raises."""
+        """Make the reports of a step. Collective if replicas are compared. Raises ReplicasDiffer on all ranks, and what on_step
+        raises."""
         self.step += 1
         lane = self._communicator.lane("training")
         if lane is not None and self._began_ns:
@@ -138,17 +137,17 @@ class Reports:
             self._rule.settle()
         metrics = self._metrics() if self._on_step is not None else None
         if self._check is not None and compares:
-            with suppress(PeerJoined):  # who has joined holds an older model, until join() brings it up to date
+            with suppress(PeerJoined):  # a joined rank holds an older model, until join() updates it
                 self._check.compare(self.step)
         if self._on_step is not None and metrics is not None:
             self._on_step(metrics)
 
     def stragglers(self) -> Stragglers | None:
-        """Return who made whom wait, as far as is known."""
+        """Return the report of stragglers; None before it is known."""
         return None if self._stragglers is None else self._stragglers.report()
 
     def _metrics(self) -> StepMetrics:
-        """Return the numbers since the last step."""
+        """Return the metrics since the last step."""
         now, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._traffic.stats
         buckets = list(self._rule.buckets)
         if buckets != self._chosen[0]:
@@ -180,14 +179,14 @@ def _choice(communicator: Communicator, bucket: Bucket) -> BucketChoice:
     values, codec = bucket.buffer.values, bucket.buffer.codec
     if isinstance(codec, Codec):
         algorithm = communicator.chosen("allreduce", 4 * values.numel(), codec)
-    else:  # what a codec of matrices exchanges are sums, of a size of their own each
+    else:  # a matrix codec exchanges several sums of different sizes
         algorithm = "auto" if codec is not None else communicator.chosen("allreduce", values.nbytes)
     return BucketChoice(values.nbytes, algorithm, "none" if codec is None else codec.name)
 
 
 @torch.no_grad()
 def _compression_error(buckets: Sequence[Bucket]) -> float | None:
-    """Return the length of the residuals as a share of that of the gradients, in buckets with error feedback."""
+    """Return the norm of the residuals over the norm of the gradients, in buckets with error feedback."""
     lost = exchanged = 0.0
     for bucket in buckets:
         if bucket.coded is not None and (residual := bucket.coded.tensors().get("worker")) is not None:

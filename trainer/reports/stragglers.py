@@ -1,11 +1,10 @@
-"""Who makes whom wait.
+"""Reports of stragglers: which rank makes the others wait.
 
-Under a synchronous exchange every rank takes as long as the slowest one, so no rank's own time shows which that is. But
-the exchange ends at the same time on all ranks, so the rank that waits least from its last gradient to that end is the
-one the others waited for, and it came later than another rank by the difference of what these two waited. Each rank
-measures its wait by its own clock, so clocks need not agree. The error is by how much the end itself comes earlier on one
-rank than on another: what the last messages of the exchange take. On GPUs, where the host runs ahead of its device, what
-is compared is when the hosts came.
+With a synchronous exchange, every rank takes as long as the slowest one, so no rank's own time shows which that is. But the
+exchange ends at the same time on all ranks. So the rank with the shortest wait, from its last gradient to that end, is the one
+that the others waited for, and the difference of two ranks' waits is that of their arrivals. Each rank measures its wait by its
+own clock, so clocks need not agree. The error is the difference between the times at which two ranks see the end: the time of
+the exchange's last messages. On GPUs, where the host runs ahead of its device, the arrivals of the hosts are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TOPIC = "waits"
 _WORTH_SHARE, _WORTH_S = 0.1, 0.005
 """A wait is worth a line in the log from this share of a step and these seconds on: schedulers cause shorter ones."""
 
-_ON_END = 3
+_IN_A_ROW = 3
 """In how many windows on end it must be so, or not be so any more: chance names now one rank and now another."""
 
 _MARGIN = 8
@@ -39,13 +38,11 @@ _MOST_POSTED = 1000
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Holds how long ranks waited for each other in `steps` exchanges of gradients, the last of which was exchange number
-    `last`.
+    """How long ranks waited for each other in `steps` exchanges of gradients, the last of which was exchange number `last`.
 
-    step_s: the mean seconds from one exchange to the next.
-    cost_s, worst_s: by rank, for how many seconds at least half of the ranks were ready before this one; mean and maximum.
-    waited_s: by rank, and by the rank that it waited for: for how many seconds the first was ready before the second, on
-    average.
+    step_s: the mean seconds from one exchange to the next. cost_s, worst_s: by rank, for how many seconds at least half of the
+    ranks were ready before this one; mean and maximum. waited_s: by rank, and by the rank that it waited for: the mean seconds
+    by which the first was ready before the second.
     """
 
     steps: int
@@ -62,7 +59,7 @@ class Stragglers:
 
     @property
     def share(self) -> float:
-        """Return how much of a step the others waited for the slowest rank."""
+        """Return the share of a step for which the others waited for the slowest rank."""
         return self.cost_s[self.slowest] / self.step_s if self.step_s else 0.0
 
     def __str__(self) -> str:
@@ -74,56 +71,57 @@ class Stragglers:
 
 
 class StragglerWatch:
-    """Has every rank post what it waited in the last exchanges, a window of so many, and rank 0 log when one rank begins to hold
-    the others up, window after window, and when that ends."""
+    """Posts each rank's waits in windows of `every` exchanges. Rank 0 logs when one rank has delayed the others in several
+    windows in a row, and when that ends."""
 
     def __init__(self, communicator: Communicator, moments: Moments, every: int) -> None:
         self._communicator = communicator
         self._moments = moments
         self._every = every
-        self._posted: int | None = None  # how many exchanges there had been at the last post
+        self._posted: int | None = None  # the number of exchanges at the last post
         self._judged = self._first = 0
-        self._last: int | None = None  # who held the others up in the last window
-        self._on_end = 0  # in how many windows on end that was so
-        self._logged: int | None = None  # of whom the log says that it does
+        self._last: int | None = None  # the rank that delayed the others in the last window
+        self._in_a_row = 0  # for how many windows in a row
+        self._logged: int | None = None  # the rank that is logged as delaying the others
         moments.keep(min(every, _MOST_POSTED) + _MARGIN)
 
     def after_step(self) -> None:
-        """Post what is due, and say what is worth it. Waits for nobody."""
+        """Post this rank's waits if that is due; rank 0 logs stragglers. Does not wait for other ranks."""
         if not self._moments.last:
             return
         count = self._moments.last[-1].number + 1
-        if self._posted is None:  # in the first exchange kernels are compiled
+        if self._posted is None:  # the first exchange compiles kernels, and is left out
             self._posted = self._judged = self._first = count
         elif count // self._every > self._posted // self._every:
             self._posted = count
             self._communicator.post(_TOPIC, self._to_post())
         if self._communicator.rank == 0 and self._judged < self._posted:
-            self._say(self._posted)
+            self._judge(self._posted)
 
     def report(self) -> Stragglers | None:
-        """Return what is known of the last exchanges that all ranks have posted; None before that."""
+        """Return the report of the last exchanges that all ranks have posted; None before that."""
         common = self._common()
         if common is None:
             return None
         return stragglers_of(*common)
 
     def slowest(self) -> int | None:
-        """Return who cost the others most in these exchanges; None before that is known."""
+        """Return the rank that cost the others most in these exchanges; None before all ranks have posted."""
         common = self._common()
         return None if common is None else int(lateness(common[1]).mean(axis=1).argmax())
 
-    def _say(self, count: int) -> None:
-        """Take the window up to this exchange into account, once all have posted theirs, and log what has begun or ended."""
+    def _judge(self, count: int) -> None:
+        """Judge the window up to this exchange once all ranks have posted it, and log whether a rank has begun or ceased to
+        delay the others."""
         report = self.report()
         if report is None or report.last + 1 < count:
             return
         self._judged = count
         matters = report.cost_s[report.slowest] > max(_WORTH_SHARE * report.step_s, _WORTH_S)
         slow = report.slowest if matters else None
-        self._on_end = self._on_end + 1 if slow == self._last else 1
+        self._in_a_row = self._in_a_row + 1 if slow == self._last else 1
         self._last = slow
-        if self._on_end < _ON_END or slow == self._logged:
+        if self._in_a_row < _IN_A_ROW or slow == self._logged:
             return
         if slow is not None:
             _log.warning("gradwire: %s", report)
@@ -132,7 +130,7 @@ class StragglerWatch:
         self._logged = slow
 
     def _to_post(self) -> dict[str, Any]:
-        """Return numbers of exchanges, and for each what this rank waited and how long the step was, in microseconds."""
+        """Return the numbers of exchanges, and for each, this rank's wait and the duration of the step in microseconds."""
         moments = [moment for moment in self._moments.last if moment.number >= self._first][-_MOST_POSTED:]
         return {
             "numbers": [moment.number for moment in moments],
@@ -141,8 +139,8 @@ class StragglerWatch:
         }
 
     def _common(self) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-        """Return the number of the last exchange of which all ranks have posted; seconds waited, (ranks, exchanges), and
-        of the steps."""
+        """Return the number of the last exchange that all ranks have posted, the seconds that they waited, (ranks, exchanges),
+        and the seconds of the steps."""
         posted = self._communicator.posted(_TOPIC)
         if len(posted) < self._communicator.size:
             return None
@@ -158,8 +156,8 @@ class StragglerWatch:
 
 
 def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[np.float64]) -> Stragglers:
-    """Return who made whom wait in exchanges up to number `last`. waited: the seconds of each rank in each, (ranks, exchanges).
-    step: seconds from one to the next, of any shape."""
+    """Return the report of exchanges up to number `last`. waited: the seconds of each rank in each, (ranks, exchanges). step:
+    seconds from one to the next, of any shape."""
     ahead = np.clip(waited[:, None, :] - waited[None, :, :], 0, None).mean(axis=2)
     late = lateness(waited)
     return Stragglers(
@@ -173,7 +171,7 @@ def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[
 
 
 def lateness(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return by how many seconds each rank came after the first half of them, (ranks, exchanges)."""
+    """Return by how many seconds each rank was later than the first half of them, (ranks, exchanges)."""
     half = np.sort(waited, axis=0)[waited.shape[0] // 2]
     late: npt.NDArray[np.float64] = np.clip(half - waited, 0, None)
     return late

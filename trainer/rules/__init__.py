@@ -1,1 +1,1 @@
-"""What ranks exchange while they train, and when: a rule a file, on what is in gradwire.trainer.gradients."""
+"""The update rules: what ranks exchange in training, and when. One rule a file, built on gradwire.trainer.gradients."""

@@ -1,10 +1,10 @@
-"""The rule of Adasum: every rank steps by itself, and the steps are combined by adaptive summation.
+"""The Adasum rule: every rank steps by itself, and the steps are combined by adaptive summation.
 
     adasum(a, b) = (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-(Maleki et al. 2020, "Scaling distributed training with adaptive summation"): the sum of vectors that are orthogonal, the
-mean of vectors that are equal. More ranks go up a binary tree: ranks 0 and 1, 2 and 3, then the results. Where their
-number is no power of two, the last ones are added to those before them first.
+(Maleki et al. 2020, "Scaling distributed training with adaptive summation"): the sum of vectors that are orthogonal, the mean
+of vectors that are equal. More ranks are combined in a binary tree: ranks 0 and 1, 2 and 3, then the results. If their number
+is no power of two, the last ones are first added to earlier ones.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Pair = tuple[int, int]
 
 
 class AdaptiveSummation(Rule):
-    """Combines, after every step, what the step of each rank has changed (section 4 of the paper).
+    """Combines, after every step, the changes that each rank's step has made (section 4 of the paper).
 
-    The optimizer steps with this rank's own gradients, and keeps a state that is each rank's own. Then the differences
-    that the steps of all ranks have made to a parameter are combined, and every rank continues from the parameter of
-    before plus the result: replicas that start equal stay equal bit for bit. The learning rate is that of one rank.
+    The optimizer steps with this rank's own gradients, and its state differs between ranks. Then the changes of a parameter by
+    the steps of all ranks are combined, and every rank continues from the previous parameter plus the result: replicas that
+    start equal stay equal bit for bit. The learning rate is that of one rank.
 
-    Casts are for the differences; codecs raise ValueError. GradScaler must not be used, since it decides on each rank
-    by itself whether to step.
+    Casts apply to the changes; codecs raise ValueError. GradScaler must not be used, since each rank's decides separately
+    whether to step.
     """
 
     shares_state = False
@@ -65,7 +65,8 @@ class AdaptiveSummation(Rule):
         self._before = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Return this rank's own loss: it steps by itself, however often it asks."""
+        """Return this rank's own loss, since the optimizer steps on this rank alone, and may call the closure any number of
+        times."""
         if self._before is None:
             self.synchronize()
         return closure()
@@ -92,10 +93,10 @@ def check_adasum(tensors: Sequence[Tensor]) -> None:
 
 
 def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: float, postscale: float) -> None:
-    """Replace each tensor by its Adasum over the ranks, times postscale, of what they have times prescale. Collective.
+    """Replace each tensor by the Adasum over the ranks of the tensor times prescale, times postscale. Collective.
 
-    The tensors are of floating point. All that is computed is computed in float64, and rounded once, at the end; every
-    rank gets the same bits. A rank sends about as much as in an allreduce, and needs some 24 bytes an element meanwhile.
+    The tensors are of floating point. The computation is in float64, and rounded once, at the end; every rank gets the same
+    bits. A rank sends about as much as in an allreduce, and needs some 24 bytes an element meanwhile.
     """
     fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -105,10 +106,10 @@ def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: flo
 
 
 def _adasum_fused(communicator: Communicator, tensors: Sequence[Tensor], prescale: float, postscale: float) -> None:
-    """Do so with tensors of one dtype on one device.
+    """Replace tensors of one dtype on one device: see adasum_().
 
-    A rank gets its chunk of all ranks' tensors, end to end, and goes up the tree with that; only the dot products, of
-    which it has the chunk's share, are added over the ranks on the way.
+    Each rank gets its chunk of all ranks' concatenated tensors, and combines it up the tree. Only the dot products, of which it
+    has its chunk's share, are summed over the ranks on the way.
     """
     size = communicator.size
     numels = [tensor.numel() for tensor in tensors]
@@ -145,7 +146,7 @@ def _add_pairs(communicator: Communicator, vectors: Tensor, parts: list[int], pa
 
 
 def tree(size: int) -> Iterator[list[Pair]]:
-    """Yield, from the leaves up, which vectors are added to which: pairs (where the result is, what is added)."""
+    """Yield, from the leaves up, the pairs of vectors that are combined: (place of the result, the other one)."""
     power = 1 << (size.bit_length() - 1)
     if rest := size - power:
         yield [(power - rest + i, power + i) for i in range(rest)]
@@ -156,7 +157,7 @@ def tree(size: int) -> Iterator[list[Pair]]:
 
 
 def _parts(numels: Sequence[int], start: int, length: int) -> list[int]:
-    """Return how many elements of each tensor, and of what pads them, lie in a chunk of all of them end to end."""
+    """Return how many elements of each tensor, and of the padding, are in a chunk of the concatenated tensors."""
     parts, end = [], 0
     for numel in numels:
         begin, end = end, end + numel

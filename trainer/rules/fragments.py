@@ -1,4 +1,5 @@
-"""A part of the parameters that local updates exchange at once: its outer copies, and the outer optimizer that steps them."""
+"""A fragment, the parameters that local updates exchange at once: their outer copies, and the outer optimizer that steps
+these."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Fragment:
         self._optimizer.param_groups = [group for group in groups if group["params"]]  # not those of other fragments
         self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
         self.rule.add(names, self._outer)
-        self.rule.bucketing.learn(range(len(self._outer)))  # any order will do, as all arrive together
+        self.rule.bucketing.learn(range(len(self._outer)))  # the order does not matter, as all arrive together
         self.rule.start()
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
         self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named)
@@ -48,7 +49,8 @@ class Fragment:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Set the outer parameters' gradients to outer parameter - parameter: from the second time on in the buckets."""
+        """Set the outer parameters' gradients to outer parameter - parameter; from the second time on, these are views of
+        buckets."""
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
             if outer.grad is None:
                 outer.grad = outer - parameter
@@ -56,7 +58,7 @@ class Fragment:
                 torch.sub(outer, parameter, out=outer.grad)
 
     def exchange(self, step: int) -> None:
-        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer where the ranks' then differ."""
+        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer if these then differ between ranks."""
         self.rule.synchronize()
         self._optimizer.step()
         self.rule.after_step()
@@ -64,18 +66,19 @@ class Fragment:
         self._check.compare(step)
 
     @torch.no_grad()
-    def hand_out(self, alpha: float) -> None:
-        """Give the parameters the outer ones' values, but for the share alpha of their own."""
+    def merge(self, alpha: float) -> None:
+        """Set the parameters to (1 - alpha) * outer parameter + alpha * parameter."""
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
             parameter.copy_(outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer parameters and what the outer optimizer and its exchange remember."""
+        """Return the outer parameters, and the state of the outer optimizer and its exchange."""
         return {"outer": [outer.detach().clone() for outer in self._outer], "optimizer": self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]], *, keep_rates: bool) -> None:
-        """Go on from a state_dict(), and `also` of ranks that no longer exist. keep_rates: whether the outer optimizer's
-        rates are those of this world, and not the saved ones. Raises what an optimizer raises that cannot load its own."""
+        """Load a state_dict(), and `also`, those of ranks that no longer exist. keep_rates: whether to keep the outer
+        optimizer's present rates, which depend on the world, in place of the saved ones. Raises what an optimizer raises that
+        cannot load a state."""
         with torch.no_grad():
             for outer, saved in zip(self._outer, state["outer"], strict=True):
                 outer.copy_(saved)
@@ -100,28 +103,28 @@ def cut(parameters: Sequence[Tensor], fragments: int) -> list[slice]:
 
 
 def is_one_shot(encoding: Cast | Encoding) -> bool:
-    """Return whether movements travel in codes of which every rank adds up all."""
+    """Return whether movements are sent by one-shot codecs, so that every rank adds up all codes."""
     return isinstance(encoding, Encoding) and isinstance(encoding.codec, Codec) and encoding.codec.one_shot
 
 
 def averaging_outer(
     parameters: Sequence[Tensor], encodings: Sequence[Cast | Encoding], among: Communicator, inner: Communicator | None
 ) -> torch.optim.Optimizer:
-    """Return the outer optimizer that averages parameters, whose movements travel by these encodings. Collective.
+    """Return the outer optimizer that averages parameters. encodings: those of their movements. Collective.
 
-    An SGD of rate 1 does. Codes of one shot have few numbers each, mostly other ones on every rank, so the mean over all
-    ranks would be a fraction of what the sender of a number wants: a rate of as many as there are different codes makes
-    the mean their sum. Each rank sends one, or each host where its ranks sum inside; ranks with the same `inner` ranks
-    move alike, so their codes are the same.
+    It is an SGD of rate 1. But a one-shot code has few numbers, mostly different ones on every rank, so the mean over all ranks
+    would be only a fraction of each number that is sent. With the number of different codes as the rate, the result is their
+    sum. Each rank sends one code, or each host if its ranks sum inside; ranks with the same `inner` ranks have the same
+    movements, and so the same code.
     """
     hosts = among.topology.hosts
     encoders = hosts if sums_inside(hosts) else [[rank] for host in hosts for rank in host]
     codes = len(encoders)
     if inner is not None:
-        first = min(inner.allgather_record(among.rank))  # stands for this rank's inner ranks
+        first = min(inner.allgather_record(among.rank))  # identifies this rank's inner ranks
         firsts = among.allgather_record(first)
         codes = len({frozenset(firsts[rank] for rank in encoder) for encoder in encoders})
-    kinds: dict[bool, list[Tensor]] = {}  # not by rate: on one rank both are 1, and checkpoints of several must fit
+    kinds: dict[bool, list[Tensor]] = {}  # not by rate: on one rank both are 1, but checkpoints must fit
     for parameter, encoding in zip(parameters, encodings, strict=True):
         kinds.setdefault(is_one_shot(encoding), []).append(parameter)
     return torch.optim.SGD([{"params": kinds[kind], "lr": float(codes) if kind else 1.0} for kind in kinds])

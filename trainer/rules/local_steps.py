@@ -1,9 +1,9 @@
-"""The rule of local updates: ranks step alone, and meet every so many steps.
+"""The rule of local updates: ranks step alone, and exchange their movements every so many steps.
 
-Each rank trains a copy of its own. Every `every` steps the ranks average how far their parameters have moved since they
-last met, and an outer optimizer applies that, as if it were a gradient, to the outer parameters, which all ranks hold
-alike (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1 that is averaging the parameters (local SGD, Stich
-2018). The movements are exchanged like any gradients, by the synchronous rule, with its buckets, codecs and checkpoints.
+Each rank trains a copy of its own. Every `every` steps, the ranks average the movements of their parameters since the last
+exchange. An outer optimizer applies the average, as if it were a gradient, to the outer parameters, which are equal on all
+ranks (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1, this averages the parameters (local SGD, Stich 2018). The
+movements are exchanged like any gradients, by the synchronous rule, with its buckets, codecs and checkpoints.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ KEY = "gradwire_local"
 
 @dataclass(frozen=True)
 class Locality:
-    """Says how far ranks go alone, by the arguments of LocalUpdates. outer: None to average. policy: what movements travel
-    as. inner: ranks that average their gradients in every step. owns_inner: whether nobody else uses that Communicator."""
+    """The settings of local updates, from the arguments of LocalUpdates. outer: None to average. policy: the encodings of
+    movements. inner: ranks that average their gradients in every step. owns_inner: whether nothing else uses that
+    Communicator."""
 
     every: int
     outer: torch.optim.Optimizer | None
@@ -54,7 +55,7 @@ class Locality:
 
     @property
     def described(self) -> dict[str, str]:
-        """Return in words, by the names of arguments, what must be the same on all ranks."""
+        """Return the settings that must be equal on all ranks, as text by the names of the arguments."""
         codec, policy = self.policy.described
         groups = [] if self.outer is None else self.outer.param_groups
         settings = [{name: group[name] for name in group if name != "params"} for group in groups]
@@ -70,8 +71,8 @@ class Locality:
 class LocalSteps(Rule):
     """Averages gradients during the warm-up (and among inner ranks after it), and movements from then on.
 
-    step: how many steps the optimizer has taken, those before a checkpoint included. warmup_taken, alone_taken: how many
-    of them since this was made, in the warm-up and after it.
+    step: how many steps the optimizer has taken, including those before a checkpoint. warmup_taken, alone_taken: how many of
+    them it has taken since this was made, in the warm-up and after it.
     """
 
     def __init__(self, setup: Setup, locality: Locality) -> None:
@@ -84,11 +85,11 @@ class LocalSteps(Rule):
         self._parameters: list[Tensor] = []
         self._averaging: Synchronous | None = None
         self._fragments: list[Fragment] = []
-        self._pending: tuple[int, int] | None = None  # which fragment is on its way, and after which step it is merged
-        self._done: Future[None] | None = None  # its exchange, until somebody has waited for that
+        self._pending: tuple[int, int] | None = None  # (fragment that is exchanged, step after which it is merged)
+        self._done: Future[None] | None = None  # its exchange, until it has been waited for
         self._thread = DaemonThread("gradwire-local") if locality.delay else None
         self._waited_s = 0.0
-        self._has_common = False  # whether the outer parameters are what all ranks have in common
+        self._has_common = False  # whether the outer parameters are equal on all ranks
         self.step = self.warmup_taken = self.alone_taken = 0
 
     @property
@@ -98,7 +99,8 @@ class LocalSteps(Rule):
 
     @property
     def sent(self) -> tuple[ExchangeStats, ExchangeStats, ExchangeStats]:
-        """Return what this rank has sent so far: gradients in the warm-up, movements, and gradients to inner ranks."""
+        """Return the counts of what this rank has sent so far: gradients in the warm-up, movements, and gradients to inner
+        ranks."""
         inner = ExchangeStats() if self._inner_combination is None else self._inner_combination.traffic.stats
         return self.setup.combination.traffic.stats, self._outer_combination.traffic.stats, inner
 
@@ -151,7 +153,7 @@ class LocalSteps(Rule):
                 self._exchange(number)
 
     def _begin(self) -> None:
-        """Take the parameters for the common ones before the first step, which may have been broadcast or loaded since."""
+        """Set the outer parameters from the parameters before the first step, as these may have been broadcast or loaded."""
         if not self._has_common:
             for fragment in self._fragments:
                 fragment.take_over()
@@ -163,24 +165,24 @@ class LocalSteps(Rule):
         return (self.step - self._locality.warmup_steps - (number + 1) * every // fragments) % every == 0
 
     def _exchange(self, number: int) -> None:
-        """Exchange a fragment: now, or meanwhile where there is a delay."""
+        """Exchange a fragment: now, or with a delay in the background."""
         fragment, step = self._fragments[number], self.step
         fragment.move()
         if self._thread is None:
             fragment.exchange(step)
-            fragment.hand_out(0.0)
+            fragment.merge(0.0)
         else:
             self._done = self._thread.submit(lambda: fragment.exchange(step))
             self._pending = number, step + self._locality.delay
 
     def _merge(self, number: int) -> None:
-        """Wait for the fragment that is on its way, and hand it out."""
+        """Wait for the fragment that is being exchanged, and merge it into the parameters."""
         self._settle()
         self._pending = None
-        self._fragments[number].hand_out(self._locality.alpha)
+        self._fragments[number].merge(self._locality.alpha)
 
     def _settle(self) -> None:
-        """Wait until the fragment that is on its way has been exchanged."""
+        """Wait until the fragment that is being exchanged has arrived."""
         if self._done is not None:
             begin = time.perf_counter()
             try:
@@ -192,7 +194,7 @@ class LocalSteps(Rule):
     def _enter(self, step: int) -> None:
         """Enter the phase to which a step belongs: that of averaging gradients, or that of local updates. Collective."""
         self.step = step
-        self._waited_s = self.wait_s  # which is to include that of the rules that end here
+        self._waited_s = self.wait_s  # which includes that of the rules that end here
         self._close_rules()
         self._averaging, self._fragments = None, []
         locality = self._locality
@@ -234,15 +236,15 @@ class LocalSteps(Rule):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's, and under KEY where this rank stands: another on every rank where there is a codec."""
+        """Return the optimizer's state, and under KEY that of this rule, which differs between ranks if there is a codec."""
         self._settle()
         state = self.setup.optimizer.state_dict() if self._averaging is None else self._averaging.state_dict()
         fragments = [fragment.state_dict() for fragment in self._fragments]
         return {**state, KEY: {"step": self.step, "pending": self._pending, "fragments": fragments}}
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from a state_dict(), collectively; without KEY, begin anew. Raises ValueError on all ranks, with nothing
-        loaded, where they were given different steps, other fragments than these, or one what cannot be loaded."""
+        """Load a state_dict(), collectively; without KEY, begin anew. Raises ValueError on all ranks, with nothing loaded, if
+        the states of ranks are of different steps or of other fragments, or one cannot be loaded."""
         self._settle()
         before: dict[str, Any] = {}
 
@@ -270,8 +272,9 @@ class LocalSteps(Rule):
         return on_all_ranks(self.communicator, attempt, failed=failed)
 
     def _label(self, part: dict[str, Any]) -> list[Any]:
-        """Return step, fragment on its way and number of fragments, which parts of one checkpoint have in common. Raises
-        ValueError, or what looking into a part raises, where it is damaged or not of these parameters."""
+        """Return the step, the fragment that is being exchanged and the number of fragments, which are equal in all parts of
+        one checkpoint. Raises ValueError, or another error of reading it, for a part that is damaged or not of these
+        parameters."""
         step, pending, fragments = part["step"], part["pending"], part["fragments"]
         warmup_steps = self._locality.warmup_steps
         if type(step) is not int or step < 0:
@@ -296,8 +299,8 @@ class LocalSteps(Rule):
         return [step, [number, merge_at], len(fragments)]
 
     def _take(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Go on from states that have a label, the same on all ranks. Collective. Raises ValueError on all ranks, with some
-        of it loaded, where a part cannot be loaded on one."""
+        """Load states whose label is the same on all ranks. Collective. Raises ValueError on all ranks, with a part of them
+        loaded, if one rank cannot load its part."""
         part = state_dict.get(KEY, {"step": 0, "pending": None, "fragments": None})
         self._has_common = part["step"] > 0
         self._enter(part["step"])

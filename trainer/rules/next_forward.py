@@ -1,8 +1,8 @@
-"""The synchronous rule whose waits and updates are put off to the next forward: DistributedOptimizer(overlap="next_forward").
+"""The synchronous rule with waits and updates deferred to the next forward: DistributedOptimizer(overlap="next_forward").
 
-The update of a step is the same, to the bit: each parameter is updated with the gradients of all ranks and the settings that
-held at step(), before the first module that uses it computes. Meanwhile the modules before it compute, while gradients
-are on the wire (ByteScheduler, Peng et al. 2019).
+The update of a step has the same bits: each parameter is updated with the gradients of all ranks and the settings at the time
+of step(), before the first module that uses it computes. Earlier modules compute while gradients are on the wire
+(ByteScheduler, Peng et al. 2019).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _TWICE = (
 
 
 class NextForward(Synchronous):
-    """Has backward() start the exchange and step() take note that an update is due; before a module computes, waits for the
-    buckets of its parameters, and updates what is in them.
+    """backward() starts the exchange, and step() records that an update is due. Before a module computes, this rule waits for
+    the buckets of its parameters, and updates the parameters in them.
 
     model: whose modules are watched. The parameters of a module whose forward is never called, as where its parent reads
     them, are awaited before that of the module around it; those that are in no module of the model, before the first.
@@ -63,16 +63,16 @@ class NextForward(Synchronous):
                 "overlap='backward'"
             )
         super().__init__(setup)
-        self.moments = None  # when this rank needs the end of an exchange, it says nothing of the others
+        self.moments = None  # waits end when this rank needs a result, so ranks' waits cannot be compared
         self.exchange.settle = Weakly.of(self.settle)
         self.exchange.before_gradient = Weakly.of(self._before_gradient)
         self._model = model
         self._lock = threading.RLock()  # autograd calls hooks from one thread per device
-        self._settings: list[dict[str, Any]] | None = None  # of the param groups at the step that is due
+        self._settings: list[dict[str, Any]] | None = None  # of the param groups at the due step
         self._failed = False
         self._called: set[nn.Module] = set()
         self._needed: dict[nn.Module | None, list[int]] = {}
-        self._needed_by: tuple[int, object] = (0, None)  # what that was made of
+        self._needed_by: tuple[int, object] = (0, None)  # what _needed was made from
         self._watched: set[nn.Module] = set()
         reads, loads = Weakly.of(self.settle), Weakly.of(self._before_load)
         optimizer = setup.optimizer
@@ -99,10 +99,10 @@ class NextForward(Synchronous):
         super().synchronize()
 
     def take_step(self) -> Any:
-        """Take note of an update that is due, where it can be put off. Raises TypeError where the optimizer's step changes the
-        settings of its param groups, and so cannot be taken for some parameters after others."""
+        """Record that an update is due, if it can be deferred. Raises TypeError if the optimizer's step changes the settings of
+        its param groups, so that it cannot step some parameters later than others."""
         groups = self.setup.optimizer.param_groups
-        if not self._can_put_off():
+        if not self._can_defer():
             before = [dict(group) for group in groups]
             result = super().take_step()
             if before != [dict(group) for group in groups]:
@@ -137,7 +137,7 @@ class NextForward(Synchronous):
         super().load_state_dict(state_dict, also)
 
     def close(self) -> None:
-        """Complete the update that is due, unless an error has said that this is impossible, and leave the model alone."""
+        """Complete the due update, unless an error has made that impossible, and remove the hooks of the model."""
         try:
             if not self._failed:
                 self.settle()
@@ -146,8 +146,8 @@ class NextForward(Synchronous):
                 hook.remove()
             super().close()
 
-    def _can_put_off(self) -> bool:
-        """Return whether all gradients are on their way, and nobody has used them since."""
+    def _can_defer(self) -> bool:
+        """Return whether all gradients are being exchanged, and have not been used since."""
         return (
             self.exchange.is_pending
             and self._settings is None
@@ -158,7 +158,7 @@ class NextForward(Synchronous):
         )
 
     def _find_needed(self) -> None:
-        """Find by module which buckets it needs before it computes, if modules have been called that had not been before."""
+        """Find the buckets that each module needs before it computes, if modules have been called for the first time."""
         made_of = len(self._called), self.buckets
         if self._needed_by[0] == made_of[0] and self._needed_by[1] is made_of[1]:
             return
@@ -191,8 +191,8 @@ class NextForward(Synchronous):
                 self._finish(number)
 
     def _before_gradient(self, index: int) -> None:
-        """Complete the update of the step before, when backward() comes to the first gradient. Raises RuntimeError where its
-        parameter was used before it was updated."""
+        """Complete the update of the last step at the first gradient of backward(). Raises RuntimeError if its parameter was
+        used before it was updated."""
         with self._lock:
             if self.bucketing.places.get(index, (-1,))[0] in self.exchange.waiting:
                 message = _TWICE if self._settings is None else _READ_BEFORE
@@ -200,7 +200,7 @@ class NextForward(Synchronous):
             self.settle()
 
     def _before_load(self, *_: object) -> None:
-        """Complete the update of the step before; what has failed is left, for something else takes its place."""
+        """Complete the update of the last step; a failed one is skipped, since the loaded state replaces it."""
         try:
             self.settle()
         except CollectiveError:
@@ -208,7 +208,7 @@ class NextForward(Synchronous):
             self._settings, self._failed = None, False
 
     def _finish(self, number: int) -> None:
-        """Wait for a bucket, unless that was done, and update its parameters if that is due."""
+        """Wait for a bucket, if not done yet, and update its parameters if an update is due."""
         if number not in self.exchange.waiting:
             return
         bucket = self.buckets[number]
@@ -221,7 +221,7 @@ class NextForward(Synchronous):
             return
         kept = [
             parameter.grad for parameter in bucket.parameters
-        ]  # None since zero_grad(); the update is of those before
+        ]  # None after zero_grad(); the update uses the gradients before it
         try:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 parameter.grad = gradient
@@ -233,7 +233,7 @@ class NextForward(Synchronous):
                 self._settings = None
 
     def _update(self, parameters: Collection[Tensor]) -> None:
-        """Step the optimizer as it was at step(), for some of its parameters."""
+        """Step some of the optimizer's parameters, with its settings at step()."""
         optimizer, wanted = self.setup.optimizer, set(parameters)
         assert self._settings is not None
         groups = optimizer.param_groups
@@ -250,13 +250,13 @@ class NextForward(Synchronous):
 
 
 def _kept(value: Any) -> Any:
-    """Return what a setting is now, which may be a tensor that is changed in place."""
+    """Return the present value of a setting; a tensor, which may be changed in place, is copied."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 @contextmanager
 def _outside_of_modes(devices: Iterable[str]) -> Iterator[None]:
-    """Compute as outside of a forward, which autocast and inference_mode() may be around."""
+    """Compute without autocast and inference_mode(), inside which a forward may run."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         for device in devices:

@@ -1,4 +1,4 @@
-"""What a DistributedOptimizer asks of a rule, and what it gives it."""
+"""The base class of update rules, whose methods a DistributedOptimizer calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rule:
 
     @property
     def communicator(self) -> Communicator:
-        """Return what connects the ranks; it belongs to this optimizer alone."""
+        """Return the Communicator of the ranks; it belongs to this optimizer alone."""
         return self.setup.combination.communicator
 
     @property
@@ -61,24 +61,24 @@ class Rule:
         return ()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Take in parameters: those of the optimizer at first, later those of a new param group. Raises ValueError for
-        those that cannot be exchanged."""
+        """Add parameters: first those of the optimizer, later those of a new param group. Raises ValueError for those that
+        cannot be exchanged."""
 
     def start(self) -> None:
-        """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks alike
-        where these do not have the same parameters."""
+        """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks if they have
+        different parameters."""
 
     def synchronize(self) -> None:
-        """Exchange what must be exchanged before the optimizer steps, unless that is done."""
+        """Exchange whatever the optimizer's step needs, unless that is done."""
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Call the closure of a step, which computes gradients, and return the loss that the optimizer is to go by."""
+        """Call the closure of a step, which computes gradients, and return the loss for the optimizer."""
         loss = closure()
         self.synchronize()
         return loss
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return what is entered while the optimizer steps, after synchronize()."""
+        """Return a context manager that is entered while the optimizer steps, after synchronize()."""
         return nullcontext()
 
     def take_step(self) -> Any:
@@ -88,10 +88,10 @@ class Rule:
             return self.setup.optimizer.step()
 
     def settle(self) -> None:
-        """Finish what backward() and steps have begun, so that parameters and optimizer state are what they are to be."""
+        """Finish all work that backward() and steps have begun, so that parameters and optimizer state are up to date."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients of the next step so that the norm of all of them is at most max_norm; return what it was."""
+        """Scale the gradients of the next step so that the norm of all of them is at most max_norm; return the norm before."""
         self.synchronize()
         groups = self.setup.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -101,7 +101,7 @@ class Rule:
         """Do what is due when the optimizer has stepped."""
 
     def reset(self) -> None:
-        """Forget what was accumulated: the gradients have been zeroed."""
+        """Discard accumulated gradients, after they have been zeroed."""
 
     def stand_in(self, verb: str, numel: int) -> bool:
         """Take part in the next operations of the other ranks without gradients, on a rank that has joined.
@@ -111,7 +111,7 @@ class Rule:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with what this rank needs to go on exactly as if it had not stopped."""
+        """Return the optimizer's state, with all that this rank needs to resume exactly."""
         return self.setup.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
@@ -119,4 +119,4 @@ class Rule:
         self.setup.optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Stop exchanging, and remove all hooks."""

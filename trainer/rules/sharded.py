@@ -1,8 +1,8 @@
-"""The rule of sharded states: every rank steps its share of the parameters, and keeps the optimizer's state of that alone.
+"""The rule of sharded states: every rank steps its share of the parameters, and keeps the optimizer's state of this share only.
 
 ZeRO stage 1 (Rajbhandari et al. 2020): gradients are reduced so that every rank gets its share of each bucket, the optimizer
-steps on the pieces of parameters that lie in there, and the parameters are gathered. The buckets are those of the synchronous
-rule, and the two halves those of the allreduce that it would run, so a piece's gradient has the same bits.
+steps the pieces of parameters in this share, and the parameters are gathered. The buckets are those of the synchronous rule,
+and the two exchanges are the halves of its allreduce, so a piece's gradient has the same bits.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _CHANGED = (
 
 
 class Sharded(Synchronous):
-    """Exchanges gradients as the synchronous rule does, and has the optimizer step on pieces of the parameters.
+    """Exchanges gradients like the synchronous rule, and lets the optimizer step pieces of the parameters.
 
-    When backward() returns, parameter.grad holds the average where this rank's piece is, and zeros elsewhere, so that what
-    ranks sum up of it counts every element once.
+    After backward(), parameter.grad holds the average in this rank's piece, and zeros elsewhere, so that sums over the ranks
+    count every element once.
     """
 
     shares_state = keeps_replicas = can_stand_in = False
@@ -89,7 +89,7 @@ class Sharded(Synchronous):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Have the optimizer step on this rank's pieces. Raises RuntimeError where gradients are not what backward() left."""
+        """Let the optimizer step this rank's pieces, inside. Raises RuntimeError if gradients have changed since backward()."""
         for bucket in self.bucketing.buckets:
             is_changed = bucket.memory._version != bucket.finished_version
             for slot, parameter in enumerate(bucket.parameters):
@@ -103,13 +103,13 @@ class Sharded(Synchronous):
         begin = time.perf_counter()
         self._pieces.gather(self.exchange.step - 1)
         self._gathered_s += time.perf_counter() - begin
-        for bucket in self.bucketing.buckets:  # for an optimizer may use the memory of gradients, as it does unsharded
+        for bucket in self.bucketing.buckets:  # because an optimizer may overwrite gradients, as it may without shards
             bucket.take_note()
         super().after_step()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """Do as Rule.clip_grad_norm_, over all ranks' pieces. Collective."""
+        """See Rule.clip_grad_norm_; the norm is over all ranks' pieces. Collective."""
         self.synchronize()
         parts = self._pieces.gradients()
         own = torch.nn.utils.get_total_norm([part for each in parts for part in each], norm_type)
@@ -120,7 +120,7 @@ class Sharded(Synchronous):
             total = total**norm_type
             self.communicator.allreduce(total, Sum)
             total = total ** (1 / norm_type)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN where the norm is
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN if the norm is
         for each in filter(None, parts):
             torch._foreach_mul_(each, factor.to(each[0].device))
         for bucket in self.bucketing.buckets:
@@ -128,7 +128,7 @@ class Sharded(Synchronous):
         return total.to(own.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension; under SHARDS, which they are."""
+        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension; SHARDS describes the pieces."""
         with self._pieces.in_place_of_parameters():
             state = super().state_dict()
         pieces = self._pieces.all
@@ -145,9 +145,9 @@ class Sharded(Synchronous):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load what state_dict() of all ranks there were has returned, on any number of ranks, or an unsharded state. Collective.
+        """Load the state_dict()s of all ranks that saved, on any number of ranks, or an unsharded state. Collective.
 
-        Raises ValueError on all ranks where what they were given is not all of one checkpoint, or not of these parameters.
+        Raises ValueError on all ranks if they were not given all parts of one checkpoint of these parameters.
         """
         mine = self._agree([state_dict, *also])
         bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
@@ -168,7 +168,7 @@ class Sharded(Synchronous):
             self.setup.optimizer.load_state_dict({**bare, "state": state})
 
     def _agree(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the given parts that this rank is to contribute; None for a state that is not sharded. Collective."""
+        """Return the parts that this rank must contribute; None for an unsharded state. Collective."""
         shapes = [list(piece.parameter.shape) for piece in self._pieces.all]
         everyones: list[list[Any]] = self.communicator.allgather_record([_label(each, shapes) for each in given])
         first = everyones[0][0]
@@ -198,18 +198,18 @@ class Sharded(Synchronous):
 
 
 def _kept(part: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the optimizer's state of a parameter in a part of a checkpoint, and by LOST what the parameter lacks."""
-    owed = part.get(SHARDS, {}).get("owed")
-    return {**part["state"].get(number, {}), **({} if owed is None else {LOST: owed[number]})}
+    """Return the optimizer's state of a parameter in a part of a checkpoint; LOST is the update that the parameter lacks."""
+    lacking = part.get(SHARDS, {}).get("owed")
+    return {**part["state"].get(number, {}), **({} if lacking is None else {LOST: lacking[number]})}
 
 
 def _without_rank(label: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what the labels of all parts of one checkpoint have in common."""
+    """Return the fields that are equal in the labels of all parts of one checkpoint."""
     return None if label is None else {key: value for key, value in label.items() if key != "rank"}
 
 
 def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | str | None:
-    """Return what describes a part; None for a state that is not sharded; a text for what cannot be loaded, and why."""
+    """Return the label of a part; None for an unsharded state; for a part that cannot be loaded, the reason as text."""
     if (part := given.get(SHARDS)) is None:
         return None
     try:
@@ -225,8 +225,8 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | s
                 if values.numel() != numel:
                     has = values.numel()
                     return f"a damaged state: {name!r} of parameter {number} has {has} elements, not {numel}"
-            if (owed := state.get(LOST)) is not None:
-                check_finite(f"residual of parameter {number}", owed)
+            if (lacking := state.get(LOST)) is not None:
+                check_finite(f"residual of parameter {number}", lacking)
             names.append([[name, str(values.dtype)] for name, values in by_element.items()])
         label = {key: part[key] for key in ("world_size", "rank")}
         return {**label, "names": names, "lacks": part["owed"] is not None}

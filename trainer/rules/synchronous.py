@@ -19,8 +19,8 @@ from gradwire.trainer.world.world import here
 
 
 class Synchronous(Rule):
-    """Exchanges gradients in the last backward() before a step: hooks of the parameters start it, and backward() returns when it
-    is done."""
+    """Exchanges gradients in the last backward() before a step: hooks of the parameters start the exchange, and backward()
+    returns when it is done."""
 
     keeps_replicas = can_stand_in = True
     exchange_kind: type[GradientExchange] = GradientExchange
@@ -52,7 +52,7 @@ class Synchronous(Rule):
         self.exchange.flush()
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Return the loss over all ranks, so that all take the same decisions."""
+        """Return the loss over all ranks, so that the optimizers of all ranks decide alike."""
         self.exchange.renew()
         loss = super().evaluate(closure)
         if loss is None:
@@ -71,11 +71,11 @@ class Synchronous(Rule):
         self.exchange.renew(forget=True)
 
     def stand_in(self, verb: str, numel: int) -> bool:
-        """Rebuild the buckets, where ranks agree on that, or exchange: what was accumulated, then zeros."""
-        if verb == "allgather" and self.bucketing.buckets:  # where all is sparse, an exchange begins with one
+        """Take part in agreeing on new buckets, or in an exchange: first with accumulated gradients, then with zeros."""
+        if verb == "allgather" and self.bucketing.buckets:  # without buckets, an exchange begins with one
             self.start()
             return True
-        if verb != "allgather" and numel <= 1:  # a loss; a bucket has a number for what it counts, beside a gradient's
+        if verb != "allgather" and numel <= 1:  # a loss; a bucket has at least a gradient and its count
             return False
         if not self.exchange.has_unreduced:
             self.setup.optimizer.zero_grad()

@@ -1,8 +1,9 @@
-"""What a parameter server decides: which contributions make an update, when, and who may go on. No tensors, no I/O.
+"""The decisions of a parameter server: which contributions make an update, when, and which workers may go on. No tensors, no
+I/O.
 
-Four numbers give the classic schemes. With the quorum at the number of workers every update is a synchronous one; below
-it, the slowest are not waited for (backup workers, Chen et al. 2016); at 1 every contribution is applied when it comes
-(Downpour, Dean et al. 2012). staleness bounds how far the workers are apart (stale synchronous parallel, Ho et al. 2013).
+Four numbers give the classic schemes. With the quorum at the number of workers every update is a synchronous one; below it,
+updates do not wait for the slowest workers (backup workers, Chen et al. 2016); at 1, every contribution is applied on arrival
+(Downpour, Dean et al. 2012). staleness bounds how many steps workers are apart (stale synchronous parallel, Ho et al. 2013).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts what became of all contributions to one server.
+    """The counts of all contributions to one server, by what happened to them.
 
-    updates: how many were made. staleness: how many contributions came how many versions late; those of age 0 were in time.
-    contributions: how many came from each worker. late: how many were late, the dropped ones among them. dropped: how many
-    of those were not used. pending: how many wait for their update. lead: the most steps by which a worker that went on was
-    ahead of the slowest. lost: the workers that are left out.
+    updates: how many were made. staleness: the number of contributions by age, in versions; age 0 is in time. contributions:
+    the number from each worker. late: how many were late, including the dropped ones. dropped: how many of those were not used.
+    pending: how many wait for their update. lead: the most steps by which a worker that went on was ahead of the slowest. lost:
+    the workers that are left out.
     """
 
     updates: int
@@ -38,7 +39,7 @@ class Counts:
     lost: tuple[int, ...]
 
     def to_record(self) -> dict[str, Any]:
-        """Return a record, as JSON can have it."""
+        """Return the counts as a record that JSON can hold."""
         return {
             **vars(self),
             "staleness": list(self.staleness.items()),
@@ -53,7 +54,7 @@ class Counts:
 
     @staticmethod
     def total(counts: Sequence[Counts]) -> Counts:
-        """Return what became of the contributions that were counted in several places."""
+        """Return the sum of several Counts."""
         return Counts(
             updates=sum(each.updates for each in counts),
             staleness=_added(each.staleness for each in counts),
@@ -86,17 +87,17 @@ class ServerReport(Counts):
 
     @staticmethod
     def of(counts: Sequence[Counts]) -> ServerReport:
-        """Return the report of what each server has counted."""
+        """Return the report from each server's Counts."""
         return ServerReport(servers=len(counts), **vars(Counts.total(counts)))
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Says what makes an update.
+    """The conditions of an update.
 
-    quorum: how many workers must have contributed to it. grace_s: for how many seconds after that others are waited for.
-    staleness: how many steps a worker may be ahead of the slowest; None for any number. late: what a contribution to an
-    old version is: "weight", part of the next update, by 1 / (1 + age); "next", part of it like any other; "drop", nothing.
+    quorum: how many workers must have contributed. grace_s: how many seconds the update then waits for others. staleness: how
+    many steps a worker may be ahead of the slowest; None for any number. late: the use of a contribution to an old version:
+    "weight", in the next update, with the weight 1 / (1 + age); "next", in it like any other; "drop", none.
     """
 
     quorum: int
@@ -114,28 +115,28 @@ class _Contribution(Generic[_Value]):
 
 
 class Aggregator(Generic[_Value]):
-    """Collects what workers contribute, and says what makes the next update.
+    """Collects the workers' contributions, and decides which ones make the next update.
 
-    Attributes: version, how many updates have been made; quorum, how many workers must contribute to an update: what the scheme
-    says, or fewer where some have left; lost, the workers that have been lost. Times are those of one clock, in seconds.
+    Attributes: version, how many updates have been made; quorum, how many workers must contribute to an update: the scheme's
+    quorum, or fewer if workers have left; lost, the workers that have been lost. Times are those of one clock, in seconds.
     """
 
     def __init__(self, workers: Iterable[int], scheme: Scheme, version: int = 0) -> None:
         self.version = version
         self._scheme = scheme
-        self._clocks = dict.fromkeys(workers, 0)  # contributions of each worker that takes part
-        self._versions: dict[int, int] = {}  # to which each has contributed last
+        self._clocks = dict.fromkeys(workers, 0)  # number of contributions, by worker that takes part
+        self._versions: dict[int, int] = {}  # the version to which each has contributed last
         self.lost: tuple[int, ...] = ()
         self.quorum = scheme.quorum
         self._pending: list[_Contribution[_Value]] = []
-        self._complete_at: float | None = None  # since when the quorum is there
+        self._complete_at: float | None = None  # when the quorum was reached
         self._ages: Counter[int] = Counter()
         self._contributed: Counter[int] = Counter(self._clocks)
         self._late = self._dropped = self._updates = self._lead = 0
 
     @property
     def holds_quorum(self) -> bool:
-        """Tell whether those that still take part are enough for an update."""
+        """Return whether the workers that still take part are enough for an update."""
         return len(self._clocks) >= self.quorum
 
     @property
@@ -144,7 +145,7 @@ class Aggregator(Generic[_Value]):
         return tuple(sorted(self._clocks.keys() - self._contributors()))
 
     def push(self, worker: int, version: int, weight: float, value: _Value, now: float) -> None:
-        """Take a contribution that was computed with the parameters of a version."""
+        """Add a contribution that was computed with the parameters of a version."""
         age = self.version - version
         if age < 0:
             raise ValueError(f"worker {worker} contributes to version {version}, but the newest is {self.version}")
@@ -157,18 +158,18 @@ class Aggregator(Generic[_Value]):
             self._dropped += 1
         else:
             self._pending.append(_Contribution(worker, weight, age, value))
-        self._look(now)
+        self._note_quorum(now)
 
     def due_at(self, now: float) -> float | None:
-        """Return when the next update is due if nothing more is pushed; None where it needs another contribution first."""
+        """Return when the next update is due if nothing more is pushed; None if it needs another contribution first."""
         if self._complete_at is None:
             return None
         return now if not self.awaited else self._complete_at + self._scheme.grace_s
 
     def take(self, now: float) -> list[tuple[_Value, float]] | None:
-        """Return what the next update is made of, with factors, ordered by worker; None where it is not due.
+        """Return the contributions of the next update, with factors, ordered by worker; None if it is not due.
 
-        A factor is the contribution's share of all weights, and for a late one less by its age.
+        A factor is the contribution's share of all weights, reduced for a late one by its age.
         """
         due_at = self.due_at(now)
         if due_at is None or now < due_at:
@@ -183,13 +184,13 @@ class Aggregator(Generic[_Value]):
         ]
 
     def may_go(self, worker: int) -> bool:
-        """Return whether a worker may take the newest parameters and go on: an update was made since the version to which it
-        contributed, and it is not too far ahead."""
-        return self.version > self._versions.get(worker, -1) and not self.held_up_by(worker)
+        """Return whether a worker may go on with the newest parameters: an update was made since the version to which it
+        contributed, and it is not too many steps ahead."""
+        return self.version > self._versions.get(worker, -1) and not self.blocking(worker)
 
-    def held_up_by(self, worker: int) -> tuple[int, ...]:
-        """Return the workers because of which one that has contributed may not go on: those without a contribution to the
-        update that it waits for; after that update, those that are further behind it than the staleness allows."""
+    def blocking(self, worker: int) -> tuple[int, ...]:
+        """Return the workers for which a worker that has contributed waits: those without a contribution to its update; after
+        that update, those that are further behind than the staleness allows."""
         if self.version <= self._versions.get(worker, -1):
             return self.awaited
         bound = self._scheme.staleness
@@ -198,25 +199,25 @@ class Aggregator(Generic[_Value]):
         return tuple(sorted(other for other, clock in self._clocks.items() if self._clocks[worker] - clock > bound))
 
     def went(self, worker: int) -> None:
-        """Note that a worker goes on."""
+        """Record that a worker goes on."""
         self._lead = max(self._lead, self._clocks[worker] - min(self._clocks.values()))
 
     def leave(self, worker: int, now: float) -> None:
-        """Go on without a worker that has no more to contribute: the quorum is at most the number of the others."""
+        """Remove a worker that contributes no more: the quorum becomes at most the number of the others."""
         held = self.holds_quorum
         if self._clocks.pop(worker, None) is not None:
             if held:
                 self.quorum = min(self.quorum, len(self._clocks))
-            self._look(now)
+            self._note_quorum(now)
 
     def lose(self, worker: int, now: float) -> None:
-        """Go on without a worker that has failed. What it has contributed counts."""
+        """Remove a worker that has failed. Its contributions count."""
         if self._clocks.pop(worker, None) is not None:
             self.lost = tuple(sorted((*self.lost, worker)))
-            self._look(now)
+            self._note_quorum(now)
 
     def counts(self) -> Counts:
-        """Return what became of all contributions."""
+        """Return the counts of all contributions."""
         return Counts(
             updates=self._updates,
             staleness=_added([self._ages]),
@@ -231,8 +232,8 @@ class Aggregator(Generic[_Value]):
     def _contributors(self) -> set[int]:
         return {each.worker for each in self._pending}
 
-    def _look(self, now: float) -> None:
-        """Note when the quorum is there."""
+    def _note_quorum(self, now: float) -> None:
+        """Record when the quorum is reached."""
         if self._complete_at is None and self._pending and len(self._contributors()) >= self.quorum:
             self._complete_at = now
 

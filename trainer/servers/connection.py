@@ -1,4 +1,5 @@
-"""What servers and workers exchange: Communicators of two ranks, tensors in flat buffers, records as JSON, and errors."""
+"""The means of exchange between servers and workers: Communicators of two ranks, flat buffers of tensors, records as JSON, and
+errors."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def open_pairs(
 
     name: the same on all ranks, and used for nothing else. rank: this one. world_ranks: by rank, its rank in the world.
     timeout_s: of each wait; None for that of init(). Collective: call it for one server after the other, in the same order on
-    all ranks, so that no ranks wait in a circle.
+    all ranks, or ranks deadlock.
     """
     pairs: dict[int, Communicator] = {}
     try:
@@ -43,19 +44,20 @@ def open_pairs(
 
 
 def to_bytes(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor:
-    """Return a record as a tensor of uint8. default: makes of a value what JSON can have, as json.dumps takes it."""
+    """Return a record as a tensor of uint8. default: converts other values, as of json.dumps."""
     return torch.frombuffer(bytearray(json.dumps(record, default=default).encode()), dtype=torch.uint8)
 
 
 def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
-    """Return a record that a rank sends as so many bytes, as JSON has it: with lists for tuples, and keys that are text."""
+    """Return a record of nbytes that a rank sends. After JSON, tuples are lists and keys are text."""
     text = torch.empty(nbytes, dtype=torch.uint8)
     communicator.recv(text, sender)
     return json.loads(text.numpy().tobytes())
 
 
 class Flat:
-    """Lays tensors out one after the other, on the CPU, in one buffer for each dtype. Attribute numel: how many elements."""
+    """A layout of tensors one after the other, on the CPU, in one buffer for each dtype. Attribute numel: the number of
+    elements."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
@@ -101,7 +103,7 @@ class QuorumLost(CollectiveError):
 
 
 def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:
-    """Return an error of a Communicator of two, by the numbers that its ranks have among all. rank: this one."""
+    """Return an error of a Communicator of two ranks with the ranks' numbers among all. rank: this one."""
     if isinstance(error, PeerLost):
         reasons = {pair[lost]: reason for lost, reason in error.reasons.items()}
         lost = [pair[lost] for lost in error.ranks]
@@ -113,24 +115,24 @@ def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation:
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an error says; its name where it says nothing, as KeyboardInterrupt does."""
+    """Return the text of an error, or its name if that is empty, as of KeyboardInterrupt."""
     return str(error) or type(error).__name__
 
 
 def to_record(error: BaseException) -> dict[str, Any]:
-    """Return a record of an error for other ranks, as JSON can have it."""
-    said: dict[str, Any] = {"text": text_of(error)}
+    """Return a record of an error for other ranks, which JSON can hold."""
+    record: dict[str, Any] = {"text": text_of(error)}
     if isinstance(error, QuorumLost):
-        return {**said, "lost": error.ranks, "quorum": error.quorum}
+        return {**record, "lost": error.ranks, "quorum": error.quorum}
     if isinstance(error, PeerLost):
-        return {**said, "lost": error.ranks, "has_left": error.has_left, "reasons": list(error.reasons.items())}
+        return {**record, "lost": error.ranks, "has_left": error.has_left, "reasons": list(error.reasons.items())}
     if isinstance(error, CollectiveTimeout):
-        return {**said, "awaited": error.waiting_for, "seconds": error.seconds}
-    return said
+        return {**record, "awaited": error.waiting_for, "seconds": error.seconds}
+    return record
 
 
 def from_record(record: dict[str, Any], rank: int, operation: str) -> CollectiveError:
-    """Return the error of which to_record() made a record: QuorumLost, PeerLost and CollectiveTimeout as such, any other as a
+    """Return the error of a record from to_record(): a QuorumLost, PeerLost or CollectiveTimeout as it was, any other as a
     CollectiveError with its text. rank, operation: where it is raised."""
     if "quorum" in record:
         return QuorumLost(record["lost"], record["quorum"], rank=rank, operation=operation)

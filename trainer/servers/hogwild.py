@@ -1,4 +1,4 @@
-"""Hogwild: ranks of one host train one set of parameters, in memory that they share, and wait for nobody."""
+"""Hogwild: ranks of one host train the same parameters in shared memory, and do not wait for each other."""
 
 from __future__ import annotations
 
@@ -145,5 +145,5 @@ def _check(name: str, parameter: Tensor) -> None:
     """Raise TypeError or ValueError for a parameter that cannot lie in shared memory."""
     if parameter.device.type != "cpu":
         raise ValueError(f"{here()}{name!r} is on {parameter.device}; Hogwild trains parameters on the CPU")
-    if said := refusal(parameter):
-        raise TypeError(f"{here()}{name!r} cannot be trained by Hogwild: {said}")
+    if reason := refusal(parameter):
+        raise TypeError(f"{here()}{name!r} cannot be trained by Hogwild: {reason}")

@@ -105,7 +105,7 @@ class KVStore:
             spec = self._catalogue.add(name, first)
             if spec.server == self._group.rank and self._group.keys is not None:
                 self._group.keys.add(spec, first.clone(), self._factory)
-        self._group.meet()  # nobody pushes before all servers know the keys
+        self._group.meet()  # no rank pushes before all servers know the keys
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
         """Send values to be summed with those of the other ranks, and then passed to the optimizer, or assigned without one.
@@ -152,7 +152,7 @@ class KVStore:
         """Push values, and pull into out, or else into the values themselves."""
         self._check(priority)
         out = value if out is None else out
-        self._catalogue.tensors(key, out, "out")  # what is wrong with it is found before anything is pushed
+        self._catalogue.tensors(key, out, "out")  # checked before anything is pushed
         self.push(key, value)
         self.pull(key, out)
 
@@ -200,7 +200,7 @@ class KVStore:
                 check_updatable(spec.name, spec.shape, spec.dtype, optimizer)
             return name, f"{name} {settings}"
 
-        self.barrier()  # what was pushed before is for what was there before
+        self.barrier()  # earlier pushes belong to the earlier optimizers
         self._optimizer_name = self._group.agreed(given)
         self._factory = optimizer
         if self._group.keys is not None:
@@ -245,7 +245,7 @@ class KVStore:
         ValueError on the others.
         """
         path = self._agreed_path("save_optimizer_states", fname)
-        self.barrier()  # all that was pushed before is in them
+        self.barrier()  # they then contain all earlier pushes
         states = {} if self._group.keys is None else self._group.keys.state_dict()
         write_states(path, self._optimizer_name, states, self._group.communicator)
 
@@ -271,8 +271,8 @@ class KVStore:
                 if keys is not None:
                     keys.load_state_dict(states)
             except Exception as error:
-                said = f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
-                raise ValueError(said) from error
+                message = f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
+                raise ValueError(message) from error
             return None, None
 
         try:
@@ -280,18 +280,18 @@ class KVStore:
         except ValueError:
             if keys is not None:
                 keys.load_state_dict(before)
-            self._group.meet()  # nobody pushes before all servers have done that
+            self._group.meet()  # no rank pushes before all servers have loaded
             raise
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return whether it can do something: "optimizer", which it can, is all that MXNet asks for. Raises ValueError else."""
+        """Return True for "optimizer", the only capability that MXNet asks for. Raises ValueError for any other."""
         if not isinstance(capability, str) or capability.lower() != "optimizer":
             raise ValueError(f"{here()}capability must be 'optimizer', not {capability!r}")
         return True
 
     def barrier(self) -> None:
-        """Return when all ranks have called it, and all that they have pushed has come to its servers. Collective."""
+        """Wait until all ranks have called this and all their pushes have arrived at the servers. Collective."""
         self.report()
         self._group.meet()
 
@@ -331,8 +331,8 @@ class KVStore:
             try:
                 return Path(fname), None
             except TypeError:
-                said = f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}"
-                raise TypeError(said) from None
+                message = f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}"
+                raise TypeError(message) from None
 
         return self._group.agreed(given)
 

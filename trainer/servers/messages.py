@@ -1,4 +1,4 @@
-"""How a worker reaches an Updater: by messages to another rank, whose threads answer, or in its own."""
+"""A worker's calls of an Updater: by messages to another rank, whose threads answer, or in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUSH, SETTINGS = range(OWN, OWN + 2)
 def answer(
     updater: Updater, packing: Packing, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
 ) -> Callable[[], Answer] | None:
-    """Answer a worker for an Updater, as serving.Answering says. packing: in which workers push their gradients."""
+    """Answer a worker's request to an Updater: see serving.Answering. packing: that of the pushed gradients."""
     if kind == SETTINGS:
         updater.take_settings(worker, receive(communicator, int(numbers[0]), 0))
         return None
@@ -37,9 +37,9 @@ def answer(
 
 
 class RemoteUpdater(Client):
-    """Asks an Updater on another rank.
+    """Calls an Updater on another rank.
 
-    settings: the optimizer whose param groups' settings it sends to the server when they change; None where the server has its
+    settings: the optimizer whose param groups' settings are sent to the server when they change; None if the server has its
     own.
     """
 
@@ -57,7 +57,7 @@ class RemoteUpdater(Client):
         self._sent: Tensor | None = None
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
-        """Send what a Sender has made of gradients at a step."""
+        """Send a Sender's buffers of the gradients of a step."""
         settings = None if self._settings is None else _settings_of(self._settings)
         with self._reached("step"):
             if settings is not None and (self._sent is None or not torch.equal(settings, self._sent)):
@@ -67,14 +67,14 @@ class RemoteUpdater(Client):
         self.is_answer_due = True
 
     def pull(self, timeout_s: float | None = None) -> tuple[int, list[Tensor]]:
-        """Wait for the version and the parameters with which to go on. timeout_s: until they begin to come; None for that of
-        the Communicator. Raises what Updater.exchange() does; PeerLost, with the server's rank, where that is lost."""
+        """Wait for the version and the parameters with which to go on. timeout_s: until they begin to arrive; None for that of
+        the Communicator. Raises what Updater.exchange() does, and PeerLost with the server's rank if the server is lost."""
         buffers = self.packing.flat.empty()
         with self._reached("step"):
             return int(self._receive(buffers, timeout_s)), buffers
 
     def leave(self, deadline: float = 0.0) -> None:
-        """Do as Client.leave(), once the server's answer has been taken, if one is due and begins before the deadline."""
+        """Receive the server's answer, if one is due and begins before the deadline; then leave, as Client.leave() does."""
         if self.is_answer_due:
             with suppress(CollectiveError):
                 self.pull(max(0.0, deadline - time.monotonic()))
@@ -82,7 +82,7 @@ class RemoteUpdater(Client):
 
 
 class LocalUpdater(LocalClient[Updater]):
-    """Asks the Updater of its own rank."""
+    """Calls the Updater of its own rank."""
 
     def __init__(self, updater: Updater, packing: Packing) -> None:
         super().__init__(updater)
@@ -90,16 +90,16 @@ class LocalUpdater(LocalClient[Updater]):
         self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
-        """Keep what a Sender has made of gradients at a step until pull()."""
+        """Keep a Sender's buffers of the gradients of a step until pull()."""
         self._pushed = (version, weight, self.packing.decode(pushed, step))
 
     def pull(self) -> tuple[int, list[Tensor]]:
-        """Do as Updater.exchange()."""
+        """Call Updater.exchange() with the kept buffers."""
         return self._served.exchange(self.server, *self._pushed)
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Return the settings of all param groups as a record. Raises TypeError for others than numbers, strings and tuples."""
+    """Return the settings of all param groups as a record. Raises TypeError for anything but numbers, strings and tuples."""
 
     def number_of(value: Any) -> Any:
         if getattr(value, "ndim", None) == 0:  # of torch or NumPy

@@ -1,4 +1,4 @@
-"""ParameterServer: a torch optimizer that runs at servers inside the ranks, which need not wait for all of them."""
+"""ParameterServer: a torch optimizer that runs at servers inside the ranks. Ranks need not wait for all others."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ParameterServer(WrappingOptimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        copied_attributes(optimizer)  # what cannot be copied to a server is found before ranks connect
+        copied_attributes(optimizer)  # checked before ranks connect
         for each in (process_set, inner):
             if isinstance(each, ProcessSet) and each.included() is False:
                 raise ValueError(f"{here()}this process is not part of {each!r}, which alone may make this optimizer")
@@ -112,7 +112,7 @@ class ParameterServer(WrappingOptimizer):
         self._updater: Updater | None = None
         self._worker: Worker | Member | None = None
         self._failure: BaseException | None = None
-        self._taken_over: dict[str, int] | None = None  # hashes of what the servers have, until the first step
+        self._taken_over: dict[str, int] | None = None  # hashes of the servers' parameters, until the first step
         self.optimizer = optimizer
         share_hooks(self, optimizer)
         try:
@@ -144,7 +144,7 @@ class ParameterServer(WrappingOptimizer):
             raise
 
     def _open(self, process_set: ProcessSetLike, timeout_s: float | None = None) -> Communicator:
-        """Return what joins the ranks of a process set. timeout_s: where it is opened here; None for that of init()."""
+        """Return the Communicator of a process set. timeout_s: used if it is opened here; None for that of init()."""
         if isinstance(process_set, Communicator):
             return process_set
         self._part.communicators.append(current_world().open_communicator(process_set, timeout_s))
@@ -162,7 +162,7 @@ class ParameterServer(WrappingOptimizer):
     def _connect(
         self, names: Sequence[str], parameters: Sequence[Tensor], encodings: Policy, group: Communicator | None
     ) -> None:
-        """Make the servers, and what joins this rank with them."""
+        """Make the servers, and this rank's connections to them."""
         world, rank, roles = current_world(), self._communicator.rank, self._roles
         ranks = [place for place in world.ranks_of(self._communicator) if place is not None]
         if len(ranks) != self._communicator.size:
@@ -215,7 +215,7 @@ class ParameterServer(WrappingOptimizer):
         self._check_unbroken()
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"{here()}weight must be a finite number > 0, not {weight!r}")
-        self._check_taken_over()
+        self._check_unchanged()
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ValueError(
@@ -243,7 +243,7 @@ class ParameterServer(WrappingOptimizer):
         self._check_open()
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
-        self._check_taken_over()
+        self._check_unchanged()
         while (server := self._part.serving) is not None and not server.join(time.monotonic() + _LOOK_S):
             pass
 
@@ -292,8 +292,8 @@ class ParameterServer(WrappingOptimizer):
         saved = state_dict.get(KEY) or {}
         version = saved.get("version")
         mine_fits = saved.get("layout") == self._layout and (saved.get("updater") or saved).get("version") == version
-        said = self._communicator.allgather_record([mine_fits, version])
-        wrong = [rank for rank, (fits, other) in enumerate(said) if not fits or other != said[0][1]]
+        gathered = self._communicator.allgather_record([mine_fits, version])
+        wrong = [rank for rank, (fits, other) in enumerate(gathered) if not fits or other != gathered[0][1]]
         if wrong:
             raise ValueError(
                 f"{here()}load_state_dict needs the state_dict() of this rank, from the same number of ranks, the same servers "
@@ -306,10 +306,10 @@ class ParameterServer(WrappingOptimizer):
             self._communicator.barrier()
 
         on_all_ranks(self._communicator, lambda: self._take(state_dict), take_back)
-        self._communicator.barrier()  # nobody contributes before all servers know the version
+        self._communicator.barrier()  # no rank contributes before all servers know the version
 
     def _take(self, state_dict: dict[str, Any]) -> None:
-        """Go on where state_dict() was called, on this rank and at its server. Raises what their states raise."""
+        """Load a state on this rank and at its server. Raises what their load_state_dict() raise."""
         saved = state_dict[KEY]
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
         if self._updater is not None:
@@ -332,15 +332,15 @@ class ParameterServer(WrappingOptimizer):
     def _check_unbroken(self) -> None:
         """Raise CollectiveError after a step() that has failed."""
         if self._failure is not None:
-            said = f"this optimizer is broken by an earlier failure: {text_of(self._failure)}"
-            raise CollectiveError(f"{here()}{said}") from self._failure
+            message = f"this optimizer is broken by an earlier failure: {text_of(self._failure)}"
+            raise CollectiveError(f"{here()}{message}") from self._failure
 
     def _hashes(self) -> dict[str, int]:
-        """Return by name what stands for the parameters. (Their versions would not do: what is received leaves those alone.)"""
+        """Return hashes of the parameters, by name. (Versions of tensors would not do: receiving does not change them.)"""
         return {name: hash_of(parameter) for name, parameter in self._trained.items()}
 
-    def _check_taken_over(self) -> None:
-        """Raise RuntimeError where parameters, before the first step, are not what they were when servers took them over."""
+    def _check_unchanged(self) -> None:
+        """Raise RuntimeError if, before the first step, parameters have changed since the servers copied them."""
         if self._taken_over is None:
             return
         changed = [name for name, found in self._hashes().items() if found != self._taken_over[name]]
@@ -352,7 +352,7 @@ class ParameterServer(WrappingOptimizer):
         self._taken_over = None
 
     def _training(self) -> Worker | Member:
-        """Return what this rank trains by. Raises RuntimeError on a rank that serves only, or has closed."""
+        """Return the Worker or Member of this rank. Raises RuntimeError on a rank that only serves, or has closed."""
         self._check_open()
         if self._worker is None:
             raise RuntimeError(f"{here()}this rank serves only: call serve(), then close()")

@@ -1,4 +1,4 @@
-"""What workers push to a parameter server: gradients as they are, or as codes, with error feedback at the worker."""
+"""The gradients that workers push to a parameter server: uncompressed, or as codes with error feedback at the worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradwire.trainer.world.world import here
 
 @dataclass(frozen=True)
 class _Group:
-    """Holds the numbers of parameters whose gradients travel together: where encoding is None as they are, in one buffer for each
+    """The numbers of parameters whose gradients are sent together: if encoding is None, uncompressed, in one buffer for each
     dtype; else as one code of float32 values. flat: the layout of these buffers or values."""
 
     encoding: Encoding | None
@@ -30,7 +30,7 @@ class _Group:
     flat: Flat
 
     def codec_at(self, step: int) -> Codec | None:
-        """Return what encodes a step's gradients; None where numbers travel as they are, as during the warm-up."""
+        """Return the codec of a step; None if the gradients are uncompressed, as during the warm-up."""
         return None if self.encoding is None else self.encoding.codec_at(step)
 
     def empty(self, step: int) -> list[Tensor]:
@@ -46,11 +46,11 @@ class _Group:
 
 
 class Packing:
-    """Says how gradients of some parameters are packed: those that travel as they are first, one buffer for each dtype; then
-    a code for each encoding.
+    """The packing of some parameters' gradients: first the uncompressed ones, in one buffer for each dtype; then a code for
+    each encoding.
 
-    policy: says by name which parameter travels as what; only codecs of buffers. Attribute flat: the layout of all
-    gradients, and of the parameters, without codes.
+    policy: selects the encoding of each parameter by name; no matrix codecs. Attribute flat: the layout of all gradients, and
+    of the parameters, without codes.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], policy: Policy) -> None:
@@ -65,7 +65,7 @@ class Packing:
                 given = [torch.empty(parameter.shape, dtype=torch.float32, device="meta") for parameter in given]
                 rehearse(
                     encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback
-                )  # now, not in the first step
+                )  # compiles now, not in the first step
             self.groups.append(_Group(encoding, tuple(numbers), Flat(given)))
 
     def empty(self, step: int) -> list[Tensor]:
@@ -73,7 +73,7 @@ class Packing:
         return [buffer for group in self.groups for buffer in group.empty(step)]
 
     def decode(self, pushed: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Return gradients, laid out by `flat`, of what a Sender has made of them at a step."""
+        """Return the gradients of a Sender's buffers of a step, laid out by `flat`."""
         if len(self.groups) == 1:  # as they are
             return list(pushed)
         gradients = self.flat.empty()
@@ -91,8 +91,8 @@ class Packing:
 
 
 class Sender:
-    """Makes buffers of gradients, and adds the error of each encoding to the next step's gradients. seed: of the codecs that draw
-    random numbers; each Sender has one of its own."""
+    """Makes buffers of gradients, and adds the error of each encoding to the next step's gradients. seed: of the codecs that
+    draw random numbers; it differs between Senders."""
 
     def __init__(self, packing: Packing, seed: int) -> None:
         self._plain, *self._coded = packing.groups
@@ -125,7 +125,7 @@ class Sender:
         return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where state_dict() was called, of the same parameters and encodings. Raises KeyError and ValueError, with nothing
+        """Load what state_dict() returned for the same parameters and encodings. Raises KeyError or ValueError, with nothing
         loaded, for a state of others, and for one with numbers that are not finite."""
         tensors = self._tensors()
         for name, tensor in tensors.items():
@@ -144,7 +144,7 @@ class Sender:
 
 
 def encodings_of(compression: Compressor) -> Policy:
-    """Return by which encodings gradients are pushed. Raises ValueError for codecs that approximate sums over ranks."""
+    """Return the encodings of pushed gradients. Raises ValueError for codecs that approximate sums over ranks."""
     encodings = Policy(compression)
     for encoding in encodings.encodings:
         if isinstance(encoding.codec, MatrixCodec):
@@ -156,7 +156,7 @@ def encodings_of(compression: Compressor) -> Policy:
 
 
 def _encoding(policy: Policy, name: str, parameter: Tensor) -> Encoding | None:
-    """Return what one gradient is encoded by; None where it travels as it is."""
+    """Return the encoding of one gradient; None if it is sent uncompressed."""
     encoding = policy.encoding(name, parameter)
     if isinstance(encoding, Cast):
         codec = encoding.codec(parameter.dtype)

@@ -13,10 +13,10 @@ from gradwire.trainer.world.world import here
 
 @dataclass(frozen=True)
 class Roles:
-    """Says what the ranks of a process set do at a parameter server.
+    """The roles of a process set's ranks at a parameter server.
 
-    servers: the ranks that hold parameters. groups: of the ranks that train, those that average their gradients among
-    themselves. The first of each pushes and pulls for all of it: it is the worker.
+    servers: the ranks that hold parameters. groups: the ranks that train, in groups that average their gradients. The first
+    rank of a group, the worker, pushes and pulls for all of it.
     """
 
     servers: tuple[int, ...]
@@ -29,7 +29,7 @@ class Roles:
 
 
 def checked_ranks(name: str, ranks: Sequence[int] | None, size: int) -> list[int] | None:
-    """Return some ranks of as many as size, in order; None for None. Raises ValueError for anything else."""
+    """Return a list of ranks below `size`, sorted; None for None. Raises ValueError for anything else."""
     if ranks is None:
         return None
     listed = list(ranks) if isinstance(ranks, Iterable) else []
@@ -45,21 +45,21 @@ def roles_of(
 ) -> Roles:
     """Return the roles of as many ranks as there are groups.
 
-    servers: the ranks that serve; None for those that do not train, or where all train, for all that push. workers: the
-    ranks that train; None for all. groups: by rank, the ranks with which it says that it averages, in their order; None for
-    none. Raises ValueError, on all ranks alike, where that does not fit together.
+    servers: the ranks that serve; None: those that do not train, or if all train, all that push. workers: the ranks that train;
+    None for all. groups: by rank, its argument inner=: the ranks with which it averages, in their order; None for none. Raises
+    ValueError, on all ranks, if these contradict each other.
     """
     training = sorted(range(len(groups)) if workers is None else workers)
     found: list[tuple[int, ...]] = []
-    for rank, said in enumerate(groups):
-        if said is not None and rank not in training:
+    for rank, given in enumerate(groups):
+        if given is not None and rank not in training:
             raise ValueError(f"{here()}rank {rank} has inner= but is not one of workers={training}: it does not train")
-        group = (rank,) if said is None else tuple(said)
+        group = (rank,) if given is None else tuple(given)
         for other in group:
-            if groups[other] != said:
+            if groups[other] != given:
                 raise ValueError(
                     f"{here()}inner= must name the same ranks on all of them, which train: it is {ranks_text(group)} on "
-                    f"rank {rank}, and {_said(groups[other])} on rank {other}"
+                    f"rank {rank}, and {_shown(groups[other])} on rank {other}"
                 )
         if rank in training and group[0] == rank:
             found.append(group)
@@ -85,5 +85,5 @@ def checked_scheme(scheme: Scheme, size: int) -> Scheme:
     return scheme
 
 
-def _said(group: Sequence[int] | None) -> str:
+def _shown(group: Sequence[int] | None) -> str:
     return "not given" if group is None else ranks_text(group)

@@ -1,12 +1,12 @@
-"""What a server inside a rank and its workers say to each other: the threads that answer, and the clients that ask.
+"""The messages between a server inside a rank and its workers: the threads that answer requests, and the clients that send
+them.
 
-A worker on another rank has a Communicator of two ranks with the server, in which it has rank 0 and the server rank 1, and which
-a thread of the server's listens to. So no thread waits for another one's turn, and where a rank is lost, only its own
-Communicators break.
+A worker on another rank has a Communicator of two ranks with the server: it has rank 0, and the server rank 1. A thread of the
+server receives from it. So threads do not wait for each other, and if a rank is lost, only its own Communicators break.
 
-A request is a head of four float64, its kind and three numbers that mean what the kind says, and the tensors that the kind has.
-An answer is a head of two: DONE and a number, followed by the tensors asked for; or FAILED and the number of bytes that follow,
-the record of an error as JSON. LEAVE has no answer. COUNTS is answered by a record; other kinds are those of each server.
+A request is a head of four float64, its kind and three numbers whose meaning depends on the kind, and the kind's tensors. An
+answer is a head of two: DONE and a number, followed by the requested tensors; or FAILED and the number of bytes that follow,
+the record of an error as JSON. LEAVE has no answer. The answer to COUNTS is a record. Each server defines further kinds.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ _log = logging.getLogger("gradwire")
 
 
 class Served(Protocol):
-    """Is what a server holds. Attribute rank: the server's."""
+    """The data of a server. Attribute rank: the server's."""
 
     rank: int
 
     def leave(self, worker: int) -> None:
-        """Go on without a worker that is done."""
+        """Remove a worker that is done."""
 
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Go on without a worker that has failed. error: says how."""
+        """Remove a worker that has failed. error: the cause."""
 
     def counts(self) -> Counts:
         """Return what became of all contributions so far."""
 
 
 class Serving:
-    """Answers workers of other ranks, each with a thread and a Communicator of its own.
+    """Answers workers on other ranks, each on a separate thread and Communicator.
 
-    served: learns which workers have left and which are lost. answer: is for the kinds of request that are the server's own.
+    served: its leave() and lose() are called for workers. answer: handles the kinds of request that the server defines.
     Attribute name: of the server, in messages.
     """
 
@@ -79,7 +79,7 @@ class Serving:
             thread.start()
 
     def join(self, deadline: float) -> bool:
-        """Wait until all workers are done or lost, but not beyond the deadline (time.monotonic()); return whether they are."""
+        """Wait until all workers are done or lost, at most until the deadline (time.monotonic()). Return whether they are."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -93,9 +93,9 @@ class Serving:
                     _send(communicator, answer)
             self._served.leave(worker)
         except CollectiveError as error:
-            if threading.main_thread().is_alive():  # else it is this process that ends, and no worker is to blame
+            if threading.main_thread().is_alive():  # else this process is exiting, and no worker is at fault
                 self._lose(worker, of_pair(error, (worker, rank), rank, operation))
-        except Exception as error:  # else the thread would end, and the worker wait for an answer
+        except Exception as error:  # else the thread would end, and the worker would wait for an answer
             self._lose(
                 worker, CollectiveError(f"no answer to rank {worker}: {error!r}", rank=rank, operation=operation)
             )
@@ -118,7 +118,7 @@ def _received(communicator: Communicator, count: int) -> list[float]:
 
 
 def _send(communicator: Communicator, answer: Callable[[], Answer]) -> None:
-    """Compute an answer and send it, or the error by which that fails."""
+    """Compute an answer and send it, or the error that this raises."""
     try:
         kind, (number, tensors) = DONE, answer()
     except Exception as error:
@@ -130,13 +130,13 @@ def _send(communicator: Communicator, answer: Callable[[], Answer]) -> None:
 
 
 class _Failed(Exception):
-    """Carries the record of the error by which a server answered."""
+    """Carries the record of the error that a server has sent."""
 
 
 class Client:
-    """Asks a server on another rank. name: of the server, in messages.
+    """Sends requests to a server on another rank. name: of the server, in messages.
 
-    Attributes: server, its rank; is_answer_due, whether the worker has asked for something and not received it yet.
+    Attributes: server, its rank; is_answer_due, whether an answer to this worker has not been received yet.
     """
 
     def __init__(self, name: str, rank: int, server: int, communicator: Communicator) -> None:
@@ -148,16 +148,16 @@ class Client:
         self._is_between_messages = True
 
     def counts(self) -> Counts:
-        """Return what became of all contributions so far, once all that this worker has sent has arrived."""
+        """Return the counts of all contributions so far, once all messages of this worker have arrived."""
         with self._reached("report"):
             self._request(COUNTS)
             return Counts.from_record(receive(self._communicator, int(self._receive()), 1))
 
     def leave(self, deadline: float = 0.0) -> None:
-        """Announce that nothing more comes. Where a message was broken off, end the Communicator, which the server notices.
-        deadline (time.monotonic()): of answers that are due."""
+        """Announce that this worker sends nothing more. If a message was interrupted, end the Communicator, which the server
+        notices. deadline (time.monotonic()): of answers that are due."""
         if self._is_between_messages:
-            with suppress(CollectiveError):  # a server that is lost need not know
+            with suppress(CollectiveError):  # a lost server needs no announcement
                 self._request(LEAVE)
         else:
             self._communicator.close()
@@ -186,8 +186,8 @@ class Client:
 
     @contextmanager
     def _reached(self, operation: str) -> Iterator[None]:
-        """Raise the error that the server has answered; and those of the Communicator, which knows two ranks, with the numbers
-        that these have among all."""
+        """Raise the error that the server has sent; raise those of the Communicator of two ranks with the ranks' numbers among
+        all."""
         operation = f"{operation} at {self._name} on rank {self.server}"
         self._is_between_messages = False
         try:
@@ -204,7 +204,7 @@ _Held = TypeVar("_Held", bound=Served)
 
 
 class LocalClient(Generic[_Held]):
-    """Asks the server of its own rank, without messages."""
+    """Calls the server of its own rank, without messages."""
 
     is_answer_due = False
 
@@ -222,10 +222,10 @@ class LocalClient(Generic[_Held]):
 
 
 class Part:
-    """Holds this rank's part in serving and being served, until close(). timeout_s: of init().
+    """Holds this rank's server and clients until close(). timeout_s: of init().
 
-    Attributes: communicators, which it closes in reverse order; clients, one for each server that this rank asks; serving, the
-    threads of its own server, None where it does not serve; is_closed.
+    Attributes: communicators, which it closes in reverse order; clients, one for each server that this rank uses; serving, the
+    threads of its own server, None if it does not serve; is_closed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -236,11 +236,11 @@ class Part:
         self._timeout_s = timeout_s
 
     def close(self, timeout_s: float | None) -> None:
-        """Announce to all servers that nothing more comes from this rank, serve the other ranks until they have announced the
-        same, close the Communicators, and end the threads. Again does nothing.
+        """Announce to all servers that this rank sends nothing more, serve the other ranks until they have announced the same,
+        close the Communicators, and end the threads. Further calls do nothing.
 
-        It announces last to servers whose answer is due, for which other ranks may have to leave first. timeout_s: after which
-        others are left alone with a warning; None for that of init().
+        Servers whose answer is due get the announcement last, since other ranks may have to leave before they can answer.
+        timeout_s: how long to serve the others before a warning and the end; None for that of init().
         """
         if self.is_closed:
             return

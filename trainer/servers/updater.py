@@ -1,4 +1,4 @@
-"""An Updater: some of the parameters with their optimizer, which a parameter server updates by what workers contribute."""
+"""The Updater of a parameter server: some of the parameters with their optimizer, updated by the workers' contributions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradwire.trainer.servers.connection import Flat, QuorumLost
 
 
 class Updater:
-    """Holds some of the parameters with their optimizer, and updates them by what all workers contribute.
+    """Holds some of the parameters with their optimizer, and updates them by all workers' contributions.
 
-    servers: the ranks that serve; without one of them no rank can go on. optimizer: gives its class, settings and state; each
-    update uses the settings of its param groups, unless workers have sent theirs. timeout_s: how long a worker waits for an
-    update before that is an error.
+    servers: the ranks that serve; if one is lost, no rank can go on. optimizer: has the class, settings and state; each update
+    uses the settings of its param groups, unless workers have sent theirs. timeout_s: how long a worker waits for an update
+    before it raises.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Updater:
         self._failure: CollectiveError | None = None
 
     def exchange(self, worker: int, version: int, weight: float, gradients: list[Tensor]) -> tuple[int, list[Tensor]]:
-        """Take a worker's gradients; return the version and the parameters with which it goes on, when it may.
+        """Add a worker's gradients, wait until it may go on, and return the version and the parameters.
 
-        Raises QuorumLost; CollectiveTimeout, when that takes too long; CollectiveError, where the optimizer has failed.
+        Raises QuorumLost; CollectiveTimeout after timeout_s; CollectiveError if the optimizer has failed.
         """
         operation = f"step of rank {worker} at the parameter server"
         deadline = time.monotonic() + self._timeout_s
@@ -70,7 +70,7 @@ class Updater:
                     raise QuorumLost(aggregator.lost, aggregator.quorum, rank=self.rank, operation=operation)
                 now = time.monotonic()
                 if now >= deadline:
-                    waiting_for = aggregator.held_up_by(worker)
+                    waiting_for = aggregator.blocking(worker)
                     raise CollectiveTimeout(self._timeout_s, waiting_for, rank=self.rank, operation=operation)
                 due_at = aggregator.due_at(now)
                 self._changed.wait(min(deadline, deadline if due_at is None else due_at) - now)
@@ -79,7 +79,8 @@ class Updater:
             return aggregator.version, self._newest
 
     def take_settings(self, worker: int, settings: list[dict[str, Any]]) -> None:
-        """Keep the settings of a worker's param groups. Updates use those of the lowest-numbered worker that takes part."""
+        """Keep the settings of a worker's param groups. Updates use those of the lowest-numbered worker that still takes
+        part."""
         with self._changed:
             self._settings[worker] = [
                 {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
@@ -87,7 +88,7 @@ class Updater:
             ]
 
     def leave(self, worker: int) -> None:
-        """Go on without a worker that is done."""
+        """Remove a worker that is done."""
         with self._changed:
             self._forget_settings(worker)
             self._aggregator.leave(worker, time.monotonic())
@@ -95,7 +96,7 @@ class Updater:
             self._changed.notify_all()
 
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Go on without a worker that has failed, by this error; raise it on all workers where the lost rank serves too."""
+        """Remove a worker that has failed with this error. If the lost rank serves too, raise the error on all workers."""
         with self._changed:
             if worker in self._servers and self._failure is None:
                 self._failure = error
@@ -105,17 +106,17 @@ class Updater:
             self._changed.notify_all()
 
     def counts(self) -> Counts:
-        """Return what became of all contributions so far."""
+        """Return the counts of all contributions so far."""
         with self._changed:
             return self._aggregator.counts()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what load_state_dict() takes; the parameters are in the model."""
+        """Return the state for load_state_dict(), without the parameters, which are in the model."""
         with self._changed:
             return {"version": self._aggregator.version, "optimizer": copy.deepcopy(self._optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where state_dict() was called, with the parameters of this rank's model."""
+        """Load what state_dict() returned, and the parameters of this rank's model."""
         with self._changed, torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
             self._aggregator = Aggregator(self.workers, self._scheme, state["version"])
@@ -124,21 +125,21 @@ class Updater:
             self._newest = self.flat.pack(self._parameters)
 
     def _update(self) -> None:
-        """Make the update that is due, if one is, and wake whoever waits for it: nobody else, or waiting threads would wake
-        each other for ever."""
+        """Make the update that is due, if any, and only then wake the waiting threads, which would otherwise wake each other
+        for ever."""
         shares = self._aggregator.take(time.monotonic())
         if shares is None:
             return
         try:
             self._step(shares)
-        except Exception as error:  # of the optimizer: it is every worker's, not only of the one whose turn it was
+        except Exception as error:  # it concerns every worker, not only this thread's
             message = f"the optimizer has failed: {error!r}"
             self._failure = CollectiveError(message, rank=self.rank, operation="update at the parameter server")
             self._failure.__cause__ = error
         self._changed.notify_all()
 
     def _forget_settings(self, worker: int) -> None:
-        """Use the settings of the next worker from now on; those of the last one stay."""
+        """Drop a worker's settings, so that the next worker's are used; those of the last worker are kept."""
         if len(self._settings) > 1:
             self._settings.pop(worker, None)
 
@@ -158,8 +159,8 @@ class Updater:
 
 
 def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:
-    """Return by number which parameters each server has, about equal in the number of elements; a server that would have none
-    is left out."""
+    """Divide parameters among servers, about equally by elements. Return their numbers for each server, without servers that
+    would have none."""
     parts: dict[int, list[int]] = {server: [] for server in servers}
     loads = dict.fromkeys(servers, 0)
     for number in sorted(range(len(parameters)), key=lambda number: -parameters[number].numel()):

@@ -19,9 +19,9 @@ from gradwire.trainer.servers.pushed import Sender
 class Worker:
     """Pushes gradients to all servers, and pulls parameters.
 
-    rank: this one, of which the seeds of its codecs are made. parameters: all of them. parts: for each server, its client, and
-    the numbers of the parameters that it has. Attributes: versions, of the parameters that this rank has, one for each server,
-    in the order of parts; steps, how many contributions it has made.
+    rank: this one, from which the seeds of its codecs follow. parameters: all of them. parts: for each server, its client and
+    the numbers of its parameters. Attributes: versions, of this rank's parameters, one for each server, in the order of parts;
+    steps, how many contributions it has made.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Worker:
         return [client.counts() for client, _ in self._parts]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many contributions were made, and what encodings have lost, by server."""
+        """Return the number of contributions, and the residuals of encodings by server."""
         return {"steps": self.steps, "senders": [sender.state_dict() for sender in self._senders]}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:
@@ -72,10 +72,10 @@ class Worker:
 
 
 class Member:
-    """Is one of the ranks that average their gradients, of which the first pushes and pulls for all (Kurth et al. 2017).
+    """One of the ranks that average their gradients; the first of them pushes and pulls for all (Kurth et al. 2017).
 
-    rank: this one's number among all. communicator: joins the ranks of the group. worker: that of the first rank; None on the
-    others. servers: how many there are.
+    rank: this one's number among all. communicator: of the group's ranks. worker: that of the first rank; None on the others.
+    servers: their number.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class Member:
 
     @property
     def versions(self) -> list[int]:
-        """Return of which version the parameters are, by server."""
+        """Return the versions of the parameters, by server."""
         return self._versions if self._worker is None else self._worker.versions
 
     def step(self, weight: float) -> None:
-        """Average gradients by their weights, let the first rank exchange the average, and take the parameters that it has got.
-        Raises the first rank's error on all of these ranks."""
+        """Average gradients by their weights; the first rank exchanges the average with the servers, and broadcasts the
+        parameters. Raises the first rank's error on all ranks of the group."""
         gradients, total = self._average(weight)
         if self._worker is not None:
             try:
                 self._worker.exchange(gradients, total)
             except BaseException as error:  # also Ctrl-C: the others wait for a record of this rank
-                with suppress(CollectiveError):  # where they are gone too, this error is still the one to raise
+                with suppress(CollectiveError):  # if they are gone too, still raise this error
                     self._communicator.allgather_record(to_record(error))
                 raise
         first = self._communicator.allgather_record({"versions": self.versions})[0]
@@ -139,7 +139,7 @@ class Member:
         return self._worker.counts()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the Worker does; nothing on ranks that have none."""
+        """Return the Worker's state; an empty one on ranks without a Worker."""
         return {} if self._worker is None else self._worker.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:

@@ -1,6 +1,6 @@
 """The arithmetic of reductions, destination[i] = destination[i] (op) source[i], or destination[i] / divisor.
 
-C functions, one per dtype, called by address, so that what moves the data need not be compiled for every dtype. Floats
+C functions, one per dtype, called by address, so that the kernels which move data need not be compiled for every dtype. Floats
 of 16 bits are widened to float32 for each operation and rounded to nearest even after it, as torch does.
 """
 
@@ -120,7 +120,7 @@ _ARITHMETIC: dict[torch.dtype, tuple[Callable[..., None], Any]] = {
     torch.int64: (_combine, int64),
 }
 
-#: What can be reduced.
+#: The dtypes that can be reduced.
 DTYPES = tuple(_ARITHMETIC)
 
 

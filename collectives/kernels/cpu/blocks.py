@@ -1,7 +1,6 @@
-"""What the dense codecs share: the loops over blocks, the sums and maxima of a block, and what a residual becomes.
+"""The common parts of the dense codecs: the loops over blocks, the sums and maxima of a block, and the residual.
 
-Addresses are int64. What is encoded are n numbers c: values, or values + residual where the residual has an address
-other than 0.
+Addresses are int64. The encoded numbers c are the values, or values + residual if the residual's address is not 0.
 
 Loops are written so that LLVM turns them into vector code: no early exit, 32-bit lanes, maxima and tests on the bits
 of a float (as integers they have an order that NaN and Inf do not disturb), rounding by adding a constant.
@@ -27,7 +26,7 @@ from gradwire.collectives.kernels.cpu.stack import room
 NAN, INFINITY = np.float32(np.nan), np.float32(np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
 SMALLEST = np.int32((127 - 100) << 23)  # the bits of 2^-100: a block whose largest magnitude is below is zero
-LARGEST = np.int32((127 + 127) << 23)  # of 2^127: from here on, and with NaN or Inf, a block is not finite
+LARGEST = np.int32((127 + 127) << 23)  # of 2^127: a block with this or a larger magnitude, NaN or Inf is not finite
 
 pad16 = njit(wire.pad16)
 
@@ -49,13 +48,13 @@ def clear_padding(wire, code_bytes, scale_bytes):
 
 @njit
 def residual_at(residual, start):
-    """Return the address of an element of the residual, 0 where there is none."""
+    """Return the address of an element of the residual; 0 without one."""
     return residual + 4 * start if residual != 0 else int64(0)
 
 
 @njit
 def corrected(v, r, i, corrects):
-    """Return what is encoded of an element."""
+    """Return the number to encode for an element."""
     return v[i] + r[i] if corrects else v[i]
 
 
@@ -135,13 +134,13 @@ def put(out, i, number, add):
 
 @njit
 def loss(c, decoded):
-    """Return what a code has lost of c, 0 where what decodes is not finite."""
+    """Return the error of a code of c; 0 if the decoded number is not finite."""
     return c - decoded if abs(decoded) < INFINITY else ZERO
 
 
 @njit(inline="always")
 def encode_each(narrow, widen, codes, code_bytes, values, residual, wire, numel, seed):
-    """Encode number after number, without scales. narrow, widen: what returns a number's code, and what that stands for."""
+    """Encode number after number, without scales. narrow: returns a number's code; widen: returns a code's number."""
     v, r = float32_at(values), float32_at(residual)
     seed = uint32(seed)
     for i in range(numel):
@@ -165,9 +164,9 @@ def decode_each(widen, codes, out, numel, add, scale):
 def encode_blocks(layout, scaling, coding, values, residual, wire, numel, block, limit, way, seed):
     """Encode block after block.
 
-    layout: bits of a code, bytes of a scale: 4 of a float32, or 2 of a bfloat16. scaling: what returns a block's scale, NaN
-    where it is not finite, and what `coding` needs beside it. coding: what writes codes and residual of a block; it has
-    room for PIECE digits. limit, way: for these two.
+    layout: bits of a code, bytes of a scale: 4 of a float32, or 2 of a bfloat16. scaling: returns a block's scale, NaN if the
+    block is not finite, and another number for `coding`. coding: writes codes and residual of a block; it has room for PIECE
+    digits. limit, way: arguments of these two.
     """
     bits, scale_bytes = layout
     code_bytes = (numel * bits + 7) // 8
@@ -196,7 +195,7 @@ def encode_blocks(layout, scaling, coding, values, residual, wire, numel, block,
 
 @njit(inline="always")
 def decode_blocks(layout, decoding, wire, out, numel, block, way, scale, add):
-    """Decode as encode_blocks() encodes. decoding: what decodes a block, given its scale."""
+    """Decode the codes of encode_blocks(). decoding: decodes a block, given its scale."""
     bits, scale_bytes = layout
     scales = wire + pad16((numel * bits + 7) // 8)
     digits = room()

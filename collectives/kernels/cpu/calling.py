@@ -1,4 +1,4 @@
-"""How the codecs call their kernels: with the addresses of tensors."""
+"""Calls of the codecs' kernels, with the addresses of tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kernel_of(function: Callable[..., Any]) -> Any:
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
-    """Return where tensors begin, 0 for one that is not there."""
+    """Return the addresses of tensors; 0 for None."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
@@ -37,7 +37,7 @@ def encoder(function: Callable[..., Any]) -> Callable[..., None]:
 def decoder(function: Callable[..., Any]) -> Callable[..., None]:
     """Return <codec>_decode, with the arguments of the reference, for a kernel (wire, out, numel, <parameters>).
 
-    It raises ValueError where the kernel returns how many indices on the wire are none of the result's.
+    It raises ValueError if the kernel counts indices on the wire that are outside of the result.
     """
 
     def decode(wire: torch.Tensor, out: torch.Tensor, *parameters: Any) -> None:

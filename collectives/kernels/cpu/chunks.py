@@ -57,7 +57,7 @@ def _select(keys, count, places):
 
 @njit
 def _mean_of(sent, reaches, count, which):
-    """Return the mean of the magnitudes whose mark is `which`, summed one after the other; 0 of none."""
+    """Return the mean of the magnitudes whose mark is `which`, summed one after the other; 0 if there are none."""
     total, number = ZERO, 0
     for e in range(count):
         if reaches[e] == which:
@@ -138,7 +138,7 @@ def _chunktopk_encode(values, residual, wire, numel, k):
 
 
 def _chunktopk_decode(wire, out, numel, k, add, scale):
-    """Put numbers where their indices say. Return how many lie outside."""
+    """Write numbers at their indices. Return how many indices are outside."""
     chunks, outside = (numel + CHUNK - 1) // CHUNK, 0
     codes = wire + pad16(chunks * 3 * k // 2)
     scales = uint16_at(codes + pad16(chunks * k // 4))

@@ -1,8 +1,8 @@
-"""Compiling with Numba for the CPU: once a machine, and kept on the disk; where that cannot be, once a process.
+"""Compiles with Numba for the CPU: once per machine, kept on the disk; if that is not possible, once per process.
 
-Numba takes what it kept for fresh as long as the file of the compiled function itself is unchanged, whatever that calls
-in other files. Its files are named after the function's qualified name, so that is where digests of all sources of the kernels
-and of the signature are put.
+Numba uses a kept result as long as the file of the compiled function itself is unchanged, even if functions that it calls in
+other files have changed. Numba names its files after the function's qualified name, so digests of all sources of the kernels
+and of the signature are added to that name.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gradwire.collectives.kernels.first_use import FIRST_USE
 
 _log = logging.getLogger("gradwire")
 
-#: What one process may take to compile; one that holds the lock for longer has been stopped.
+#: How long one process may compile; one that holds the lock for longer counts as stopped.
 COMPILE_S = 60.0
 _POLL_S = 0.01
 
-#: Which version of the kernels a kept file is of. Kernels call nothing outside of this package.
+#: The version of the kernels: a digest of their sources. Kernels call nothing outside of this package.
 _SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
 
 
@@ -39,11 +39,10 @@ _DIGEST = _digest(b"".join(source.read_bytes() for source in _SOURCES))
 
 
 def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return what decorates a function with numba.njit or numba.cfunc, for a signature and with options, now.
+    """Return a decorator that compiles a function at once by numba.njit or numba.cfunc, for a signature and with options.
 
-    The result is loaded from the disk where it is there already, and put there where Numba finds a folder that it may
-    write. Processes wait for each other only where there is something to compile: one that is stopped while it loads
-    a kernel keeps nobody waiting.
+    The result is loaded from the disk if it is there, and saved there if Numba finds a writable folder. Processes wait for each
+    other only to compile: one that is stopped while it loads a kernel delays no other.
     """
 
     def finish(function: Callable[..., Any]) -> Any:
@@ -57,7 +56,7 @@ def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> C
                     with nullcontext() if kept else _one_at_a_time():
                         return decorate(*signature, cache=True, **options)(function)
                 except OSError as error:  # a full disk
-                    _say(str(error.strerror))
+                    _warn(str(error.strerror))
             return decorate(*signature, **options)(function)
 
     return finish
@@ -65,12 +64,11 @@ def compiled(decorate: Callable[..., Any], *signature: Any, **options: Any) -> C
 
 @cache
 def kernel_folder() -> Path | None:
-    """Return the folder for kernels that Numba may write, None where there is none, and delete what other sources left
-    there."""
+    """Return the writable folder of Numba for kernels, or None, and delete the kernels of other sources in it."""
     try:
         folder = Path(str(njit(cache=True)(_nothing).stats.cache_path))  # compiles nothing yet
     except RuntimeError:
-        _say("it has no writable folder")
+        _warn("it has no writable folder")
         return None
     for kept in folder.glob("*.nb[ci]"):
         if _DIGEST not in kept.name:
@@ -84,7 +82,7 @@ def _nothing() -> None:
 
 
 @cache
-def _say(reason: str) -> None:
+def _warn(reason: str) -> None:
     """Warn that nothing is kept, once for each reason."""
     _log.warning(
         "gradwire: Numba's cache cannot be used (%s), so every process compiles for itself, which takes some seconds: "
@@ -95,10 +93,9 @@ def _say(reason: str) -> None:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Wait for the other processes of the machine: all but the first find on the disk what that has compiled.
+    """Wait for the other processes of the machine, so that all but the first find the compiled kernels on the disk.
 
-    Where there are no locks, or the first one takes too long, they compile at the same time, which costs nothing but
-    time.
+    If there are no locks, or the first one takes too long, they compile at the same time, which only costs time.
     """
     deadline = time.monotonic() + COMPILE_S
     with Path(__file__).open() as source:

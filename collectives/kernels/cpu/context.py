@@ -1,4 +1,4 @@
-"""What a kernel shares with the process that calls it and, in a segment of memory, with other ranks."""
+"""The memory that a kernel shares with the process that calls it and, in a segment of memory, with other ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gradwire.collectives.kernels.cpu.intrinsics import give_way, load, monotoni
 # Fields of 64 bits that a kernel shares with the process that calls it, the *context*. They are private to the process.
 
 (
-    RANK,  # of this process among those of the segment
+    RANK,  # place of this process among those of the segment
     SIZE,
-    SPINS,  # beats that a wait spins before it gives way
-    YIELD_NS,  # how long a wait gives way before it sleeps
+    SPINS,  # beats that a wait spins before it yields the core
+    YIELD_NS,  # how long a wait yields the core before it sleeps
     BLOCK,  # bytes that are reduced at once, so that they stay in the first-level cache
-    ABORTED,  # 1 when this process is to wait no more
+    ABORTED,  # 1 when this process must not wait any more
     PATIENT,  # 1 when the last wait has been long: sleep at once
     RANKS,  # address of the ranks' lines, RANK_BYTES each
     WHOLE,  # address of two slots a rank for small messages
@@ -24,7 +24,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import give_way, load, monotoni
     CHUNK_BYTES,
     DEPTH,
     SLOTS,  # shared allocations that a rank may have
-    BASES,  # address of SIZE * SLOTS words: where this process has mapped them, 0 where it has not
+    BASES,  # address of SIZE * SLOTS words: where this process has mapped them, or 0
     KNOWN,  # address of SIZE words: the version of each rank's allocations up to which this process has mapped them
     ANNOUNCED,  # address of SIZE words: the version of each rank's allocations in the last operation
     FAILED,  # 1 when this process could not map one
@@ -33,12 +33,12 @@ from gradwire.collectives.kernels.cpu.intrinsics import give_way, load, monotoni
     MINE_STAGED,
     MINE_REDUCED,
     MINE_COPIED,
-    DIRECT,  # 1 when the operation goes without a copy
-    PEER,  # whom the last wait was for; -1 where it was for all whose word in WAIT_LINE was below WAIT_LEAST
+    DIRECT,  # 1 when the operation runs without a copy
+    PEER,  # the rank that the last wait was for; -1: all whose word in WAIT_LINE was below WAIT_LEAST
     WAIT_LINE,
     WAIT_LEAST,
     NEWS,  # 1 when a rank has announced a version that is not KNOWN, in this operation
-    FOUND_TAG,  # the header of a message that does not fit what was posted for it
+    FOUND_TAG,  # the header of a message that does not match its posted row
     FOUND_NBYTES,
     FIELDS,
 ) = range(31)
@@ -49,7 +49,7 @@ LINE = 128
 DONE, STAGED, REDUCED, COPIED, STATE, VERSION = (line * LINE for line in range(2, 8))
 RANK_BYTES = 8 * LINE
 
-# What a kernel returns.
+# The results of a kernel.
 FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED = range(5)
 
 
@@ -73,14 +73,14 @@ def line_of(context, rank, line):
 
 @compiled(njit, types.void(int64, int64))
 def publish(address, value):
-    """Set a word at which other processes look, after all that was written before."""
+    """Set a word that other processes poll, with release order: they see all earlier writes."""
     store(address, value)
 
 
 _SLICE_NS = 50_000_000
 
-# A sleep is a sixteenth of the wait so far, within bounds: so threads that wait for long, as those of a server do, take next to
-# nothing of the cores, and what comes after a long wait is seen a little later, by 2 ms at most.
+# A sleep is a sixteenth of the wait so far, within bounds. So threads that wait for long, such as those of a server, hardly use
+# the cores, and the end of a long wait is noticed at most 2 ms late.
 _SLEEP_SHARE = 16
 _SHORTEST_SLEEP_US = 100
 _LONGEST_SLEEP_US = 2000
@@ -88,7 +88,7 @@ _LONGEST_SLEEP_US = 2000
 
 @njit
 def rest(context, beats, since):
-    """Spend one beat of a wait that began at `since`. Return FINISHED, or what the kernel is to return."""
+    """Spend one beat of a wait that began at `since`. Return FINISHED, or another result, which the kernel must return."""
     if beats < field(context, SPINS):
         pause()
         return FINISHED
@@ -108,7 +108,7 @@ def rest(context, beats, since):
 
 @njit
 def note_wait_for_all(context, line, least):
-    """Tell the caller whom the wait was for: all ranks whose word in a line is below the least."""
+    """Record for the caller what the wait was for: all ranks whose word in a line is below `least`."""
     set_field(context, PEER, -1)
     set_field(context, WAIT_LINE, line)
     set_field(context, WAIT_LEAST, least)
@@ -131,7 +131,7 @@ def wait_for_headers(context, header, sequence, tag):
             if beats == 0:
                 since = monotonic_ns()
             status = rest(context, beats, since)
-            if status != FINISHED and load(theirs) == seen:  # what came before the end of the wait counts
+            if status != FINISHED and load(theirs) == seen:  # a header that came before the end of the wait counts
                 note_wait_for_all(context, header, sequence)
                 return status
             beats += 1
@@ -140,7 +140,7 @@ def wait_for_headers(context, header, sequence, tag):
 
 @njit
 def wait_for_line(context, line, least):
-    """Wait until the word in every rank's line is at least so much."""
+    """Wait until the word in every rank's line is at least `least`."""
     for peer in range(field(context, SIZE)):
         theirs = line_of(context, peer, line)
         beats = 0

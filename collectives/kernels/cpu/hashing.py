@@ -1,4 +1,4 @@
-"""A number of 64 bits that stands for bits in memory: see gradwire.collectives.kernels.reference.hashing."""
+"""A 64-bit hash of memory: see gradwire.collectives.kernels.reference.hashing."""
 
 from __future__ import annotations
 

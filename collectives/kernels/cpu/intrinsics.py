@@ -1,4 +1,4 @@
-"""What Numba has no words for and many kernels need: numbers at an address, their bits, vectors, and floats of 16 bits.
+"""Operations that many kernels need and Numba lacks: numbers at an address, their bits, vectors, and floats of 16 bits.
 
 Addresses are plain integers, so that one compiled signature serves every dtype.
 """
@@ -19,9 +19,9 @@ I8, I16, I32, I64, FLOAT, HALF = *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
 def instruction(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return what lets kernels call a function (builder, *arguments), which generates the LLVM code of the call.
+    """Return an intrinsic for kernels, from a function (builder, *arguments) that generates the LLVM code of the call.
 
-    result, kinds: Numba's types of what the call returns and takes. A function that returns None is for types.void.
+    result, kinds: Numba's types of the result and the arguments. A function that returns None is for types.void.
     """
 
     def finish(generate: Callable[..., Any]) -> Any:
@@ -112,7 +112,7 @@ def float_of_bfloat16(code):
     return float_of(int32(int32(code) << int32(16)))
 
 
-#: What tells a waiting core to leave its power and its sibling's units alone.
+#: The instruction by which a spinning core saves power and leaves execution units to its sibling.
 _PAUSE = {"x86_64": ("llvm.x86.sse2.pause",), "aarch64": ("llvm.aarch64.hint", ir.Constant(I32, 1))}
 
 
@@ -122,13 +122,14 @@ def _word(builder: Any, address: Any) -> Any:
 
 @instruction(int64, int64)
 def load(builder, address):
-    """Return the 64-bit word at an address, with acquire order: what was stored before it was released is seen."""
+    """Return the 64-bit word at an address, with acquire order: this process then sees all stores before the matching
+    release."""
     return builder.load_atomic(_word(builder, address), "acquire", 8)
 
 
 @instruction(types.void, int64, int64)
 def store(builder, address, value):
-    """Set the 64-bit word at an address, with release order: who loads it sees all that was stored before."""
+    """Set the 64-bit word at an address, with release order: a process that loads it sees all earlier stores."""
     builder.store_atomic(value, _word(builder, address), "release", 8)
 
 
@@ -147,13 +148,13 @@ def give_way(builder):
 
 @instruction(types.void, int64)
 def sleep_us(builder, microseconds):
-    """Sleep for so long: usleep."""
+    """Sleep for some microseconds: usleep."""
     call(builder, "usleep", I32, builder.trunc(microseconds, I32))
 
 
 @instruction(int64)
 def monotonic_ns(builder):
-    """Return what the clock of time.monotonic() says, in nanoseconds."""
+    """Return the time of time.monotonic()'s clock, in nanoseconds."""
     time = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
     call(builder, "clock_gettime", I32, ir.Constant(I32, 1), time)
     words = builder.load(time)

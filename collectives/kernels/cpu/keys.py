@@ -66,7 +66,7 @@ def kth_largest(numbers, count, k):
 
 @njit
 def forget_non_finite(residual, momentum, n):
-    """Set numbers that are not finite to 0: not sent for want of room, they would come back in every later sum."""
+    """Set numbers that are not finite to 0: those that were not sent would return in every later sum."""
     bits, r, m = int32_at(residual), float32_at(residual), float32_at(momentum)
     for i in range(n):
         if int64(bits[i]) & 0x7FFFFFFF >= INFINITY_KEY:

@@ -1,8 +1,8 @@
 """Messages in shared memory: a ring of bytes per ordered pair of ranks, with one writer and one reader.
 
-A message is a line with its tag and length, then its bytes, filled up to a whole line. What a process has posted is a
-table of rows, in the order posted. A message is for a row whose tag has the same low 32 bits; the others, which say what kind of
-numbers it carries, and its length must then be the same too.
+A message is a line with its tag and length, then its bytes, filled up to a whole line. The messages that a process has posted
+are rows of a table, in the order posted. A message belongs to a row whose tag has the same low 32 bits; the other bits, the
+kind of its numbers, and its length must then be equal too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RING_LINE = 64
 HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins
 (ROW_SENDS, ROW_PEER, ROW_TAG, ROW_ADDRESS, ROW_NBYTES, ROW_MOVED, ROW_DONE, ROW_START, ROW_FIELDS) = range(9)
 _UNSTARTED = -1
-TAG_MASK = 2**32 - 1  # of what a message is found by
+TAG_MASK = 2**32 - 1  # the bits by which messages are matched
 
 
 @njit
@@ -56,10 +56,10 @@ def _copy_out(ring, capacity, position, destination, length):
 
 @njit
 def _send_some(ring, capacity, row):
-    """Write what fits of a message, at most a quarter of the ring, so that the reader can begin. Return whether it wrote.
+    """Write as much of a message as fits, at most a quarter of the ring, so that the reader can begin. Return whether it wrote.
 
-    A message is not done before its reader has found a row for it: who calls something else than the others must not
-    get away.
+    A message is not done before its reader has found a row for it, so that a rank which calls something else than the others
+    notices it.
     """
     head = load(ring + HEAD)
     if load(row + 8 * ROW_MOVED) == load(row + 8 * ROW_NBYTES):
@@ -91,7 +91,7 @@ def _send_some(ring, capacity, row):
 
 @njit
 def _receive_some(ring, capacity, row):
-    """Read what is there of the message that a row is receiving. Return whether any was."""
+    """Read the bytes that have arrived of the message that a row is receiving. Return whether there were any."""
     tail = load(ring + TAIL)
     moved, nbytes = load(row + 8 * ROW_MOVED), load(row + 8 * ROW_NBYTES)
     length = min(min(load(ring + HEAD) - tail, capacity // 4), nbytes - moved)
@@ -107,7 +107,7 @@ def _receive_some(ring, capacity, row):
 
 @njit
 def _move_some(context, rings, capacity, table, first, count, blocked):
-    """Advance every message that can be. Return how many were, or -1 - peer where a message does not fit its row.
+    """Move all messages as far as possible. Return how many moved, or -1 - peer if a message does not match its row.
 
     blocked: 2 * SIZE words.
     """
@@ -118,7 +118,7 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
     for index in range(first, count):
         row = table + 8 * ROW_FIELDS * index
         if load(row + 8 * ROW_SENDS) == 0 and load(row + 8 * ROW_MOVED) >= 0 and load(row + 8 * ROW_DONE) == 0:
-            store(blocked + 16 * load(row + 8 * ROW_PEER), 1)  # what comes next in that ring is not a beginning
+            store(blocked + 16 * load(row + 8 * ROW_PEER), 1)  # the next bytes in that ring are not a header
     moves = 0
     for index in range(first, count):
         row = table + 8 * ROW_FIELDS * index
@@ -138,7 +138,7 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
             if load(turn) != 0:
                 continue
             if load(ring + HEAD) == tail:
-                store(turn, 1)  # what comes from now on is for this row before later ones
+                store(turn, 1)  # later messages belong to this row before later rows
                 continue
             place = ring + RING_BYTES + tail % capacity
             tag, nbytes = load(place), load(place + 8)
@@ -157,7 +157,7 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
 
 @njit
 def _is_receiving(table, first, count, peer):
-    """Return whether a message of a rank has begun to arrive and is not all there."""
+    """Return whether a message of a rank has begun to arrive and is incomplete."""
     for index in range(first, count):
         row = table + 8 * ROW_FIELDS * index
         is_from = load(row + 8 * ROW_SENDS) == 0 and load(row + 8 * ROW_PEER) == peer
@@ -168,7 +168,7 @@ def _is_receiving(table, first, count, peer):
 
 @compiled(njit, int64(*[int64] * 10), nogil=True)
 def next_sender(context, rings, capacity, table, first, count, blocked, tag, start, patient):
-    """Look for a message with a tag, from any rank, those from `start` on first; with `patient` wait for it a while. PEER is then
+    """Find a message with a tag, from any rank, those from `start` on first; with `patient`, wait for it a while. PEER becomes
     the rank's place, or -1. The message stays in its ring."""
     rank, size = field(context, RANK), field(context, SIZE)
     beats = 0
@@ -198,7 +198,7 @@ def next_sender(context, rings, capacity, table, first, count, blocked, tag, sta
 
 @compiled(njit, int64(*[int64] * 8), nogil=True)
 def move(context, rings, capacity, table, first, count, blocked, wanted):
-    """Move the messages in rows [first, count) until row `wanted` is done; with -1 only what can be moved at once."""
+    """Move the messages in rows [first, count) until row `wanted` is done; with -1, only move messages without waiting."""
     if field(context, ABORTED) != 0:
         return STOPPED
     beats = 0
@@ -219,7 +219,7 @@ def move(context, rings, capacity, table, first, count, blocked, wanted):
             set_field(context, PEER, load(table + 8 * ROW_FIELDS * wanted + 8 * ROW_PEER))
         status = rest(context, beats, since)
         if status != FINISHED:
-            # What came before the end of the wait counts.
+            # Messages that came before the end of the wait count.
             if _move_some(context, rings, capacity, table, first, count, blocked) == 0:
                 return status
             beats = -1

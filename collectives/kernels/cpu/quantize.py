@@ -1,8 +1,8 @@
 """The functions of reference.quantize for the CPU: the same bytes.
 
-Each works block by block, and passes several times over a block, which stays in the first-level cache: memory is read
-and written once. Error feedback is fused in: every pass adds the residual to the values, and the last one writes what
-was lost. A function is compiled, or loaded from the disk, when it is first called.
+Each works block by block, and passes several times over a block, which stays in the first-level cache: memory is read and
+written once. Error feedback is fused in: every pass adds the residual to the values, and the last one writes the new residual.
+A function is compiled, or loaded from the disk, when it is first called.
 """
 
 from __future__ import annotations

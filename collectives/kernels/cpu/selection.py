@@ -1,4 +1,4 @@
-"""The largest of n numbers by their keys, as indices and values: the part of the sparse codecs that looks for them."""
+"""The selection of the largest of n numbers by their keys, as indices and values, for the sparse codecs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ SIDE_BY_SIDE = 4  # of them, read from memory at once; of more, too many might b
 
 @njit
 def _gather(source, begin, end, key, indices, found, capacity, count):
-    """Append the numbers in [begin, end) that reach a key. Return their count, even where there is no room for more.
+    """Append the numbers in [begin, end) that reach a key. Return their count, which may exceed the room.
 
-    How many there are in a word is not to be predicted, so _AHEAD are appended at any rate; those there are not will be
-    written over.
+    The number of matches in a word is unpredictable, so _AHEAD are appended without a branch; surplus ones are overwritten.
     """
     numbers, bits = float32_at(source), int32_at(source)
     indices_at, found_at = int32_at(indices), float32_at(found)
@@ -123,7 +122,7 @@ def _emit(indices, found, count, key, ties, wanted, written, wire_indices, wire_
         number_key = key_of(bits[e])
         tie = (number_key == key) & (ties > 0)
         sent = (number_key > key) | tie
-        # Whether it is sent is not to be predicted, so all is written at any rate: the next one goes to the same place.
+        # Whether a number is sent is unpredictable, so it is written without a branch: if not sent, the next one overwrites it.
         out_i[written] = places[e]
         out_v[written] = numbers[e] if number_key < NAN_KEY else float32(np.nan)
         written += sent
@@ -142,8 +141,8 @@ def select(
 ):
     """Write the largest of n numbers as indices and values, then zeros up to `slots`. Return how many, without `tau` k.
 
-    The numbers that reach a guessed key are gathered in the pass that adds the residual; the k-th largest is looked for
-    among them. If the guess was bad, it is looked for among all.
+    The numbers that reach a guessed key are gathered in the pass that adds the residual; the k-th largest is searched among
+    them, or if the guess was bad, among all.
     """
     if k == 0:
         return 0

@@ -1,7 +1,7 @@
 """The allreduce, or one half of it, of the ranks that share a segment of memory: small, staged in chunks, or in place.
 
-The file also gathers what else a link in shared memory loads: messages, and the arithmetic of dtypes. All but
-the arithmetic is compiled, or loaded from the disk, when this file is loaded: no deadline runs yet.
+The module also imports the other kernels of a link in shared memory: messages, and the arithmetic of dtypes. All but the
+arithmetic is compiled, or loaded from the disk, when this module is imported, while no deadline runs.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ from gradwire.collectives.kernels.cpu.messages import (
     next_sender,
 )
 
-#: What of an allreduce is done: rank r reduces the r-th share; what all ranks have of their shares is spread to all.
+#: The halves of an allreduce: rank r reduces the r-th share; every rank's share is copied to all.
 REDUCES, SPREADS = 1, 2
 
 
 @njit
 def _start(context, rank, nbytes):
-    """Return where the share of a rank begins, in bytes: as split_aligned cuts them, at multiples of LINE."""
+    """Return where the share of a rank begins, in bytes. Shares are cut as by split_aligned, at multiples of LINE."""
     size = field(context, SIZE)
     lines = (nbytes + LINE - 1) // LINE
     return min(nbytes, LINE * (rank * (lines // size) + min(rank, lines % size)))
@@ -91,7 +91,7 @@ def _start(context, rank, nbytes):
 
 @njit
 def _read_headers(context, header):
-    """Decide whether the operation goes without a copy, alike on all ranks.
+    """Decide whether the operation runs without a copy, with the same decision on all ranks.
 
     It does if every tensor lies in an allocation that an earlier operation announced, and no rank failed to map one.
     """
@@ -112,7 +112,7 @@ def _read_headers(context, header):
 
 @njit
 def _address(context, rank, header):
-    """Return where this process sees the tensor that a rank announced."""
+    """Return the address in this process of the tensor that a rank announced."""
     theirs = line_of(context, rank, header)
     slot = rank * field(context, SLOTS) + load(theirs + 8)
     return load(field(context, BASES) + 8 * slot) + load(theirs + 16)
@@ -120,12 +120,12 @@ def _address(context, rank, header):
 
 @njit
 def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing):
-    """Reduce this rank's share of all ranks' buffers in rank order; write the result to all, or where only that half is done,
-    to its own."""
+    """Reduce this rank's share of all ranks' buffers in rank order; write the result to all, or if only this half is done, to
+    its own."""
     rank, size, block = field(context, RANK), field(context, SIZE), field(context, BLOCK)
     position, stop = _start(context, rank, nbytes), _start(context, rank + 1, nbytes)
     first, own = _address(context, 0, header), _address(context, rank, header)
-    slot_bytes = field(context, WHOLE_BYTES)  # not less than a block has; and a large message leaves the slot free
+    slot_bytes = field(context, WHOLE_BYTES)  # not less than a block has; a large message does not use the slot
     slot = field(context, WHOLE) + (2 * rank + parity) * slot_bytes
     while position < stop:
         length = min(block, stop - position)
@@ -148,7 +148,7 @@ def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op
 
 @njit
 def _gather_without_copy(context, header, nbytes):
-    """Take the others' shares out of their buffers."""
+    """Copy the others' shares from their buffers."""
     rank, size = field(context, RANK), field(context, SIZE)
     own = _address(context, rank, header)
     for step in range(1, size):
@@ -159,7 +159,7 @@ def _gather_without_copy(context, header, nbytes):
 
 @njit
 def _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor):
-    """Reduce all of a small message, as every rank does for itself."""
+    """Reduce all of a small message; every rank does so by itself."""
     rank, size, slot_bytes = field(context, RANK), field(context, SIZE), field(context, WHOLE_BYTES)
     slots = field(context, WHOLE) + parity * slot_bytes
     count = nbytes // itemsize
@@ -173,7 +173,7 @@ def _reduce_whole(context, parity, data, nbytes, itemsize, function, op, divisor
 
 @njit
 def _gather_whole(context, parity, data, nbytes):
-    """Take the others' shares of a small message."""
+    """Copy the others' shares of a small message."""
     rank, size, slot_bytes = field(context, RANK), field(context, SIZE), field(context, WHOLE_BYTES)
     slots = field(context, WHOLE) + parity * slot_bytes
     for peer in range(size):
@@ -192,8 +192,8 @@ def _chunk(context, owner, number, sub):
 
 @njit
 def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, doing):
-    """Chunk by chunk, hand the others their share of this rank's tensor, reduce the own share, and take the results; or half of
-    that.
+    """Chunk by chunk, give the others their shares of this rank's tensor, reduce this rank's share, and copy the results; or do
+    half of that.
 
     The result of a chunk is left in rank 0's place of it (the owner 0 uses rank 1's).
     """
@@ -277,7 +277,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, do
                     note_wait_for_all(context, STAGED, before + reduced + 1)
                 else:
                     note_wait_for_all(context, COPIED, before + staged - depth + 1)
-                last_look = True  # what came before the end of the wait counts
+                last_look = True  # words that were set before the end of the wait count
             beats += 1
     set_field(context, MINE_STAGED, staged)
     set_field(context, MINE_REDUCED, reduced)
@@ -292,13 +292,13 @@ _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 
 @compiled(njit, int64(*[int64] * 7), nogil=True)
 def allreduce(request, data, sequence, tag, slot, offset, born):
-    """Reduce a tensor at `data` over the ranks of a segment, in place. After PENDING, call it again in the same way.
+    """Reduce a tensor at `data` over the ranks of a segment, in place. After PENDING, call it again with the same arguments.
 
     request: seven words that are the same in all calls of an operation, since every argument costs time: the context, the
-    number of bytes, the size of an element, its arithmetic, the op, the divisor, and REDUCES | SPREADS, or one of them: then only
-    this rank's share holds the result, or is what it has of it. sequence, tag: what all ranks must agree on, the operation's
-    number and what is called. slot, offset, born: where the tensor lies in this rank's shared allocations; slot is -1 for one
-    that does not.
+    number of bytes, the size of an element, its arithmetic, the op, the divisor, and REDUCES | SPREADS, or one of them: with
+    one of them, only this rank's share becomes the result, or only that share is given to the others. sequence, tag: the
+    operation's number and the hash of the call, which must be equal on all ranks. slot, offset, born: where the tensor lies in
+    this rank's shared allocations; slot is -1 if it lies elsewhere.
     """
     context, nbytes, itemsize, function = load(request), load(request + 8), load(request + 16), load(request + 24)
     op, divisor, doing = load(request + 32), load(request + 40), load(request + 48)

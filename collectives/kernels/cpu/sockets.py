@@ -1,4 +1,4 @@
-"""What a kernel asks of the operating system about sockets: libc's calls, which return -errno where they fail."""
+"""libc's calls for sockets, which return -errno if they fail."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _pointer(builder: Any, address: Any, kind: Any = I8) -> Any:
 
 @instruction(int64, int64, int64, int64)
 def receive(builder, descriptor, address, nbytes):
-    """Read what there is, at most so many bytes, without waiting: recv. 0 at the end of the connection."""
+    """Read the bytes that have arrived, at most so many, without waiting: recv. Return 0 at the end of the connection."""
     given = builder.trunc(descriptor, I32), _pointer(builder, address), nbytes, _FLAGS
     return _or_error(builder, call(builder, "recv", I64, *given))
 
 
 @instruction(int64, int64, int64, int64, int64, int64)
 def send_two(builder, descriptor, first, first_bytes, second, second_bytes):
-    """Write what there is room for of two pieces of memory, one after the other, without waiting: sendmsg."""
+    """Write as much as there is room for of two pieces of memory, one after the other, without waiting: sendmsg."""
     pieces = cgutils.alloca_once(builder, ir.ArrayType(I64, 4))  # two struct iovec
     message = cgutils.alloca_once(builder, ir.ArrayType(I64, 7))  # a struct msghdr
     zero = ir.Constant(I64, 0)
@@ -65,7 +65,7 @@ def watch_for(builder, polls, index, descriptor, events):
 
 @instruction(types.boolean, int64, int64)
 def has_ended(builder, polls, index):
-    """Return whether poll() has found that the other end of a connection, for which POLLRDHUP was watched for, is gone."""
+    """Return whether poll(), set to POLLRDHUP for a connection, has found that its other end is gone."""
     place = builder.add(polls, builder.mul(index, ir.Constant(I64, POLL_BYTES)))
     found = builder.load(_pointer(builder, builder.add(place, ir.Constant(I64, 6)), I16))
     ended = builder.and_(found, ir.Constant(I16, _POLLERR | _POLLHUP | POLLRDHUP))
@@ -74,6 +74,6 @@ def has_ended(builder, polls, index):
 
 @instruction(int64, int64, int64, int64)
 def poll(builder, polls, count, milliseconds):
-    """Wait for what watch_for() has set: poll."""
+    """Wait for the events that watch_for() has set: poll."""
     given = _pointer(builder, polls), count, builder.trunc(milliseconds, I32)
     return _or_error(builder, builder.sext(call(builder, "poll", I32, *given), I64))

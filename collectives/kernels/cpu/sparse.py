@@ -22,7 +22,7 @@ from gradwire.collectives.kernels.wire import pad16
 
 
 def _scatter(wire_indices, wire_values, count, out, n, add, scale):
-    """Put numbers where their indices say. Return how many lie outside."""
+    """Write numbers at their indices. Return how many indices are outside."""
     places, numbers, to = int32_at(wire_indices), float32_at(wire_values), float32_at(out)
     outside = 0
     if add == 0:
@@ -107,7 +107,7 @@ def _begins(n, k, seed):
 
 @njit
 def _drawn(j, k, n, seed, begins):
-    """Return the index, n too large if it lies beyond the end, that random-k takes from the j-th part."""
+    """Return the index that random-k draws from the j-th part; past the end of the ring, it is n too large."""
     begin = j * n // k
     return begins + begin + ((random_bits(j, seed) * ((j + 1) * n // k - begin)) >> 32)
 

@@ -1,4 +1,4 @@
-"""What kernels on the CPU (Numba) do with memory beyond indexing it: room on the stack, and writing past the caches."""
+"""Room on the stack, and stores that bypass the caches, for kernels on the CPU (Numba)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I32, I64, float32
 
 PIECE = 1024  # numbers for which there is room
 
-#: Numbers of a result that is written past the caches. An ordinary store first reads the line that it overwrites, which
-#: pays only if somebody looks at the line before the caches, of 1 MiB or so for a core, need its place.
+#: From this many numbers on, a result is written past the caches. An ordinary store first reads the line that it overwrites,
+#: which pays only if the line is read again before the caches, of about 1 MiB a core, evict it.
 _MANY = 1 << 18
 
 _LANES = 16
@@ -21,9 +21,9 @@ _VECTOR = ir.VectorType(FLOAT, _LANES)
 
 @instruction(int64)
 def room(builder):
-    """Return the address of 4 * PIECE bytes and a vector, aligned to vectors, until the function that asks returns.
+    """Return the address of 4 * PIECE bytes and a vector, aligned to vectors, valid until the calling function returns.
 
-    (An array gives its memory back after its last mention, whoever still has the address.)
+    (An array frees its memory after its last use, even if its address is still in use.)
     """
     vectors = cgutils.alloca_once(builder, ir.ArrayType(_VECTOR, PIECE // _LANES + 1))
     vectors.align = _ALIGNMENT
@@ -39,7 +39,7 @@ def _stream_vector(builder, source, target):
 
 @instruction(types.void)
 def settle(builder):
-    """Settle what was streamed before anybody else is told of it: such stores are not ordered with others."""
+    """Make streamed stores visible before any later store: the processor does not order them otherwise."""
     builder.fence("seq_cst")
 
 

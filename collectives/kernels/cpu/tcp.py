@@ -1,9 +1,9 @@
 """Messages over TCP, and whole programs of them, in one call without Python between messages.
 
-A connection carries one message after the other: a header of 16 bytes, which are its tag and its length, then its bytes. What a
-process has posted is a table of rows, in the order posted; a message is for the first row of its sender whose tag has the same
-low 32 bits. The others, which say what kind of numbers it carries, and its length must then be the same too. Where there is no
-row yet, the message waits in the connection, and so does what comes after it.
+A connection carries one message after the other: a header of 16 bytes, the tag and the length, then the bytes. The messages
+that a process has posted are rows of a table, in the order posted. A message belongs to the first row of its sender whose tag
+has the same low 32 bits; the other bits, the kind of its numbers, and the length must then be equal too. If there is no row
+yet, the message and all later ones wait in the connection.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from gradwire.collectives.kernels.cpu.sockets import (
 (
     RANK,
     SIZE,
-    MOST_TRIES,  # how often a wait may look again before it sleeps
-    TRIES,  # how often it does, as far as that has been worth it of late
-    SLEPT,  # how many waits have been in vain since all tries were made
-    ABORTED,  # 1 when this process is to wait no more
+    MOST_TRIES,  # how often a wait may poll before it sleeps
+    TRIES,  # how often it polls at present: fewer times after polls without success
+    SLEPT,  # how many waits have polled without success since TRIES was MOST_TRIES
+    ABORTED,  # 1 when this process must not wait any more
     ROWS,  # address of the table, ROW_BYTES a message
-    CAPACITY,  # of the table, a power of two: message n stands in row n % CAPACITY
-    FIRST,  # number of the first message that may not be done
-    COUNT,  # number of the next message that is posted
+    CAPACITY,  # rows of the table, a power of two: message n is in row n % CAPACITY
+    FIRST,  # number of the first message that may be unfinished
+    COUNT,  # number that the next posted message gets
     CONNECTIONS,  # address of SIZE connections
-    WANTED,  # address of SIZE words: what is under way with each rank, SENDS and RECEIVES
+    WANTED,  # address of SIZE words: SENDS and RECEIVES that are under way with each rank
     POLLS,  # address of SIZE struct pollfd
-    NEXT,  # the instruction at which a program goes on
-    PEER,  # whom the last wait was for, who is to blame for a failure, or who has sent what was looked for
+    NEXT,  # the instruction at which a program continues
+    PEER,  # the rank that the last wait was for, that failed, or that next_sender() has found
     ERROR,  # errno of a failure; 0 for a connection that ended
-    FOUND_TAG,  # the header of a message that does not fit what was posted for it
+    FOUND_TAG,  # the header of a message that does not match its posted row
     FOUND_NBYTES,
     FIELDS,
 ) = range(19)
 
 (
-    ROW_SENDS,  # 1 where the message is sent, 0 where it is received
+    ROW_SENDS,  # 1 for a send, 0 for a receive
     ROW_PEER,
-    ROW_TAG,  # with the length that follows, this is the header of what is sent
+    ROW_TAG,  # with the length that follows, the header of a sent message
     ROW_NBYTES,
     ROW_ADDRESS,
     ROW_MOVED,  # bytes sent, from -HEADER_BYTES on, or received
@@ -63,39 +63,39 @@ from gradwire.collectives.kernels.cpu.sockets import (
 ) = range(8)
 ROW_BYTES = 8 * ROW_FIELDS
 HEADER_BYTES = 16
-TAG_MASK = 2**32 - 1  # of what a message is found by
+TAG_MASK = 2**32 - 1  # the bits by which messages are matched
 
 (
-    DESCRIPTOR,  # of the socket, -1 where there is none
+    DESCRIPTOR,  # of the socket, -1 for none
     STAGE,  # address of STAGE_BYTES, in which headers and short messages arrive
-    BEGIN,  # where in it begins what has not been taken out yet
+    BEGIN,  # where the unread bytes in it begin
     END,
     CURRENT,  # number of the message that is arriving, -1 for none
-    ENDED,  # 1 once the other end is known to send no more
+    ENDED,  # 1 once the other end has ended its output
     CONNECTION_FIELDS,
 ) = range(7)
 CONNECTION_BYTES = 8 * CONNECTION_FIELDS
 STAGE_BYTES = 16 << 10
 
-#: What is moved with one call, so that sending and receiving take turns. Less than the 64 KB that Linux sends as one segment: of
-#: more, a small tail may be left, which it holds back (net.ipv4.tcp_autocorking), and exchanges have become eight times slower.
+#: Bytes that one call moves, so that sends and receives alternate. Less than the 64 KB that Linux sends as one segment: with
+#: more, Linux may hold back a small tail (net.ipv4.tcp_autocorking), which has made exchanges eight times slower.
 _PIECE_BYTES = 56 << 10
 
 #: How long a wait sleeps before it returns to its caller.
 _SLICE_MS, _SLICE_NS = 50, 40_000_000
 
-#: After how many waits in vain all tries are made again.
+#: After how many waits that polled without success TRIES is MOST_TRIES again.
 _PROBE_AFTER = 32
 
-#: How often a wait looks again before it offers the core to others in between, and how long one who wants to compute keeps it.
+#: How often a wait polls before it offers the core to other processes, and how long a computing process keeps the core.
 _TRIES_ALONE, _LONG_NS = 20, 1_000_000
 
 SENDS, RECEIVES, _STUCK = 1, 2, 4
 
-# What a kernel returns.
+# The results of a kernel.
 FINISHED, PENDING, STOPPED, LOST, DISAGREED, FULL = range(6)
 
-# The instructions that it follows, as gradwire.collectives.plan.program has them.
+# The kinds of instructions, as in gradwire.collectives.plan.program.
 _SEND, _RECEIVE, _POST, _WAIT, _REDUCE = range(5)
 INSTRUCTION_FIELDS = 8
 
@@ -122,7 +122,7 @@ def _connection(context, peer):
 
 @njit
 def _send_some(connection, row):
-    """Write what there is room for of a message. Return how many bytes that were, or -errno."""
+    """Write as much of a message as there is room for. Return the number of bytes, or -errno."""
     moved, nbytes = _get(row, ROW_MOVED), _get(row, ROW_NBYTES)
     header = max(-moved, 0)
     begun = max(moved, 0)
@@ -158,7 +158,7 @@ def _fill(connection):
 
 @njit
 def _begin_message(context, connection, peer):
-    """Find the row that the header at hand is for. Return whether there is one, or -1 where it expects something else."""
+    """Find the row for the header at hand. Return whether there is one, or -1 if the row expects another kind or length."""
     header = _get(connection, STAGE) + _get(connection, BEGIN)
     for number in range(_get(context, FIRST), _get(context, COUNT)):
         row = _row(context, number)
@@ -180,8 +180,8 @@ def _begin_message(context, connection, peer):
 
 @njit
 def _receive_some(context, connection, peer):
-    """Read from a connection until it has nothing more that is wanted, or a good piece has been read. Return FINISHED, DISAGREED,
-    LOST, or PENDING where nothing was there."""
+    """Read from a connection until it has no more bytes for posted rows, or a piece has been read. Return FINISHED, DISAGREED,
+    LOST, or PENDING if nothing was read."""
     pieces = 0
     while pieces < _PIECE_BYTES:
         if _get(connection, CURRENT) < 0:
@@ -232,7 +232,7 @@ def _receive_some(context, connection, peer):
 
 @njit
 def _awaits(context, peer):
-    """Return whether any message of a rank is still to be received."""
+    """Return whether any receive from a rank is unfinished."""
     for number in range(_get(context, FIRST), _get(context, COUNT)):
         row = _row(context, number)
         if _get(row, ROW_SENDS) == 0 and _get(row, ROW_DONE) == 0 and _get(row, ROW_PEER) == peer:
@@ -252,7 +252,7 @@ def _nothing(context, peer, got, pieces):
 
 @njit
 def _move_some(context):
-    """Move every message that can be. Return FINISHED, DISAGREED, LOST, or PENDING where none could."""
+    """Move all messages as far as possible. Return FINISHED, DISAGREED, LOST, or PENDING if none could be moved."""
     wanted = _get(context, WANTED)
     size = _get(context, SIZE)
     for peer in range(size):
@@ -290,8 +290,8 @@ def _move_some(context):
 
 @njit
 def _sleep(context, milliseconds):
-    """Sleep until a message can be moved, for so long at most. Return FINISHED, or LOST where a connection has ended behind a
-    message that nobody awaits: it is not read from, so that nothing else would tell."""
+    """Sleep until a message can be moved, for at most `milliseconds`. Return FINISHED, or LOST if a connection has ended behind
+    a message without a row: it is not read from, so only poll() shows its end."""
     polls, wanted = _get(context, POLLS), _get(context, WANTED)
     count = 0
     for peer in range(_get(context, SIZE)):
@@ -318,8 +318,8 @@ def _sleep(context, milliseconds):
 
 @njit
 def _spin_less(context):
-    """Note that a wait has looked again in vain: what is awaited takes its time, or other processes want the core. Now and then
-    all tries are made, to see whether that has changed."""
+    """Halve the polls of later waits, after one that polled without success: the message is slow, or other processes need the
+    core. Now and then allow all polls again, to see whether that has changed."""
     slept = _get(context, SLEPT) + 1
     if slept < _PROBE_AFTER:
         _set(context, TRIES, min(_get(context, TRIES) // 2, _get(context, MOST_TRIES)))
@@ -331,8 +331,8 @@ def _spin_less(context):
 
 @njit
 def _offer_the_core(context):
-    """Let other processes run. The other ranks give it back soon. From one that computes, a process that sleeps gets it back
-    sooner than one that spins, so that waits sleep at once for a while."""
+    """Let other processes use the core. Other ranks return it soon. If another process computes on it, a sleeping process gets
+    it back sooner than a spinning one, so later waits sleep at once for a while."""
     offered = monotonic_ns()
     give_way()
     if monotonic_ns() - offered > _LONG_NS:
@@ -341,8 +341,9 @@ def _offer_the_core(context):
 
 
 @njit
-def _looks_again(context, tries):
-    """Return whether a wait that has looked so often looks again before it sleeps; after the first few it offers the core."""
+def _polls_again(context, tries):
+    """Return whether a wait that has polled so often polls again before it sleeps; after the first few polls, offer the
+    core."""
     if tries > _get(context, TRIES):
         return False
     if tries > _TRIES_ALONE:
@@ -352,8 +353,8 @@ def _looks_again(context, tries):
 
 @njit
 def _wait_for(context, number, began):
-    """Wait until a message is done; all others move along. PENDING some time after `began`, so that the caller can see to its
-    deadline however much is moving."""
+    """Wait until a message is done, while the others move too. Return PENDING some time after `began`, even if messages move,
+    so that the caller can check its deadline."""
     tries = 0
     slept = False
     is_late = False
@@ -376,7 +377,7 @@ def _wait_for(context, number, began):
             is_late = monotonic_ns() - began > _SLICE_NS
             continue
         tries += 1
-        if _looks_again(context, tries):
+        if _polls_again(context, tries):
             continue
         if not slept:
             slept = True
@@ -410,13 +411,13 @@ def _add(context, sends, peer, tag, address, nbytes):
 
 @compiled(njit, int64(*[int64] * 6), nogil=True)
 def add(context, sends, peer, tag, address, nbytes):
-    """Post a message. Return FINISHED, or FULL where the table has no room for it."""
+    """Post a message. Return FINISHED, or FULL if the table has no room."""
     return FINISHED if _add(context, sends, peer, tag, address, nbytes) else FULL
 
 
 @compiled(njit, int64(int64, int64), nogil=True)
 def wait_for(context, number):
-    """Wait until the message of that number is done; with -1, only move what can be moved at once."""
+    """Wait until the message of that number is done; with -1, only move messages without waiting."""
     if _get(context, ABORTED) != 0:
         return STOPPED
     if number >= 0:
@@ -427,7 +428,7 @@ def wait_for(context, number):
 
 @njit
 def _begins(connection, tag):
-    """Return whether the next message of a connection has a tag. Reads what there is of its header."""
+    """Return whether the next message of a connection has a tag. Reads as much of its header as has arrived."""
     if _get(connection, CURRENT) >= 0:
         return False
     if _get(connection, END) - _get(connection, BEGIN) < HEADER_BYTES:
@@ -442,8 +443,8 @@ def _begins(connection, tag):
 
 @njit
 def _find_sender(context, tag, first):
-    """Return the first rank, from `first` on, whose next message has a tag; -1 for none. Ranks from which something is to be read
-    before that can be told count as wanted."""
+    """Return the first rank, from `first` on, whose next message has a tag; -1 for none. Ranks whose next header has not
+    arrived yet are marked in WANTED."""
     size = _get(context, SIZE)
     wanted = _get(context, WANTED)
     for step in range(size):
@@ -461,8 +462,8 @@ def _find_sender(context, tag, first):
 
 @compiled(njit, int64(*[int64] * 4), nogil=True)
 def next_sender(context, tag, first, milliseconds):
-    """Wait so long at most for a message with a tag, from any rank; those from `first` on are looked at first. PEER is then the
-    rank, or -1. The message stays where it is."""
+    """Wait for a message with a tag, from any rank, for at most `milliseconds`; ranks from `first` on are checked first. PEER
+    becomes the rank, or -1. The message is not received."""
     began = monotonic_ns()
     tries = 0
     while True:
@@ -477,14 +478,14 @@ def next_sender(context, tag, first, milliseconds):
         if peer >= 0 or left_ms <= 0:
             return FINISHED
         tries += 1
-        if not _looks_again(context, tries) and status == PENDING and _sleep(context, min(left_ms, _SLICE_MS)) == LOST:
+        if not _polls_again(context, tries) and status == PENDING and _sleep(context, min(left_ms, _SLICE_MS)) == LOST:
             return LOST
 
 
 @njit
 def _reduce(mine, theirs, length, itemsize, arithmetic, op, mine_first):
-    """Reduce what came into what there is. Which of two zeros min and max take depends on the order, and so does what comes of
-    two that are no numbers: it must be that of the ranks."""
+    """Reduce received numbers into this rank's, the lower rank's first: the order decides the sign of a zero in min and max,
+    and the bits of a NaN."""
     if mine_first:
         combine(arithmetic, mine, theirs, length, op, 1)
     else:
@@ -494,7 +495,7 @@ def _reduce(mine, theirs, length, itemsize, arithmetic, op, mine_first):
 
 @compiled(njit, int64(*[int64] * 11), nogil=True)
 def follow(context, instructions, count, base, tag, source, destination, scratch, itemsize, arithmetic, op):
-    """Follow a program's instructions, of which there are so many. After PENDING and FULL, call it again in the same way.
+    """Run the `count` instructions of a program. After PENDING or FULL, call it again with the same arguments.
 
     base: the number that the program's first message has here. source, destination, scratch: where its numbers lie.
     arithmetic: the address of the C function that reduces them.

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs (CUDA C++). `kernels` is what others load."""
+"""Kernels for NVIDIA GPUs (CUDA C++). Other modules import only `kernels`."""

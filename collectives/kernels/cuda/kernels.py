@@ -1,4 +1,4 @@
-"""The kernels for NVIDIA GPUs, or what stands in for them: the file that others load."""
+"""The kernels for NVIDIA GPUs, or plain torch in place of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CAPABILITY = (8, 0)  # of a GPU that has the instructions which the kernels use
 
 
 class CudaKernels(Quantizers, Sparse):
-    """What reference.quantize and reference.sparse have, on CUDA tensors.
+    """The functions of reference.quantize and reference.sparse on CUDA tensors.
 
-    Nothing is synchronised or copied through the host, and all may be captured in a CUDA graph, once a first call,
-    outside of it, has compiled what it needs.
+    They neither synchronise nor copy through the host, and can be captured in a CUDA graph once a first call outside of it has
+    compiled the kernels.
     """
 
 
 class TorchKernels:
-    """What CudaKernels has, in plain torch: the same bytes, but slowly, and the host waits for the GPU at times."""
+    """The functions of CudaKernels in plain torch: the same bytes, but slower, and sometimes the host waits for the GPU."""
 
     def __getattr__(self, function: str) -> Callable[..., None]:
         module = quantize if hasattr(quantize, function) else sparse
@@ -33,9 +33,9 @@ class TorchKernels:
 
 
 def cuda_kernels() -> CudaKernels | TorchKernels | str:
-    """Return the kernels or, where something that they need is missing, plain torch, and warn of what to install.
+    """Return the kernels or, if a package that they need is missing, plain torch, with a warning that names the package.
 
-    Where torch cannot have CUDA tensors, return that, as a text.
+    If torch has no CUDA, return that as text.
     """
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
@@ -47,7 +47,7 @@ def cuda_kernels() -> CudaKernels | TorchKernels | str:
 
 
 def _cupy_launch(major: str) -> CupyLaunch | str:
-    """Return what launches by CuPy or, in a line, why nothing can: no CuPy for CUDA `major`, no GPU for the kernels."""
+    """Return a Launch by CuPy or, as a line of text, why there is none: no CuPy for CUDA `major`, no GPU for the kernels."""
     for number in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(number)
         if capability < _CAPABILITY:
@@ -57,7 +57,7 @@ def _cupy_launch(major: str) -> CupyLaunch | str:
     try:
         import cupy
     except ImportError as error:
-        # Where CuPy is there but does not load, its own text is a page, and the cause is a line.
+        # If CuPy is installed but does not load, its own message is a page; that of the cause is a line.
         return f"{str(error.__cause__ or error).strip().splitlines()[0]}: {advice}"
     built_for = str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
     if built_for != major:

@@ -1,4 +1,4 @@
-"""How CuPy compiles and launches the kernels, on torch's current stream and on memory of torch's."""
+"""Compilation and launch of the kernels by CuPy, on torch's current stream and memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CupyLaunch:
                 function((grid, 1, 1), (THREADS, 1, 1), (parameters,))
 
     def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
-        """Compile, but not by cupy.RawModule, which flushes denormals whatever options it is given."""
+        """Compile a kernel, without cupy.RawModule, which flushes denormals with any options."""
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         code, name = compile_kernel(self._cupy.cuda.nvrtc, family, kernel, architecture)
         module = self._cupy.cuda.function.Module()
@@ -40,9 +40,9 @@ class CupyLaunch:
 
 
 def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
-    """Return the machine code of a kernel, and its name in that. nvrtc: cupy.cuda.nvrtc.
+    """Return the machine code of a kernel, and the kernel's name in it. nvrtc: cupy.cuda.nvrtc.
 
-    Raises RuntimeError, with what the compiler said.
+    Raises RuntimeError with the compiler's message.
     """
     program = nvrtc.createProgram(source(family), f"{family}.cu", (), ())
     try:

@@ -11,7 +11,7 @@ import torch
 from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
 from gradwire.collectives.kernels.reference import quantize as reference
 
-#: One tensor, or several that one launch works through.
+#: One tensor, or several that one launch processes.
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 _TENSORS = 96  # of a launch: as in quantize.cu, so that the table stays below the 4 KB of a kernel's parameters
@@ -35,7 +35,7 @@ def _tile(name: str, block: int) -> int:
 
 
 def _instance(template: str, parameters: Mapping[str, Any]) -> str:
-    """Return a type of codecs.cuh with its arguments, as C++ writes them."""
+    """Return the C++ text of a type of codecs.cuh with its arguments."""
     written = {
         name: literal(value) if isinstance(value, bool) else _FRACTION.get(value, value)
         for name, value in (_DEFAULTS | dict(parameters)).items()
@@ -48,8 +48,8 @@ def _codec(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return <name>_encode and <name>_decode, with the arguments of the functions of reference.quantize.
 
-    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of both. Of values and wires there may
-    be one tensor, or as many of both (and of residuals, outputs and seeds) in one launch.
+    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of both. values and wires are one
+    tensor each, or as many of both (and of residuals, outputs and seeds), in one launch.
     """
 
     def encode(
@@ -84,7 +84,7 @@ def _codec(
 
 
 class Quantizers:
-    """Blocks of another length than the powers of two from 16 to 1024 are left to the reference."""
+    """The quantizers. Blocks whose length is not a power of two from 16 to 1024 are encoded by the reference."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch

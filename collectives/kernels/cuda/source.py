@@ -1,4 +1,4 @@
-"""The CUDA sources, and how they are compiled and launched: by CuPy on a GPU, or by the tests where there is none."""
+"""The CUDA sources, and the protocol of their launch: by CuPy on a GPU, or by the tests without one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ THREADS = 256
 
 
 class Launch(Protocol):
-    """How a kernel gets to run."""
+    """The protocol of a launch."""
 
     def __call__(
         self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
     ) -> None:
         """Launch a kernel, an instance of a template in `<family>.cu`.
 
-        parameters: its only argument. tensors: all that it touches.
+        parameters: its only argument. tensors: all that it reads or writes.
         """
 
 

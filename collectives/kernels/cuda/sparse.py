@@ -27,7 +27,7 @@ _HEADER = 16  # bytes of a threshold's wire before its indices
 
 
 class Sparse:
-    """How many numbers reach a threshold is known to the GPU alone. Indices outside of `out` are passed over."""
+    """The sparse codecs. Only the GPU knows how many numbers reach a threshold. Indices outside of `out` are ignored."""
 
     blocks: ClassVar[int] = _MOST_BLOCKS  # of a launch over all numbers, at most
 
@@ -139,7 +139,7 @@ class Sparse:
     def _scatter(
         self, kernel: str, wire: Tensor, out: Tensor, add: bool, k: int, entries: int | None = None, **numbers: float
     ) -> None:
-        """Have every entry of the wire, k of them where `entries` does not say, put where it belongs."""
+        """Write every entry of the wire at its index. entries: their number; k without it."""
         if not add:
             out.zero_()
         if (entries := k if entries is None else entries) > 0:
@@ -149,7 +149,7 @@ class Sparse:
 
 
 def _parameters(tensors: Mapping[str, Tensor | None], **numbers: float) -> NDArray[np.void]:
-    """Return what a kernel is given; what is not named is 0."""
+    """Return the parameters of a kernel; those not named are 0."""
     selection: NDArray[np.void] = np.zeros((), _SELECTION)
     for name, tensor in tensors.items():
         selection[name] = 0 if tensor is None else tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""What the dense codecs share: blocks, their sums and maxima, the sections of a wire, and what a residual becomes."""
+"""The common parts of the dense codecs: blocks, their sums and maxima, the sections of a wire, and the residual."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTIALS = 128
 
 
 def in_blocks(flat: Tensor, block: int) -> Tensor:
-    """Return (blocks, block); what is missing of the last one is 0."""
+    """Return the numbers as (blocks, block); the last block is filled up with 0."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-(-flat.numel() // block), block)
 
 
@@ -38,7 +38,7 @@ def block_sums(terms: Tensor) -> Tensor:
 
 
 def corrected(values: Tensor, residual: Tensor | None) -> Tensor:
-    """Return what is to be encoded, in memory of its own."""
+    """Return the numbers to encode, values or values + residual, in new memory."""
     return values.clone() if residual is None else values + residual
 
 
@@ -50,12 +50,12 @@ def largest_magnitudes(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quotient(numerator: float, maximum: Tensor) -> Tensor:
-    """Return numerator / maximum, and 0 for 0, in one division: of `number / tensor` torch makes a reciprocal."""
+    """Return numerator / maximum, and 0 for 0, in one division: torch computes `number / tensor` by a reciprocal."""
     return torch.where(maximum > 0, torch.full_like(maximum, numerator) / maximum, torch.zeros_like(maximum))
 
 
 def divided(numbers: Tensor, divisor: float) -> Tensor:
-    """Return numbers / divisor, in one division: of `tensor / number` torch makes a product on a GPU."""
+    """Return numbers / divisor, in one division: on a GPU, torch computes `tensor / number` by a product."""
     return numbers / torch.full_like(numbers, divisor)
 
 
@@ -79,13 +79,13 @@ def with_nan(scales: Tensor, finite: Tensor) -> Tensor:
 
 
 def keep_loss(residual: Tensor | None, corrected: Tensor, decoded: Tensor) -> None:
-    """Set the residual to what was lost, and to 0 where what decodes is not finite."""
+    """Set the residual to the error of the code, and to 0 where the decoded number is not finite."""
     if residual is not None:
         residual.copy_(torch.where(decoded.isfinite(), corrected - decoded, torch.zeros_like(decoded)))
 
 
 def keep_dense_loss(residual: Tensor | None, blocks: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Set the residual to what codes (blocks, block) and scales (blocks, 1) lost of the blocks."""
+    """Set the residual to the error of the blocks' codes (blocks, block) and scales (blocks, 1)."""
     if residual is not None:
         n = residual.numel()
         keep_loss(residual, blocks.view(-1)[:n], scaled(codes, scales, n))

@@ -1,4 +1,4 @@
-"""A number of 64 bits that stands for bits in memory, to tell whether two ranks hold the same.
+"""A 64-bit hash of memory, by which ranks find out whether they hold the same bits.
 
 The sum, modulo 2^64, of mixed(word ^ (place * 0x9E3779B97F4A7C15)) over the 64-bit words, whose places count from 1.
 Mixed is Stafford's mix13 (2011), as splitmix64 has it, which is a bijection: a change within one word always changes the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: How many words are mixed at once: few enough that what lies in between stays small.
+#: How many words are mixed at once: few enough that intermediate tensors stay small.
 _WORDS_AT_ONCE = 1 << 20
 
 
@@ -28,7 +28,7 @@ def hash_words(words: Tensor, place: int = 1) -> int:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """Return x shifted to the right with zeros, as torch shifts numbers with their sign."""
+    """Return x shifted to the right with zeros; torch's own shift copies the sign."""
     return (x >> places) & ((1 << (64 - places)) - 1)
 
 

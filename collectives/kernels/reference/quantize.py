@@ -1,4 +1,4 @@
-"""The dense codecs in plain torch: what every other kernel must write and read, byte for byte.
+"""The dense codecs in plain torch. Every other kernel must write and read the same bytes.
 
 <codec>_encode(values, residual, wire, <parameters>, seed) and <codec>_decode(wire, out, <parameters>, add, scale), with
 tensors as in gradwire.collectives.compression.codec; decoders take only the parameters that they need. All arithmetic is
@@ -9,7 +9,8 @@ NaN, an Inf or a magnitude of 2^127 or more is *not finite*: its scale is NaN an
 decodes to NaN. A block (of a codec that divides by the scale) whose largest magnitude is below 2^-100 is zero: scale
 and codes are 0. The limits keep every scale, inverse and product below finite, and scales out of the denormals.
 
-The residual becomes what the code lost, and 0 where what decodes is not finite: a lost step must not poison the next.
+The residual becomes the error of the code, and 0 where the decoded number is not finite: one overflow must not spoil all later
+steps.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from gradwire.collectives.kernels.reference.randomness import random_bits, stoch
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return integers as so many bits each, the first in the lowest of a byte; the last byte is filled with zeros."""
+    """Return integers packed into `bits` bits each, the first in the lowest bits of a byte; the last byte is filled with
+    zeros."""
     per_byte = 8 // bits
     digits = in_blocks(codes.to(torch.int64) & (2**bits - 1), per_byte)
     shifts = torch.arange(per_byte, device=codes.device) * bits
@@ -89,7 +91,7 @@ bf16_encode, bf16_decode = _cast_encode(torch.bfloat16), _cast_decode(torch.bflo
 
 
 def _integers(blocks: Tensor, inverse: Tensor, finite: Tensor, limit: int, stochastically: bool, seed: int) -> Tensor:
-    """Return the codes as they are multiplied by the scales, (blocks, block) float32."""
+    """Return the codes before the multiplication by the scales, (blocks, block) float32."""
     numbers = torch.where(finite, blocks * inverse, torch.zeros_like(blocks))
     if stochastically:
         numbers = stochastic(numbers, uniform(blocks.numel(), seed, blocks.device).view_as(blocks))

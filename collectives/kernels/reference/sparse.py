@@ -1,8 +1,8 @@
-"""The sparse and low-rank codecs in plain torch: what every other kernel must write and read, byte for byte.
+"""The sparse and low-rank codecs in plain torch. Every other kernel must write and read the same bytes.
 
-<codec>_encode(values, residual, wire, <parameters>) and <codec>_decode(wire, out, <parameters>, add, scale), with
-tensors as in gradwire.collectives.compression.codec. c = values + residual, in float32. What is sent of c leaves the residual;
-what is not finite leaves it too, sent or not, as it would come back in every later sum.
+<codec>_encode(values, residual, wire, <parameters>) and <codec>_decode(wire, out, <parameters>, add, scale), with tensors as in
+gradwire.collectives.compression.codec. c = values + residual, in float32. The numbers of c that are sent leave the residual. So
+do those that are not finite, sent or not, as they would return in every later sum.
 
 Magnitudes are compared by their bits, the *key* of a number: of two equal ones the lower index counts as larger, and a
 NaN is larger than Inf, whatever its sign and payload. On the wire there is one NaN, 0x7FC00000.
@@ -44,7 +44,7 @@ def put_entries(out: Tensor, indices: Tensor, values: Tensor, add: bool, scale: 
 
 
 def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
-    """Set the residual to c, without what was sent and what is not finite."""
+    """Set the residual to c, without the numbers that were sent or are not finite."""
     if residual is not None:
         residual.copy_(torch.where(c.isfinite(), c, torch.zeros_like(c)))
         residual[sent] = 0
@@ -53,10 +53,10 @@ def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
 #: The key of every NaN.
 _NAN = 0x7F800001
 
-#: How many numbers chunktopk chooses among.
+#: The numbers of a chunk of chunktopk.
 CHUNK = 4096
 
-#: powersgd: a vector of which so little is left once others are taken away from it is rounding errors: in squares of norms.
+#: powersgd: a vector is rounding errors if this share of its squared norm is left after the projections are subtracted.
 LOST = 1e-12
 
 
@@ -84,7 +84,7 @@ def topk_decode(wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> N
 def dgc_encode(values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum: Tensor, decay: float) -> None:
     """Set momentum = decay * momentum + values, and send topk of momentum + residual.
 
-    What leaves the residual leaves the momentum too.
+    Numbers that leave the residual leave the momentum too.
     """
     momentum.copy_(momentum * decay + values)
     c = residual + momentum
@@ -99,7 +99,7 @@ def threshold_encode(
 ) -> None:
     """Send all that reach the magnitude `tau` ((1,), float32), if they are k - slack to k + slack; otherwise send topk.
 
-    So it is too without tau, and for tau = 0.
+    Without tau, and for tau = 0, also send topk.
 
     tau then moves: if m numbers were sent for it, it is multiplied by 1 + (m - k) / (8 k); if not, it becomes the
     smallest magnitude that was sent, or 0 if that is not finite. The wire begins with m as int32 and 12 zero bytes, and
@@ -230,7 +230,7 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
     keys = _keys(blocks)
     keys.view(-1)[numel:] = -1
     largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    unused = CHUNK  # what sorts behind all places
+    unused = CHUNK  # it sorts behind all places
     wanted = torch.arange(k) < counts.unsqueeze(1)
     places = torch.where(wanted.to(largest.device), largest, unused).sort(dim=1).values
     wanted = places < unused
@@ -260,7 +260,7 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return what codes (chunks, k) stand for. scales: (chunks, 2) bfloat16."""
+    """Return the numbers of codes (chunks, k). scales: (chunks, 2) bfloat16."""
     magnitudes = scales.to(torch.float32).gather(1, (codes & 1).to(torch.int64))
     return torch.where(codes >= 2, -magnitudes, magnitudes)
 

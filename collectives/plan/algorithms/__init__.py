@@ -1,7 +1,7 @@
 """The planners: one algorithm a file, each a pure function from a Place to a Schedule.
 
-PLANNERS is the whole list of what can be chosen, by collective and name. To add an algorithm, write its file and name it here;
-from outside, register_algorithm() adds to the list.
+PLANNERS lists all algorithms, by collective and name. To add an algorithm, write its file and name it here; from outside,
+register_algorithm() adds to the list.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gradwire.collectives.notation import check_name
 from gradwire.collectives.plan.algorithms import direct, hierarchical, recursive_doubling, ring, rsag, tree
 from gradwire.collectives.plan.schedule import Planner
 
-#: What hierarchical's hosts may follow among themselves, by the name of the whole.
+#: The algorithms that hierarchical may use between hosts, by the name of the combination.
 BETWEEN_HOSTS: dict[str, Planner] = {
     "hierarchical": ring.allreduce,
     "hierarchical(rsag)": rsag.allreduce,
@@ -46,10 +46,10 @@ PLANNERS: dict[str, dict[str, Planner]] = {
 #: Allreduces that are, to the bit, the reduce_scatter and then the allgather of the same name.
 IN_HALVES = ("ring", "rsag", "direct")
 
-#: Names that mean something else as `algorithm=`, whoever offers them.
+#: Names that `algorithm=` gives another meaning.
 RESERVED = ("auto", "one_shot", "two_shot")
 
-#: What the links of this repository do by themselves, so that planners need other names.
+#: Algorithms that the links of this repository run by themselves, so that planners need other names.
 _OF_LINKS = ("native", "shared")
 
 

@@ -1,4 +1,4 @@
-"""Direct: every rank talks to every other in the same round. Fewest rounds; p(p - 1) messages, and a risk of incast.
+"""Direct: every rank exchanges with every other in the same round. Fewest rounds; p(p - 1) messages, and a risk of incast.
 
 The two-shot allreduce (reduce-scatter, then allgather, each by one all-to-all) is the shape that quantized allreduce needs.
 With p ranks and n bytes, per rank: reduce_scatter, allgather and alltoall 1 round, (p - 1)/p n bytes sent; allreduce 2 rounds,
@@ -45,7 +45,7 @@ def allreduce(place: Place) -> Schedule:
 
 
 def one_shot(place: Place) -> Schedule:
-    """Send the whole buffer to all others, and add theirs, in one round: an allreduce that sends nobody a sum."""
+    """Send the whole buffer to all others, and add theirs, in one round: an allreduce that sends no sums."""
     whole = (Span(0, 1),)
     sends = [send(peer, whole) for peer in _others(place)]
     return _schedule(place, 1, sends + [reduce(peer, whole) for peer in sorted(_others(place))])

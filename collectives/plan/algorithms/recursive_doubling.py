@@ -1,9 +1,9 @@
 """Recursive doubling: fewest rounds for small messages; every round exchanges the whole buffer.
 
-Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.1.
-With q the largest power of two <= p: log2 q rounds and log2(q) n bytes sent per rank. When p > q, p - q ranks first hand their
-contribution to a neighbour and get the result back at the end: two more rounds, at most one more n bytes sent per rank.
-Pairs add the same two operands, and addition commutes, so all ranks hold the same bits.
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section 4.1. With q the
+largest power of two <= p: log2 q rounds and log2(q) n bytes sent per rank. When p > q, p - q ranks first send their
+contribution to a neighbour and get the result back at the end: two more rounds, at most one more n bytes sent per rank. Pairs
+add the same two operands, and addition commutes, so all ranks hold the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ring: every rank talks to its two neighbours only; p - 1 rounds a phase.
+"""Ring: every rank exchanges with its two neighbours only; p - 1 rounds a phase.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). Bandwidth-optimal for
 any p, but the number of rounds grows with p: for many ranks `rsag` sends the same bytes in far fewer rounds.

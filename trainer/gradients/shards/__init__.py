@@ -1,1 +1,1 @@
-"""A rank's shares of the parameters: the pieces that it steps, and how they come to the optimizer and to all ranks."""
+"""A rank's shares of the parameters: the pieces that its optimizer steps, and their transfer to all ranks."""

@@ -1,4 +1,4 @@
-"""This rank's pieces of the parameters, on which the optimizer steps in place of them, and the state that goes with them."""
+"""This rank's pieces of the parameters, which the optimizer steps in place of the parameters, and their optimizer state."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Held:
-    """Holds what somebody has of an optimizer's state of one parameter: of the elements in `ranges`, one after the other."""
+    """A part of an optimizer's state of one parameter: of the elements in `ranges`, one after the other."""
 
     ranges: Ranges
     state: Mapping[str, Any]
 
 
 class Pieces:
-    """Keeps the pieces of an optimizer's parameters, as the shares of the buckets cut them.
+    """Holds the pieces into which the shares of the buckets cut an optimizer's parameters.
 
-    The optimizer's state belongs to the pieces. Where pieces change because buckets do, it moves along: each part of it is
-    summed up from all ranks as integers, where the others have zeros, so that not a bit of it changes.
+    The optimizer's state belongs to the pieces. If pieces change because buckets do, the state moves to the new ones: its parts
+    are summed over all ranks as integers, with zeros on the ranks that do not have them, so that no bit changes.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -63,7 +63,7 @@ class Pieces:
         return [self._of[parameter] for parameter in self._parameters()]
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Make the pieces what the buckets' shares say, where these are others than before. Collective."""
+        """Make new pieces if the buckets' shares have changed. Collective."""
         everything = self._parameters()
         if self._buckets == list(buckets) and len(everything) == len(self._of):
             return
@@ -75,18 +75,18 @@ class Pieces:
         }
         for parameter in everything:
             known = self._of.get(parameter)
-            if parameter not in wanted:  # one that is frozen, and in no bucket
+            if parameter not in wanted:  # a frozen parameter, which is in no bucket
                 size, numel = self._communicator.size, parameter.numel()
                 evenly = tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
                 wanted[parameter] = evenly if known is None else known.by_rank
             if known is None or known.by_rank != wanted[parameter]:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
-        self._transfers = []  # and its memory, before there is another
+        self._transfers = []  # free its memory before the next one is allocated
         self._transfers = self._new_transfers(buckets)
 
     def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
-        """Make a piece anew, and give it what is known of it. Collective, where it had a state."""
+        """Make a piece anew, and give it the existing state. Collective, if it had a state."""
         before = self._of.get(parameter)
         lacks = self._returning is not None
         piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], lacks)
@@ -101,10 +101,10 @@ class Pieces:
             self._optimizer.state[piece.tensor] = state
 
     def merged(self, piece: Piece, mine: Mapping[str, Any], held: Sequence[Held]) -> dict[str, Any]:
-        """Return the state of a piece, of all that ranks hold of its parameter's. Collective.
+        """Return the state of a piece, from the parts of its parameter's state on all ranks. Collective.
 
-        mine: any rank's, for what is not by element. held: what this rank contributes: together, the ranks hold every element
-        once. Raises ValueError for a state of other shapes.
+        mine: any rank's state, for entries that are not by element. held: this rank's part; together, the ranks hold every
+        element once. Raises ValueError for a state of other shapes.
         """
         merged: dict[str, Any] = {}
         for name in sorted(mine):
@@ -128,7 +128,7 @@ class Pieces:
 
     @contextmanager
     def in_place_of_parameters(self) -> Iterator[None]:
-        """Have the optimizer know the pieces, inside, and not the parameters."""
+        """Put the pieces in place of the parameters in the optimizer's param groups, inside."""
         before = [group["params"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["params"] = [self._of[parameter].tensor for parameter in group["params"]]
@@ -139,12 +139,12 @@ class Pieces:
                 group["params"] = parameters
 
     def gradients(self) -> list[list[Tensor]]:
-        """Return where this rank's pieces of the gradients lie, by bucket."""
+        """Return views of this rank's pieces of the gradients, by bucket."""
         return [transfer.gradients() for transfer in self._transfers]
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Give every piece the values of its parameter, and its gradient where the parameter has one."""
+        """Give every piece the values of its parameter, and its gradient if the parameter has one."""
         for transfer in self._transfers:
             transfer.fill()
 
@@ -155,7 +155,7 @@ class Pieces:
             transfer.gather(step)
 
     def _new_transfers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
-        """Return the transfers of buckets, which share memory that is as long as the longest needs it."""
+        """Return the transfers of buckets, which share one memory of the longest one's size."""
         longest: dict[tuple[torch.dtype, torch.device], int] = {}
         for bucket in buckets:
             kind, numel = (bucket.memory.dtype, bucket.memory.device), bucket.memory.numel()
@@ -171,7 +171,7 @@ class Pieces:
 
 
 def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a piece, of that of its whole parameter."""
+    """Return the state of a piece, cut from that of its whole parameter."""
     parameter = piece.parameter
     cut = dict(state)
     for name, value in state.items():
@@ -182,5 +182,6 @@ def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_by_element(name: str, value: Any) -> bool:
-    """Return whether a piece's state has a number for each of its elements. (Torch's optimizers keep one number as "step".)"""
+    """Return whether a state tensor has a number for each element of a piece. (Torch's optimizers keep one number as
+    "step".)"""
     return isinstance(value, Tensor) and value.dim() > 0 and name != "step"

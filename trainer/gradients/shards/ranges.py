@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank steps, its piece, and where they lie."""
+"""The elements of a parameter that a rank steps, its piece, and their places in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ LOST = "gradwire_owed"
 
 @dataclass
 class Piece:
-    """Holds what this rank steps of a parameter: a tensor with one dimension, of the elements that are its `ranges`, in the
-    parameter's own memory where these are one.
+    """The elements of a parameter that this rank steps: a tensor with one dimension, of the elements in `ranges`; in the
+    parameter's own memory if that is one range.
 
-    by_rank: everyone's ranges, of which these are this rank's. lacks: whether the parameter lacks a part of what the
-    optimizer has made of the piece, because codes lose it: then the tensor has memory of its own, and is that part between
-    steps.
+    by_rank: the ranges of all ranks. lacks: whether codes lose a part of the optimizer's updates, so that the parameter lacks
+    it. Then the tensor has separate memory, and holds that part between steps.
     """
 
     parameter: Tensor
@@ -37,7 +36,7 @@ class Piece:
         self.tensor = memory.new_zeros(length(self.ranges)) if self.lacks else in_place(memory, self.ranges)
 
     def set_lack(self, lost: Tensor | None) -> None:
-        """Set what the parameter lacks, between steps, where it may lack anything; None for nothing."""
+        """Set what the parameter lacks between steps; None for zero. Does nothing without `lacks`."""
         if self.lacks:
             self.tensor.zero_() if lost is None else self.tensor.copy_(lost)
 
@@ -48,7 +47,7 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def parts_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
-    """Return some elements where they lie."""
+    """Return views of some elements."""
     return [flat[start:stop] for start, stop in ranges]
 
 
@@ -58,7 +57,7 @@ def taken(flat: Tensor, ranges: Ranges) -> Tensor:
 
 
 def in_place(flat: Tensor, ranges: Ranges) -> Tensor:
-    """Return some elements, one after the other: themselves where they lie so, else a copy."""
+    """Return some elements, one after the other: a view if they are contiguous, else a copy."""
     return flat[slice(*ranges[0])] if len(ranges) == 1 else taken(flat, ranges)
 
 
@@ -68,7 +67,7 @@ def split(values: Tensor, ranges: Ranges) -> list[Tensor]:
 
 
 def overlap(shares: Sequence[slice], span: slice) -> Ranges:
-    """Return what of a span of a bucket is in shares of it, counted from the span's beginning."""
+    """Return the ranges of a span of a bucket that are in some shares, counted from the span's beginning."""
     overlaps = ((max(share.start, span.start), min(share.stop, span.stop)) for share in shares)
     return tuple((start - span.start, stop - span.start) for start, stop in overlaps if start < stop)
 

@@ -1,4 +1,4 @@
-"""How a bucket's parameters come to the optimizer, in pieces, and the pieces that it has stepped to all ranks."""
+"""The transfer of a bucket's parameters to the optimizer, in pieces, and of the stepped pieces to all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
 
 
 def movements_as(compression: Compressor) -> Cast | Encoding | None:
-    """Return what movements of parameters travel as, by a user's argument; None for the parameters as they are. Raises
+    """Return the encoding of the parameters' movements for a user's argument; None to send parameters uncompressed. Raises
     ValueError for a codec that is for gradients only."""
     kind = encoding_of(compression)
     if isinstance(kind, Cast):
@@ -39,9 +39,9 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
 
 
 class Transfer:
-    """Brings a bucket's parameters to the optimizer, and what becomes of them to all ranks: through views, made once.
+    """Gives a bucket's parameters to the optimizer, and the stepped ones to all ranks, through views that are made once.
 
-    flat: memory that is laid out as the bucket's, for others to use too but during gather().
+    flat: memory with the bucket's layout, which others may use except during gather().
     """
 
     def __init__(self, bucket: Bucket, pieces: Sequence[Piece], flat: Tensor, combination: Combination) -> None:
@@ -53,15 +53,15 @@ class Transfer:
         memories = [bucket.memory[span] for span in bucket.spans]
         self._parts = [parts_of(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
         self._gradients = [in_place(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
-        self._look()
+        self._make_views()
 
     def gradients(self) -> list[Tensor]:
-        """Return where the pieces of the gradients lie that there are."""
+        """Return views of the pieces of the existing gradients."""
         pairs = zip(self._pieces, self._parts, strict=True)
         return [part for piece, parts in pairs if piece.parameter.grad is not None for part in parts]
 
-    def _look(self) -> None:
-        """Make the views of the parameters where they lie now."""
+    def _make_views(self) -> None:
+        """Make views of the parameters at their present addresses."""
         self._addresses = [piece.parameter.data_ptr() for piece in self._pieces]
         self._homes: list[Tensor] = []
         """Where each piece belongs; an optimizer may give it other memory."""
@@ -82,7 +82,7 @@ class Transfer:
         home = piece.tensor.detach()
         self._homes.append(home)
         _pair(self._taken, parts_of(place, ranges), split(home, ranges))
-        if is_one:  # the piece is there already
+        if is_one:  # the piece is a view of the parameter
             (start, stop), numel = ranges[0], whole.numel()
             others = tuple(each for each in ((0, start), (stop, numel)) if each[0] < each[1])
             _pair(self._given, parts_of(whole, others), parts_of(place, others))
@@ -91,15 +91,15 @@ class Transfer:
             _pair(self._given, [whole], [place])
 
     def fill(self) -> None:
-        """Give the pieces what the optimizer is to see."""
+        """Give the pieces their values and gradients, for the optimizer."""
         if self._addresses != [piece.parameter.data_ptr() for piece in self._pieces]:
-            self._look()
+            self._make_views()
         _apply(torch._foreach_copy_, self._filled)
         for piece, gradient in zip(self._pieces, self._gradients, strict=True):
             piece.tensor.grad = gradient if piece.parameter.grad is not None else None
 
     def gather(self, step: int) -> None:
-        """Bring the stepped pieces to all ranks' parameters. Collective. step: how many exchanges of gradients came before."""
+        """Copy the stepped pieces to all ranks' parameters. Collective. step: how many exchanges of gradients came before."""
         for piece, home in zip(self._pieces, self._homes, strict=True):
             if piece.tensor.data_ptr() != home.data_ptr():
                 home.copy_(piece.tensor)
@@ -112,17 +112,16 @@ class Transfer:
         _apply(torch._foreach_copy_, self._given)
 
     def _gather_shares(self) -> None:
-        """Fill `flat` with what all ranks have in their shares of it. Collective."""
+        """Fill `flat` with the shares of all ranks. Collective."""
         self._traffic.count(sent=self._traffic.wire_bytes(self._flat.nbytes) // 2)
         self._communicator.gather_shares(self._flat)
 
 
 class CodedTransfer(Transfer):
-    """Brings by how much the optimizer has moved the pieces to all ranks, as codes. What these lose stays with the piece, and is
-    part of its next movement, so every codec has error feedback here (for weights of 8 bits in a network: ZeRO++, Wang et
-    al. 2023).
+    """Sends the optimizer's movements of the pieces to all ranks, as codes. Their error stays with the piece, and is added to
+    its next movement, so every codec has error feedback here (8-bit weights on the wire: ZeRO++, Wang et al. 2023).
 
-    kind: what movements travel as, by a codec that remembers nothing. number: tells the bucket from others.
+    kind: the encoding of movements, by a codec without state. number: differs between buckets.
     """
 
     def __init__(
@@ -144,10 +143,10 @@ class CodedTransfer(Transfer):
         if isinstance(codec, Codec):
             rehearse(codec, flat.device, with_feedback=False)  # compiles now, not in the first step
 
-    def _look(self) -> None:
+    def _make_views(self) -> None:
         self._moved: _Pairs = [], []
         self._lost: _Pairs = [], []
-        super()._look()
+        super()._make_views()
 
     def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
         home = piece.tensor.detach()
@@ -164,7 +163,7 @@ class CodedTransfer(Transfer):
     def _exchange(self, step: int) -> None:
         _apply(torch._foreach_sub_, self._moved)  # now the pieces are movements
         for part in self._shares[self._communicator.rank]:
-            part.zero_()  # also between parameters, where there is what others have left
+            part.zero_()  # also between parameters, where other uses of `flat` have left numbers
         _apply(torch._foreach_copy_, self._taken)
         codec = self._kind.codec(self._flat.dtype) if isinstance(self._kind, Cast) else self._kind.codec_at(step)
         longest = max(self._lengths)
@@ -176,7 +175,7 @@ class CodedTransfer(Transfer):
         _apply(torch._foreach_sub_, self._lost)
 
     def _gather_codes(self, codec: Codec, step: int) -> None:
-        """Fill `flat` with what all ranks' codes of their shares stand for, this one's among them. Collective."""
+        """Fill `flat` with the decoded codes of all ranks' shares, this one's among them. Collective."""
         rank, device = self._communicator.rank, self._flat.device
         codes = [torch.empty(codec.wire_bytes(each), dtype=torch.uint8, device=device) for each in self._lengths]
         mine = torch.empty_like(codes[rank])

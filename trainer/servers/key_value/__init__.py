@@ -1,1 +1,1 @@
-"""The key-value store: its keys at the servers, and what workers push to them and pull."""
+"""The key-value store: the keys at the servers, and the workers' pushes and pulls."""

@@ -13,7 +13,7 @@ from gradwire.trainer.world.world import here
 
 
 class Catalogue:
-    """Lists the keys, in the order in which they came. servers: the ranks that hold keys, each as a whole."""
+    """Lists the keys, in the order in which they were added. servers: the ranks that hold keys, each key as a whole."""
 
     def __init__(self, servers: Iterable[int]) -> None:
         self._specs: dict[Name, KeySpec] = {}
@@ -26,7 +26,7 @@ class Catalogue:
         return len(self._specs)
 
     def add(self, name: Name, value: Tensor) -> KeySpec:
-        """Take in a new key with a value of this shape and dtype, at the server whose keys have the fewest elements."""
+        """Add a new key with a value of this shape and dtype, at the server whose keys have the fewest elements."""
         server = min(self._loads, key=lambda server: self._loads[server])
         self._loads[server] += max(1, value.numel())
         self._specs[name] = KeySpec(name, len(self._specs), value.shape, value.dtype, server)
@@ -44,9 +44,9 @@ class Catalogue:
         return named
 
     def tensors(self, key: Any, given: Any, what: str) -> list[tuple[KeySpec, list[Tensor]]]:
-        """Return known keys with the tensors that are given for each. what: the argument's name.
+        """Return known keys, each with the tensors given for it. what: the argument's name.
 
-        Raises KeyError for a key that is not known, TypeError or ValueError for tensors that are not as its value is.
+        Raises KeyError for an unknown key, TypeError or ValueError for tensors that do not match its value.
         """
         found = []
         for name, each in pairs_of(key, given, what):
@@ -65,9 +65,9 @@ class Catalogue:
 
 
 def pairs_of(key: Any, values: Any, what: str) -> list[tuple[Name, Any]]:
-    """Return each key with what is given for it. what: the argument's name.
+    """Return each key with the argument for it. what: the argument's name.
 
-    Raises TypeError for keys that are no int or str, ValueError for lists of other lengths and keys given twice.
+    Raises TypeError for keys other than int or str, ValueError for lists of another length and keys given twice.
     """
     if not isinstance(key, (list, tuple)):
         pairs = [(key, values)]
@@ -95,7 +95,7 @@ def tensors_of(name: Name, value: Any, what: str) -> list[Tensor]:
 
 
 def check_tensor(spec: KeySpec, tensor: Tensor, what: str) -> None:
-    """Raise ValueError for a tensor that is not as the value of the key is."""
+    """Raise ValueError for a tensor that does not match the value of the key."""
     if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ValueError(
             f"{here()}{what} of key {spec.name!r} must have shape {list(spec.shape)} and dtype {spec.dtype}, as init() was "
@@ -104,7 +104,7 @@ def check_tensor(spec: KeySpec, tensor: Tensor, what: str) -> None:
 
 
 def rows_of(spec: KeySpec, row_ids: Any) -> Tensor:
-    """Return the numbers of rows, in order and each once, on the CPU. Raises ValueError or TypeError for those of no row."""
+    """Return the numbers of rows, sorted and each once, on the CPU. Raises ValueError or TypeError for invalid ones."""
     if not isinstance(row_ids, Tensor) or row_ids.is_floating_point() or row_ids.dtype == torch.bool:
         raise TypeError(f"{here()}row_ids of key {spec.name!r} must be a tensor of whole numbers, not {row_ids!r}")
     if not spec.shape:
@@ -156,7 +156,7 @@ def described(factory: Factory) -> tuple[str, str]:
 
 
 def check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: Factory) -> None:
-    """Raise ValueError where a server could not make an optimizer of a key's value."""
+    """Raise ValueError if a server could not make an optimizer for a key's value."""
     if not dtype.is_floating_point:
         raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
     try:
@@ -178,7 +178,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write the values of some rows: a sparse tensor then consists of these; of a dense one the others are left alone."""
+    """Write the values of some rows: a sparse tensor then consists of these; the other rows of a dense one are unchanged."""
     if is_sparse(tensor):
         made = torch.sparse_coo_tensor(rows[None], values, tensor.shape, is_coalesced=True, check_invariants=False)
         tensor.copy_(made)

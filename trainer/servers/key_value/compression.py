@@ -1,4 +1,5 @@
-"""What pushes to a key-value store travel as: MXNet's 2-bit codec, all others by its way of naming them, and error feedback."""
+"""The compression of pushes to a key-value store: MXNet's 2-bit codec, the other codecs by MXNet's form of arguments, and error
+feedback."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ _SHIFTS = (0, 2, 4, 6)
 class TwoBit(Codec):
     """Sends threshold, 0 or -threshold, in two bits: the first from threshold on, the last from -threshold on.
 
-    This is MXNet's "2bit"; what is lost is added to the next push, as everywhere with error feedback. It is not
-    registered, since a fixed threshold needs a user who knows the size of the gradients. What is not finite decodes to
-    NaN, once. In plain torch: the servers of a key-value store compute on the CPU.
+    This is MXNet's "2bit", used with error feedback. It is not registered, since a fixed threshold needs a user who knows the
+    size of the gradients. A number that is not finite decodes to NaN, once. In plain torch: the servers of a key-value store
+    compute on the CPU.
     """
 
     name: ClassVar[str] = "2bit"
@@ -50,7 +51,7 @@ class TwoBit(Codec):
             wire |= quads[:, place] << shift
         if residual is not None:
             torch.sub(wanted, self._numbers(wire, wanted.numel()), out=residual)
-            residual[codes == 3] = 0  # or it would be NaN for ever
+            residual[codes == 3] = 0  # else the residual would stay NaN for ever
 
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
         numbers = self._numbers(wire, out.numel()) * scale
@@ -64,7 +65,7 @@ class TwoBit(Codec):
 
 
 def codec_of(params: Mapping[str, Any]) -> Codec:
-    """Return the codec that is meant by a "type" with its settings, such as {"type": "2bit", "threshold": 0.5}.
+    """Return the codec of a "type" with its settings, such as {"type": "2bit", "threshold": 0.5}.
 
     Raises ValueError, which lists the types, or the settings of one; TypeError for a setting of a wrong type.
     """
@@ -83,7 +84,7 @@ def codec_of(params: Mapping[str, Any]) -> Codec:
 
 
 class Encoder:
-    """Encodes what one worker pushes, and keeps, for each key, what that lost, until the next push."""
+    """Encodes one worker's pushes, and keeps each key's error until the next push."""
 
     def __init__(self, codec: Codec, rank: int) -> None:
         self._codec = codec

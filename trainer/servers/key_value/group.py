@@ -1,4 +1,4 @@
-"""The workers and servers of one key-value store: what joins this rank with all others, and how they agree."""
+"""The workers and servers of one key-value store: this rank's connections to the others, and their agreement."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _Result = TypeVar("_Result")
 class KeyGroup:
     """Joins a worker with the servers of a key-value store, one of which may be its own. Collective, unless it is alone.
 
-    alone: whether it is of this process only. asynchronous: whether every push makes an update. servers: the ranks that
-    serve. Attributes: rank and size among the workers; communicator, of all of them, None if alone; keys, those of this
-    rank's server, None if it does not serve; clients, by the rank of the server that each asks; part, which ends all of it.
+    alone: whether the store is of this process only. asynchronous: whether every push makes an update. servers: the ranks that
+    serve. Attributes: rank and size among the workers; communicator, of all of them, None if alone; keys, those of this rank's
+    server, None if it does not serve; clients, by the server's rank; part, whose close() ends all of it.
     """
 
     def __init__(self, *, alone: bool, asynchronous: bool, servers: Sequence[int] | None) -> None:
@@ -51,7 +51,7 @@ class KeyGroup:
             raise
 
     def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
-        """Make this rank's server, and what joins it with the others."""
+        """Make this rank's server and its connections to the others."""
         rank = self.rank
         token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
         everyone = range(self.size)
@@ -67,9 +67,10 @@ class KeyGroup:
         self.part.clients += self.clients.values()
 
     def agreed(self, compute: Callable[[], tuple[_Result, Any]]) -> _Result:
-        """Return the first of what compute() returns, when all ranks have got the same second, as JSON can have it. Collective.
+        """Return the first of the two results of compute(), if the second, which JSON must be able to hold, is the same on all
+        ranks. Collective.
 
-        Raises this rank's error; where another rank has one, or ranks have got different things, ValueError on all ranks.
+        Raises this rank's error; ValueError on all ranks if another rank has one, or the second results differ.
         """
         result, record, error = None, None, None
         try:
@@ -100,6 +101,6 @@ class KeyGroup:
         return flat.views(buffers)
 
     def meet(self) -> None:
-        """Return when all ranks have called it. Collective."""
+        """Wait until all ranks have called this. Collective."""
         if self.communicator is not None:
             self.communicator.barrier()

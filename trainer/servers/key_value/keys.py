@@ -25,7 +25,8 @@ Factory: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class KeySpec:
-    """Says what all ranks know of a key. number: how many were there before it. server: the rank that holds it."""
+    """The description of a key, the same on all ranks. number: how many keys were added before it. server: the rank that holds
+    it."""
 
     name: Name
     number: int
@@ -35,15 +36,15 @@ class KeySpec:
 
     @property
     def travels_coded(self) -> bool:
-        """Tell whether a codec, where there is one, is for what is pushed to this key."""
+        """Return whether a codec, if there is one, encodes pushes to this key."""
         return self.dtype.is_floating_point and self.shape.numel() > 0
 
 
 class Entry:
-    """Holds the value of one key, and updates it by the sum of what workers push.
+    """Holds the value of one key, and updates it by the sum of the workers' pushes.
 
-    With the quorum at all workers an update is made of one push of each, the first one that has not been used; what
-    a worker pushes before the others have is kept. With a quorum of 1 every push makes an update at once.
+    With a quorum of all workers, an update uses one push of each, its first unused one; further pushes of a worker wait for the
+    others'. With a quorum of 1, every push makes an update at once.
     """
 
     def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], scheme: Scheme) -> None:
@@ -58,16 +59,16 @@ class Entry:
         self._leaving: set[int] = set()
 
     def push(self, worker: int, gradient: Tensor) -> None:
-        """Take what a worker pushes, and make the update that is due, if one is."""
+        """Add a worker's push, and make the update that is due, if any."""
         with self._changed:
             self._kept[worker].append((self._pulled[worker], gradient))
             self._advance()
 
     def pull(self, worker: int, rows: Tensor | None, timeout_s: float, rank: int) -> Tensor:
-        """Return a copy of the value, or of some of its rows, as soon as all that this worker has pushed is in it.
+        """Wait until all pushes of this worker are applied, and return a copy of the value, or of some of its rows.
 
-        rank: of the server, for errors. Raises QuorumLost where that can never be, CollectiveTimeout after timeout_s
-        seconds, and CollectiveError where the optimizer has failed.
+        rank: of the server, for errors. Raises QuorumLost if they can never be applied, CollectiveTimeout after timeout_s
+        seconds, and CollectiveError if the optimizer has failed.
         """
         operation = f"pull of key {self.spec.name!r} by rank {worker}"
         deadline = time.monotonic() + timeout_s
@@ -88,7 +89,7 @@ class Entry:
             return self._value.clone() if rows is None else self._value[rows]
 
     def leave(self, worker: int) -> None:
-        """Go on without a worker that is done, once what it has pushed is used."""
+        """Remove a worker that is done, once its pushes are used."""
         with self._changed:
             self._leaving.add(worker)
             self._advance()
@@ -105,13 +106,13 @@ class Entry:
             return self._aggregator.counts()
 
     def set_optimizer(self, factory: Factory) -> None:
-        """Update the value by this optimizer from now on, which knows nothing of earlier updates."""
+        """Update the value by this new optimizer from now on."""
         with self._changed:
             self._optimizer = factory([self._value])
             self._failure = None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the optimizer's state, None without one."""
+        """Return the optimizer's state; None without an optimizer."""
         with self._changed:
             return None if self._optimizer is None else self._optimizer.state_dict()
 
@@ -122,7 +123,7 @@ class Entry:
             self._optimizer.load_state_dict(state)
 
     def _advance(self) -> None:
-        """Make all updates that are due, and wake whoever waits."""
+        """Make all updates that are due, and wake the waiting threads."""
         while True:
             now = time.monotonic()
             for worker in self._aggregator.awaited:
@@ -136,7 +137,7 @@ class Entry:
                 break
             try:
                 self._update(summed([gradient for gradient, _ in shares]))
-            except Exception as error:  # of the optimizer: it is every worker's, not only of the one that pushed last
+            except Exception as error:  # it concerns every worker, not only the last one that pushed
                 self._failure = error
         self._changed.notify_all()
 
@@ -150,8 +151,8 @@ class Entry:
 
 
 def summed(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape and dtype, in their order; halves are added in float32. One alone is returned as
-    it is."""
+    """Return the sum of tensors of one shape and dtype, in their order; halves are added in float32. A single one is returned
+    unchanged."""
     first, *others = tensors
     if not others:
         return first
@@ -168,9 +169,9 @@ says so, and not the worker that waits for the server."""
 
 
 class Keys:
-    """Holds all keys of one server. Attributes: rank, that of the server; codec: what is pushed with a step is a code of it.
+    """Holds all keys of one server. Attributes: rank, that of the server; codec, that of pushes with a step.
 
-    timeout_s: how long a worker waits for an update before it is an error.
+    timeout_s: how long a worker waits for an update before it raises.
     """
 
     def __init__(self, rank: int, workers: Sequence[int], scheme: Scheme, timeout_s: float) -> None:
@@ -189,7 +190,7 @@ class Keys:
         self._entries[spec.number] = entry
 
     def new_payload(self, number: int, step: int | None) -> Tensor:
-        """Return memory for what a worker pushes to a key, as push() takes it."""
+        """Return memory for a worker's push to a key, as push() needs it."""
         spec = self._entries[number].spec
         if step is None:
             return torch.empty(spec.shape, dtype=spec.dtype)
@@ -197,7 +198,7 @@ class Keys:
         return torch.empty(self.codec.at(step).wire_bytes(spec.shape.numel()), dtype=torch.uint8)
 
     def push(self, worker: int, number: int, payload: Tensor, step: int | None) -> None:
-        """Take what a worker pushes: a tensor, or with a step what the codec of that step has made of it."""
+        """Add a worker's push: a tensor, or with a step, its code by the codec of that step."""
         spec = self._entries[number].spec
         if step is not None:
             assert self.codec is not None
@@ -207,7 +208,7 @@ class Keys:
         self._entries[number].push(worker, payload)
 
     def pull(self, worker: int, number: int, rows: Tensor | None = None) -> Tensor:
-        """Return the value of a key, or some of its rows, as soon as all that this worker has pushed is in it: Entry.pull."""
+        """Return the value of a key, or some of its rows: see Entry.pull."""
         return self._entries[number].pull(worker, rows, self._timeout_s, self.rank)
 
     def leave(self, worker: int) -> None:
@@ -216,7 +217,7 @@ class Keys:
             entry.leave(worker)
 
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Go on without a worker that has failed, with whatever error."""
+        """Remove a worker that has failed, with any error."""
         for entry in list(self._entries.values()):
             entry.lose(worker)
 
@@ -225,7 +226,7 @@ class Keys:
         return Counts.total([entry.counts() for entry in list(self._entries.values())])
 
     def set_optimizer(self, factory: Factory) -> None:
-        """Update every key by an optimizer of its own from now on."""
+        """Update every key by a separate optimizer from now on."""
         for entry in self._entries.values():
             entry.set_optimizer(factory)
 

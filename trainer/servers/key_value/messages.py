@@ -1,4 +1,4 @@
-"""How a worker reaches the keys of a key-value store: by messages to another rank, whose threads answer, or in its own."""
+"""A worker's calls of a key-value store's keys: by messages to another rank, whose threads answer, or in its own process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNCODED = -1
 def answer(
     keys: Keys, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
 ) -> Callable[[], Answer] | None:
-    """Answer a worker of another rank for these keys, as serving.Answering says."""
+    """Answer a request for these keys by a worker on another rank: see serving.Answering."""
     number, argument, _ = map(int, numbers)
     if kind == PUSH:
         step = None if argument == _UNCODED else argument
@@ -38,18 +38,18 @@ def answer(
 
 
 class RemoteKeys(Client):
-    """Asks for keys that another rank holds."""
+    """Calls Keys on another rank."""
 
     def __init__(self, rank: int, server: int, communicator: Communicator) -> None:
         super().__init__("the server", rank, server, communicator)
 
     def push(self, spec: KeySpec, payload: Tensor, step: int | None) -> None:
-        """Send what Keys.push() takes."""
+        """Send the arguments of Keys.push()."""
         with self._reached(f"push of key {spec.name!r}"):
             self._request(PUSH, spec.number, _UNCODED if step is None else step, tensors=[payload])
 
     def pull(self, spec: KeySpec, rows: Tensor | None = None) -> Tensor:
-        """Wait for what Keys.pull() returns. Raises what that does."""
+        """Wait for the result of Keys.pull(). Raises what that does."""
         value = torch.empty(spec.shape if rows is None else (len(rows), *spec.shape[1:]), dtype=spec.dtype)
         with self._reached(f"pull of key {spec.name!r}"):
             if rows is None:
@@ -61,12 +61,12 @@ class RemoteKeys(Client):
 
 
 class LocalKeys(LocalClient[Keys]):
-    """Asks for keys that its own rank holds."""
+    """Calls the Keys of its own rank."""
 
     def push(self, spec: KeySpec, payload: Tensor, step: int | None) -> None:
-        """Do as Keys.push(). The tensor remains the caller's."""
+        """Push a copy of the tensor: see Keys.push()."""
         self._served.push(self.server, spec.number, payload.clone(), step)
 
     def pull(self, spec: KeySpec, rows: Tensor | None = None) -> Tensor:
-        """Do as Keys.pull()."""
+        """Return the result of Keys.pull()."""
         return self._served.pull(self.server, spec.number, rows)

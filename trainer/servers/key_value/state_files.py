@@ -47,7 +47,7 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
 
 
 def read_states(path: Path, optimizer: str, communicator: Communicator | None) -> dict[Name, Any]:
-    """Return what write_states() wrote. Only rank 0 reads the file. Collective.
+    """Return the states that write_states() wrote. Only rank 0 reads the file. Collective.
 
     Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others; ValueError on all for another
     file, or one of another optimizer.
@@ -70,7 +70,7 @@ def read_states(path: Path, optimizer: str, communicator: Communicator | None) -
 
 
 def _replace(path: Path, saved: dict[str, Any]) -> None:
-    """Write a file beside an older one, whose place it takes when it is whole; leave nothing beside it."""
+    """Write a new file, and replace an older one by it when it is complete. Leave no other file behind."""
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
@@ -81,7 +81,8 @@ def _replace(path: Path, saved: dict[str, Any]) -> None:
 
 
 def _by_first(act: Callable[[], _Result], what: str, communicator: Communicator | None) -> _Result | None:
-    """Return act() on rank 0, None elsewhere. Raises rank 0's error, on the other ranks as a ValueError that says what failed."""
+    """Return act() on rank 0, None elsewhere. Raises rank 0's error there, and on the other ranks ValueError with its text.
+    what: the failed action, for that text."""
     if communicator is None:
         return act()
     result, fault = None, None
@@ -89,11 +90,11 @@ def _by_first(act: Callable[[], _Result], what: str, communicator: Communicator 
         result = act() if communicator.rank == 0 else None
     except Exception as error:  # the others wait for a record of this rank
         fault = error
-    said = communicator.allgather_record(None if fault is None else f"{what}: {fault}")[0]
+    failed = communicator.allgather_record(None if fault is None else f"{what}: {fault}")[0]
     if fault is not None:
         raise fault
-    if said is not None:
-        raise ValueError(f"{here()}rank 0 {said}")
+    if failed is not None:
+        raise ValueError(f"{here()}rank 0 {failed}")
     return result
 
 
