@@ -39,8 +39,8 @@ class Hosts:
         self.names = ["localhost"]
         self.control = "localhost"
         self._cluster = cluster
-        # By default, torchrun's agent keeps what it was told of ranks' store at its first rendezvous, and an agent that comes later
-        # waits for 60 s for what nobody writes (torch 2.13).
+        # By default, an agent of torchrun keeps the address of the ranks' store from its first rendezvous, and a later agent
+        # waits for it for 60 s in vain (torch 2.13).
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         if cluster is not None:
             trains = cluster.hosts[:-1]

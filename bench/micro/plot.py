@@ -80,8 +80,8 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
         (time_panel, "time, lower is better", TIME_UNITS),
         (bandwidth_panel, "bus bandwidth, higher is better", BANDWIDTH_UNITS),
     )
-    for panel, title, units in panels:
-        panel.set_title(title, loc="left", fontsize=10, color=QUIET)
+    for panel, heading, units in panels:
+        panel.set_title(heading, loc="left", fontsize=10, color=QUIET)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", nonpositive="mask")
         panel.xaxis.set_major_locator(FixedLocator(sizes[::every]))

@@ -316,7 +316,7 @@ class Engine:
         taken = trial.note(time.perf_counter() - began)
         if taken is not None:
             ranks = self.table(turn, [round(1e9 * each) for each in taken])
-            said = trial.judge([min(each) / 1e9 for each in zip(*ranks, strict=True)])
+            outcome = trial.judge([min(each) / 1e9 for each in zip(*ranks, strict=True)])
             if self.rank == 0:
                 _log.info("gradwire: %s", outcome)
 
