@@ -330,7 +330,7 @@ class _Arrival:
             try:
                 connection = dial(*place, self.deadline, self._check_lost, set_up, small_segments=True)
             except LinkError as error:
-                error.ended = isinstance(error.__cause__, ConnectionError)
+                error.ended |= isinstance(error.__cause__, ConnectionError)  # or as the launcher has noted
                 if error.ended and self.by_agent and time.monotonic() < self.deadline:
                     raise TurnedAway(hub_card["rank"], str(error), again=True) from error
                 if (failure := self._read(note)) is not None:

@@ -326,7 +326,7 @@ class Jobs(RuleBasedStateMachine):
 
     def exit(self, worker: int, code: int) -> None:
         self.running.remove(worker)
-        self.was_struck |= code < 0
+        self.was_struck |= code < 0 and worker in self.members
         self.has_finished |= (
             code == 0 and worker not in self.given_up and (self.epoch is None or worker in self.members)
         )
@@ -406,8 +406,9 @@ class Jobs(RuleBasedStateMachine):
         nodes = sorted({self.slots[worker][0] for worker in self.running})
         if nodes:
             node = data.draw(st.sampled_from(nodes))
-            self.running -= {worker for worker in self.running if self.slots[worker][0] == node}
-            self.was_struck = True
+            lost = {worker for worker in self.running if self.slots[worker][0] == node}
+            self.running -= lost
+            self.was_struck |= not lost.isdisjoint(self.members)
             self.policy.host_lost(node, "it fell silent", self.now)
             self.decide()
 

@@ -31,7 +31,7 @@ class _Happened:
 
     departed: the workers that have left it. broken_since: when it began to end, by a departure or a loss. waits_since: when
     workers for the next one turned out to be too few. arrived_since: when there began to be workers that are no ranks.
-    failed: the workers that are lost. is_struck: whether a signal or the loss of a host has ended one of them, so that the others
+    failed: the workers that are lost. is_struck: whether a signal or the loss of a host has ended a rank, so that the others
     may have failed because of that. reasons: of departures. news: for the user.
     """
 
@@ -207,7 +207,8 @@ class Policy:
             self._new.arrived_since = None
         elif self._new.arrived_since is None:
             self._new.arrived_since = now
-        return not (self.workers.coming() or self._starting) or now >= (self._new.arrived_since or now) + TOGETHER_S
+        since = self._new.arrived_since
+        return not (self.workers.coming() or self._starting) or (since is not None and now >= since + TOGETHER_S)
 
     def _wait(self, now: float, found: int) -> list[Action]:
         """Wait for workers to arrive, where they may, and it is not too late."""
@@ -281,11 +282,11 @@ class Policy:
 
     def _lose(self, number: int, how: str, now: float, *, is_struck: bool) -> None:
         self._new.failed.append(number)
-        self._new.is_struck |= is_struck
         self._new.news.append(f"worker {number} on host {self.workers.host_of(number).name} {how}")
         if news := self.workers.fail(number):
             self._new.news.append(news)
         if number in self._ranks:
+            self._new.is_struck |= is_struck
             self._break(now)
 
     def _begin(self, epoch: Epoch) -> list[Action]:
