@@ -39,10 +39,10 @@ def with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
 
 def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
     """Return the name of a line: the algorithm, with whatever distinguishes it from other lines."""
-    names = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
+    name = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
     dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []
     op = [row.op] if len({other.op for other in rows}) > 1 else []
-    return " ".join([names if row.codec == "none" else row.codec, *dtype, *op])
+    return " ".join([name if row.codec == "none" else row.codec, *dtype, *op])
 
 
 def title(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:

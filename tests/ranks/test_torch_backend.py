@@ -248,6 +248,19 @@ AWAITING: dict[str, Callable[[dist.ProcessGroup], Any]] = {
 }
 
 
+def begin(name: str, group: dist.ProcessGroup) -> Callable[[], object]:
+    """Begin an operation and return its wait. A message to a rank whose end is known may fail at once: its wait raises that."""
+    try:
+        wait: Callable[[], object] = AWAITING[name](group).wait
+    except PeerLost as error:
+        failure = error
+
+        def wait() -> object:
+            raise failure
+
+    return wait
+
+
 def lose_a_rank(how: signal.Signals) -> float:
     """Return how many seconds it took the survivors to see everything fail."""
     groups = {name: dist.new_group(backend="gradwire") for name in (*AWAITING, "ddp")}
@@ -259,12 +272,12 @@ def lose_a_rank(how: signal.Signals) -> float:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), how)
     begun = time.monotonic()
-    works = {name: wait(groups[name]) for name, wait in AWAITING.items()}
+    waits = {name: begin(name, groups[name]) for name in AWAITING}
     with pytest.raises(RuntimeError, match="rank 1"):
         model(torch.ones(1, 4)).sum().backward()
-    for name, work in works.items():
+    for name, wait in waits.items():
         with pytest.raises(PeerLost if how == signal.SIGKILL else CollectiveTimeout, match="rank 1") as caught:
-            work.wait()
+            wait()
         assert isinstance(caught.value, dist.DistBackendError), name
         assert caught.value.ranks == (1,), name
         with pytest.raises(CollectiveError):  # again, as it is broken
