@@ -64,8 +64,11 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.parametrize("choose", [cover, *wide(product)], ids=["some", "all"])
-@on_ranks(3, *wide(8), initialized=False)
+@pytest.mark.parametrize(
+    ("size", "choose"),
+    [(3, cover), pytest.param(3, product, marks=pytest.mark.wide), pytest.param(8, cover, marks=pytest.mark.wide)],
+)
+@on_ranks(initialized=False)
 def test_both_paths_reduce_in_rank_order(choose: Callable[..., Any]) -> None:
     rows = [row for row in choose(DTYPES, NUMELS, OPS) if row[::2] != (torch.bool, "average")]
     with Communicator(timeout_s=TIMEOUT_S) as comm:
