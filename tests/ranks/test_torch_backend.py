@@ -261,8 +261,7 @@ def begin(name: str, group: dist.ProcessGroup) -> Callable[[], object]:
     return wait
 
 
-def lose_a_rank(how: signal.Signals) -> float:
-    """Return how many seconds it took the survivors to see everything fail."""
+def lose_a_rank(how: signal.Signals) -> None:
     groups = {name: dist.new_group(backend="gradwire") for name in (*AWAITING, "ddp")}
     model = DistributedDataParallel(nn.Linear(4, 4), process_group=groups["ddp"])
     for group in groups.values():
@@ -271,7 +270,6 @@ def lose_a_rank(how: signal.Signals) -> float:
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), how)
-    begun = time.monotonic()
     waits = {name: begin(name, groups[name]) for name in AWAITING}
     with pytest.raises(RuntimeError, match="rank 1"):
         model(torch.ones(1, 4)).sum().backward()
@@ -282,9 +280,7 @@ def lose_a_rank(how: signal.Signals) -> float:
         assert caught.value.ranks == (1,), name
         with pytest.raises(CollectiveError):  # again, as it is broken
             AWAITING[name](groups[name]).wait()
-    took_s = time.monotonic() - begun
     dist.destroy_process_group(groups["send"])
-    return took_s
 
 
 @ON_EVERY_TRANSPORT
@@ -295,7 +291,6 @@ def test_a_rank_that_is_lost_is_named(ranks: Worlds, how: signal.Signals) -> Non
     outcomes = world.collect(40, ranks=[0, 2])
     world.kill()
     assert [outcome.status for outcome in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
-    assert all(outcome.value < 20 for outcome in outcomes)
 
 
 LEFT_ALONE = """
