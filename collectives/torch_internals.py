@@ -56,6 +56,17 @@ def plainly(function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str
         return function(*args, **kwargs)
 
 
+def move_storage(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Copy a tensor to the memory of another one, which its storage has from then on, and so all views of it. memory: as large
+    as the storage; it gets the old memory. Return False, and do nothing, where this version of torch cannot."""
+    swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+    if swap is None or tensor.untyped_storage().nbytes() != memory.untyped_storage().nbytes():
+        return False
+    memory.copy_(tensor)
+    swap(tensor.untyped_storage(), memory.untyped_storage())
+    return True
+
+
 def graph_task() -> int:
     """Return a number that identifies the running backward(), or OUTSIDE_BACKWARD."""
     return torch._C._current_graph_task_id()

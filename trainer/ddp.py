@@ -17,7 +17,7 @@ from gradwire.collectives import Communicator, Work
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.run.work import WorkQueue
-from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
+from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, move_storage, when_backward_ends
 from gradwire.trainer.gradients.arguments import Average, check_named_parameters
 from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
 from gradwire.trainer.gradients.checkpoint_format import VERSION, check_part
@@ -91,6 +91,8 @@ class CompressionHook:
         self._described: list[tuple[str, list[int]]] = []
         self._buffers: dict[tuple[int, ...], CodedBuffer] = {}
         self._residuals: dict[int, Tensor] = {}
+        self._moved: dict[int, int] = {}
+        """The addresses of DDP's buckets, by index, that lie in shared memory."""
         self._loaded: list[dict[str, Any]] = []
         """What was loaded of buffers with parameters that DDP has not come with yet."""
 
@@ -123,6 +125,8 @@ class CompressionHook:
         coded = [tuple(members) for encoding, members in kinds.items() if encoding is not None and cast is None]
         buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
         self._return_residuals(kinds.get(None, ()), gradients)
+        if self._settled and not buffers and cast is None:
+            self._share(bucket.index(), bucket.buffer(), combination.communicator)
         exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
         if bucket.is_last():
             combination.traffic.count(exchanges=1)
@@ -265,6 +269,13 @@ class CompressionHook:
         for number in outstanding:
             gradients[number].add_(self._residuals.pop(number))
         return bool(outstanding)
+
+    def _share(self, index: int, bucket: Tensor, communicator: Communicator) -> None:
+        """Move a bucket, once, to memory that the ranks of this host reduce without a copy. DDP's views of it follow, among them
+        the gradients with gradient_as_bucket_view=True; nobody else has its address."""
+        if communicator.shares_memory and bucket.device.type == "cpu" and self._moved.get(index) != bucket.data_ptr():
+            move_storage(bucket, communicator.empty(bucket.numel(), dtype=bucket.dtype))
+            self._moved[index] = bucket.data_ptr()
 
     def _choose(self, combination: Combination, numbers: Sequence[int], buffer: Tensor) -> None:
         """With compression="auto", choose the encoding of these parameters of a bucket; none before DDP's buckets have settled.

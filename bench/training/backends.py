@@ -2,8 +2,8 @@
 
 DDP, FSDP2, tensor parallelism and a pipeline train the same layers on the same data, each over a group of either backend, in
 turns of a few steps (see `gradwire.bench.timing`). At the end, the parameters of both backends are compared. DDP also takes part
-with a hook that exchanges nothing: what is left then is what DDP itself costs, which no backend can save. `compute` is the same
-training without DDP.
+with our hook, without a codec, and with a hook that exchanges nothing: what is left then is what DDP itself costs, which no
+backend can save. `compute` is the same training without DDP.
 """
 
 import argparse
@@ -42,7 +42,8 @@ from gradwire.bench.timing import (
 )
 from gradwire.trainer.examples.loop import share_cores
 
-GLOO, OURS, OWN_MEMORY, NOTHING, COMPUTE = "gloo", "gradwire", "gradwire, its memory", "no exchange", "compute"
+GLOO, OURS, NOTHING, COMPUTE = "gloo", "gradwire", "no exchange", "compute"
+WITH_HOOK, OWN_MEMORY = "gradwire, its hook", "gradwire, its memory"
 SAMPLES, MICROBATCHES, LR, SEED = 32, 4, 0.01, 1
 TOLERANCE = 1e-4
 """By how much parameters may differ from those over gloo, relative to the largest: more than two ranks add in another order."""
@@ -130,10 +131,12 @@ def ddp(chosen: argparse.Namespace, backend: str, *, views: bool = False) -> Com
     module = layers(chosen)
     if backend == COMPUTE:
         return Competitor(module, partial(loss_of_share, module), chosen)
-    group = dist.new_group(backend=GLOO if backend == NOTHING else backend)
+    group = dist.new_group(backend={NOTHING: GLOO, WITH_HOOK: OURS}.get(backend, backend))
     forward = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
     if backend == NOTHING:
         forward.register_comm_hook(None, exchange_nothing)
+    if backend == WITH_HOOK:
+        forward.register_comm_hook(None, hvd.ddp_comm_hook("none", process_group=group))
     return Competitor(module, partial(loss_of_share, forward), chosen)
 
 
@@ -174,8 +177,8 @@ def pipeline(chosen: argparse.Namespace, backend: str) -> Competitor:
 
 #: How each program makes its competitors, and over what.
 PROGRAMS: dict[str, tuple[Callable[..., Competitor], tuple[str, ...]]] = {
-    "ddp": (ddp, (GLOO, OURS, NOTHING, COMPUTE)),
-    "ddp+views": (partial(ddp, views=True), (GLOO, OURS, NOTHING, COMPUTE)),
+    "ddp": (ddp, (GLOO, OURS, WITH_HOOK, NOTHING, COMPUTE)),
+    "ddp+views": (partial(ddp, views=True), (GLOO, OURS, WITH_HOOK, NOTHING, COMPUTE)),
     "fsdp2": (fsdp2, (GLOO, OURS, OWN_MEMORY)),
     "tensor-parallel": (tensor_parallel, (GLOO, OURS)),
     "pipeline": (pipeline, (GLOO, OURS)),

@@ -21,7 +21,7 @@ from gradwire.collectives.compression.sparse import DGC, RandomK
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
 from gradwire.trainer.gradients.compression import NAMES, ErrorFeedback
 from tests.harness import wide
-from tests.ranks.training import assert_same_on_all_ranks, assert_survived, on_ranks, through_a_file
+from tests.ranks.training import assert_same_on_all_ranks, assert_survived, on_ranks, through_a_file, without_a_copy
 
 STEPS = 6
 BUCKET_MB = 0.03
@@ -42,7 +42,7 @@ def ddp(module: nn.Module, hook: CompressionHook | None, **options: Any) -> Dist
     return model
 
 
-def train(model: DistributedDataParallel, steps: range, lr: float = 0.2) -> list[float]:
+def train(model: nn.Module, steps: range, lr: float = 0.2) -> list[float]:
     """SGD, on data of this rank and step; the losses."""
     losses = []
     for step in steps:
@@ -65,12 +65,18 @@ def weights_of(model: nn.Module) -> Tensor:
 class Bucket:
     """What a hook sees of DDP's: gradients side by side in one buffer."""
 
-    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool = True) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], *, index: int = 0, last: bool = True
+    ) -> None:
+        self._index = index
         self._parameters = list(parameters)
         self._last = last
         self._buffer = torch.cat([gradient.flatten() for gradient in gradients])
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
         self._gradients = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    def index(self) -> int:
+        return self._index
 
     def buffer(self) -> Tensor:
         return self._buffer
@@ -90,7 +96,8 @@ def exchanged(
 ) -> list[Tensor]:
     """One backward() of a DDP with such buckets; every gradient's average, in the order of the layout."""
     buckets = [
-        Bucket(parameters, [gradients[p] for p in parameters], last=parameters is layout[-1]) for parameters in layout
+        Bucket(parameters, [gradients[p] for p in parameters], index=index, last=parameters is layout[-1])
+        for index, parameters in enumerate(layout)
     ]
     futures = [hook(None, bucket) for bucket in buckets]
     for bucket, future in zip(buckets, futures, strict=True):
@@ -125,6 +132,7 @@ def settle(hook: CompressionHook, layout: Sequence[Sequence[Tensor]]) -> None:
     ("size", "codec", "options"),
     [
         (2, "none", {}),
+        (3, "none", {"gradient_as_bucket_view": True}),
         (2, "fp16", {}),
         (1, "topk", {}),
         (2, "int8", {"static_graph": True}),
@@ -147,7 +155,11 @@ def test_replicas_are_equal_to_the_bit(codec: str, options: dict[str, Any]) -> N
     assert distance < (1e-5 if codec == "none" else 1e-2 if codec in ("fp16", "bf16", "int8") else 2)
     if codec != "none":
         assert distance > 0
+    elif hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        assert hook._combination is not None
+        assert without_a_copy(hook._combination.communicator)
     hook.close()
+    train(model.module, range(1))  # the gradients' memory outlives the hook
 
 
 @on_ranks(2, initialized=False)

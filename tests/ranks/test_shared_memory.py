@@ -24,7 +24,7 @@ from gradwire.collectives.link.shared_memory.segment import Segment
 from gradwire.collectives.reduction import DTYPES
 from tests.harness import World, Worlds, assert_holds, held, segments, wait_until, wide
 from tests.ranks.exact import OPS, cover
-from tests.ranks.training import assert_survived, on_ranks
+from tests.ranks.training import assert_survived, on_ranks, without_a_copy
 
 NUMELS = (1, 2047, 2049, 70_001, 600_000)
 TIMEOUT_S = 20.0
@@ -52,12 +52,6 @@ def in_rank_order(size: int, numel: int, dtype: torch.dtype, op: str) -> torch.T
 def assert_adds(comm: Communicator, tensor: torch.Tensor) -> None:
     comm.allreduce(tensor.fill_(1))
     assert torch.equal(tensor, torch.full_like(tensor, float(comm.size)))
-
-
-def without_a_copy(comm: Communicator) -> bool:
-    """Say whether the last operation went so."""
-    shared: Any = comm._engine._transport._near.reductions
-    return bool(shared.group.context[shared.group.kernels.DIRECT])
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:

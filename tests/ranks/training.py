@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire as hvd
+from gradwire.collectives import Communicator
 from tests.harness import RUN_TIMEOUT_S, World, Worlds
 
 P = ParamSpec("P")
@@ -63,6 +64,12 @@ def on_ranks(*sizes: Any, initialized: bool = True) -> Callable[[Callable[..., N
         return pytest.mark.parametrize("size", sizes)(test) if len(sizes) > 1 else test
 
     return make
+
+
+def without_a_copy(comm: Communicator) -> bool:
+    """Return whether the last reduction in shared memory did not copy its tensor."""
+    shared: Any = comm._engine._transport._near.reductions
+    return bool(shared.group.context[shared.group.kernels.DIRECT])
 
 
 def assert_survived(world: World, victims: Iterable[int], deadline_s: float = RUN_TIMEOUT_S) -> list[Any]:
