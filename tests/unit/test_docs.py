@@ -55,7 +55,8 @@ def test_the_script_of_the_readme_is_the_file() -> None:
     assert block == (ROOT / TRAIN).read_text()
 
 
-def test_every_figure_is_that_of_its_run() -> None:
+def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
     used = set()
     for page in PAGES:
