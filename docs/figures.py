@@ -1,12 +1,13 @@
 """Put measured figures into README and docs, each table from the JSON of one run.
 
 `python docs/figures.py` writes every page that shows a figure again. `python docs/figures.py measure` first runs the benchmarks
-of RUNS, or those named. Simulated hosts need root. In a page,
+of RUNS, and `python docs/figures.py measure NAME ...` those named, of RUNS or TRAININGS. Simulated hosts need root, and mpirun
+the extra `peers`. In a page,
 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
 
-holds what VIEW (docs/figure_views.py) makes of docs/figures/NAME.json, or of several runs. A test fails where a page and its
-JSON differ.
+holds what VIEW (docs/figure_views.py) makes of docs/figures/NAME.json, or of several runs. Where a run is not measured yet, or
+not with the command that it has here, the page says so. A test fails where a page and its JSON differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from figure_views import DOCS, FOLDER, VIEWS
+from figure_views import DOCS, FOLDER, VIEWS, figures
 
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w.-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
@@ -28,21 +29,40 @@ _TORCHRUN = "torchrun --nproc-per-node {} -m gradwire.bench"
 _HOSTS = "python -m gradwire.bench hosts --hosts {} --ranks {} --rate {} --"
 _STEP = "step --preset 13m --batch 1"
 _SIZES = "allreduce -b 1K -e 16M -f 4 -n {} --algorithm auto,torch"
+_PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorithm auto,torch,mpi"
+_TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
-#: How each run is measured, by its name: all of them on one commit.
+#: How each run is measured, by its name: all of them on one commit, in about fifteen minutes.
 RUNS: dict[str, str] = {
     "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 20",
     "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --steps 2 --rounds 15",
     "step-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 8 --compression int8,onebit,powersgd",
     "step-small-one-host": f"{_TORCHRUN.format(2)} step --preset small --rounds 20",
+    "step-overlap-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 6 --rounds 5 --overlap",
     "allreduce-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} allreduce -b 1K -e 64M -f 4 -n 40 --algorithm auto,torch",
+    **{f"allreduce-{n}-hosts-1gbit": f"{_HOSTS.format(n, n, '1gbit')} {_SIZES.format(7)}" for n in (2, 4, 8)},
     "allreduce-8-ranks-1gbit": f"{_HOSTS.format(4, 8, '1gbit')} {_SIZES.format(9)}",
+    **{f"peers-{n}-shared": f"mpirun -n {n} --oversubscribe {_PEERS} -n 20 --shared" for n in (2, 4)},
+    **{f"peers-{n}-any": f"mpirun -n {n} --oversubscribe {_PEERS} -n 20" for n in (2, 4)},
+    **{f"peers-{n}-tcp": f"mpirun -n {n} --oversubscribe {_TCP} {_PEERS} -n 20" for n in (2, 4)},
     "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
     "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
-    "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
+    "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef,topk+ef -b 100M -e 100M -n 10",
+    "codecs": "python -m gradwire.bench codec --iters 5",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }
+
+#: The losses that training reaches, in at most three minutes each. They are measured when named, and each has its commit.
+TRAININGS: dict[str, str] = {
+    "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
+}
+ALL = {**RUNS, **TRAININGS}
+
+
+def is_measured(name: str) -> bool:
+    """Return whether docs/figures has a run with the command that it has here."""
+    return (FOLDER / f"{name}.json").exists() and figures(name)["command"] == ALL[name]
 
 
 def filled(text: str) -> str:
@@ -50,7 +70,10 @@ def filled(text: str) -> str:
 
     def fill(mark: re.Match[str]) -> str:
         begin, view, arguments, _, end = mark.groups()
-        return f"{begin}{VIEWS[view](*arguments.split())}{end}"
+        names = arguments.split()
+        missing = [name for name in names if name in ALL and not is_measured(name)]
+        shown = f"\n(Not measured yet: {', '.join(missing)}.)\n" if missing else VIEWS[view](*names)
+        return f"{begin}{shown}{end}"
 
     return MARK.sub(fill, text)
 
@@ -58,10 +81,14 @@ def filled(text: str) -> str:
 def measure(name: str) -> None:
     """Run a benchmark, and keep what it writes with its command."""
     path = FOLDER / f"{name}.json"
-    scripts = Path(sys.executable).parent  # where torchrun and python are
-    environment = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run([*shlex.split(RUNS[name]), "-J", str(path)], check=True, env=environment)
-    path.write_text(json.dumps({"command": RUNS[name], **json.loads(path.read_text())}, indent=1) + "\n")
+    scripts = Path(sys.executable).parent  # where torchrun, python and mpirun are
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment = {**os.environ, **root, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([*shlex.split(ALL[name]), "-J", str(path)], check=True, env=environment)
+    run = json.loads(path.read_text())
+    for row in run["rows"]:
+        row.pop("losses", None)  # of every step: long, and no page shows them
+    path.write_text(json.dumps({"command": ALL[name], **run}, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> None:
