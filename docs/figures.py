@@ -56,6 +56,14 @@ RUNS: dict[str, str] = {
 #: The losses that training reaches, in at most three minutes each. They are measured when named, and each has its commit.
 TRAININGS: dict[str, str] = {
     "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
+    "rules-tokens-2-hosts": f"{_HOSTS.format(2, 2, '1gbit')} rules alone average+chunktopk ddp@0.3 --preset 13m --batch 1"
+    " --context 128 --warmup-steps 0 --steps 150",
+    "rules-equal-tokens": f"{_TORCHRUN.format(4)} rules synchronous diloco average+chunktopk --steps 600",
+    "rules-equal-tokens-every-10": f"{_TORCHRUN.format(4)} rules average+chunktopk --every 10 --steps 600",
+    "rules-slow-rank": f"{_TORCHRUN.format(4)} rules synchronous quorum@0.6 stale@0.7 asynchronous@0.6 --seconds 45"
+    " --slow 3:0.2 --staleness 96 --late drop",
+    "rules-without-slow-rank": f"{_TORCHRUN.format(3)} rules synchronous --seconds 27",
+    "rules-hogwild": f"{_TORCHRUN.format(2)} rules synchronous hogwild --seconds 20",
 }
 ALL = {**RUNS, **TRAININGS}
 

@@ -18,6 +18,8 @@ from gradwire.bench.codec import plot as codec_plot
 from gradwire.bench.codec.turns import CodecRow
 from gradwire.bench.micro import plot as micro_plot
 from gradwire.bench.micro.table import Row
+from gradwire.bench.rules import plot as rules_plot
+from gradwire.bench.rules.table import RuleRow
 
 DOCS = Path(__file__).parent
 
@@ -54,6 +56,7 @@ PICTURES = (
     Picture("hosts", "allreduce-8-ranks-1gbit", Row, micro_plot.draw),
     Picture("shared-memory", "peers-2-shared", Row, micro_plot.draw),
     Picture("codecs", "codecs", CodecRow, codec_plot.draw),
+    Picture("rules-slow-rank", "rules-slow-rank", RuleRow, rules_plot.draw),
 )
 
 
