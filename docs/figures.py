@@ -48,7 +48,7 @@ RUNS: dict[str, str] = {
     "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
     "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
     "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef,topk+ef -b 100M -e 100M -n 10",
-    "codecs": "python -m gradwire.bench codec --iters 5",
+    "codecs": "python -m gradwire.bench codec --iters 3",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }
