@@ -63,7 +63,9 @@ class Picture(NamedTuple):
 
 def draw(picture: Picture) -> None:
     size, rounds = len(picture.schedules), len(picture.rounds())
-    figure, axes = plt.subplots(figsize=(1.2 + 1.75 * rounds, 0.9 + 0.62 * size))
+    crowd = max(1.0, max(map(len, picture.rounds())) / 5)  # more than five messages a round need room for their labels
+    spread = 0.2 * min(crowd, 2)
+    figure, axes = plt.subplots(figsize=(1.2 + 1.75 * crowd * rounds, 0.9 + 0.62 * size))
     for rank in range(size):
         axes.axhline(rank, color="#d4d4d8", linewidth=1, zorder=0)
     for index, messages in enumerate(picture.rounds()):
@@ -71,10 +73,11 @@ def draw(picture: Picture) -> None:
             axes.axvspan(index, index + 1, color="#f4f4f5", zorder=-1)
         for place, message in enumerate(messages):
             colour = ADDS if message.adds else COPIES
-            start = index + 0.08 + 0.2 * (place + 0.5) / len(messages)
+            start = index + 0.08 + spread * (place + 0.5) / len(messages)
+            length = 0.82 - spread
             axes.annotate(
                 "",
-                xy=(start + 0.62, message.receiver),
+                xy=(start + length, message.receiver),
                 xytext=(start, message.sender),
                 arrowprops={
                     "arrowstyle": "-|>",
@@ -88,7 +91,7 @@ def draw(picture: Picture) -> None:
             if picture.schedules[0].blocks > 1:
                 along = 0.16
                 axes.text(
-                    start + 0.62 * along,
+                    start + length * along,
                     message.sender + (message.receiver - message.sender) * along,
                     blocks_text(message.start, message.stop),
                     fontsize=7.5,

@@ -1,223 +1,76 @@
 """Put measured figures into README and docs, each table from the JSON of one run.
 
-`python docs/figures.py` writes every page that shows a figure again. `python docs/figures.py measure [NAME ...]` runs the
-benchmarks of RUNS before that, all of them or those named; between hosts they need root. In a page,
+`python docs/figures.py` writes every page that shows a figure again. `python docs/figures.py measure` first runs the benchmarks
+of RUNS, and `python docs/figures.py measure NAME ...` those named, of RUNS or TRAININGS. Simulated hosts need root, and mpirun
+the extra `peers`. In a page,
 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
 
-holds what VIEW makes of docs/figures/NAME.json, or of several runs; `predictions` makes it of all that a folder of docs has,
-`failures` of a file of docs that `python -m gradwire.bench failures -J` has written. A test fails where a page and its JSON
-differ.
+holds what VIEW (docs/figure_views.py) makes of docs/figures/NAME.json, or of several runs. Where a run is not measured yet, or
+not with the command that it has here, the page says so. A test fails where a page and its JSON differ.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-from gradwire.bench.predicted import CODECS, PredictedRow, codec_over_best, codec_pays_from, over_best
-from gradwire.collectives.notation import format_size
+from figure_views import DOCS, FOLDER, VIEWS, figures
 
-DOCS = Path(__file__).parent
-FOLDER = DOCS / "figures"
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w.-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 
 _TORCHRUN = "torchrun --nproc-per-node {} -m gradwire.bench"
 _HOSTS = "python -m gradwire.bench hosts --hosts {} --ranks {} --rate {} --"
-_STEP = "step --preset 13m --batch 1 --steps 2"
+_STEP = "step --preset 13m --batch 1"
+_SIZES = "allreduce -b 1K -e 16M -f 4 -n {} --algorithm auto,torch"
+_PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorithm auto,torch,mpi"
+_TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
-#: How each run is measured, by its name.
+#: How each run is measured, by its name: all of them on one commit, in about fifteen minutes.
 RUNS: dict[str, str] = {
-    "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --rounds 20",
-    "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --rounds 15",
-    "step-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --rounds 8 --compression int8,onebit,powersgd",
+    "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 20",
+    "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --steps 2 --rounds 15",
+    "step-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 8 --compression int8,onebit,powersgd",
     "step-small-one-host": f"{_TORCHRUN.format(2)} step --preset small --rounds 20",
+    "step-overlap-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 6 --rounds 5 --overlap",
     "allreduce-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} allreduce -b 1K -e 64M -f 4 -n 40 --algorithm auto,torch",
+    **{f"allreduce-{n}-hosts-1gbit": f"{_HOSTS.format(n, n, '1gbit')} {_SIZES.format(7)}" for n in (2, 4, 8)},
+    "allreduce-8-ranks-1gbit": f"{_HOSTS.format(4, 8, '1gbit')} {_SIZES.format(9)}",
+    **{f"peers-{n}-shared": f"mpirun -n {n} --oversubscribe {_PEERS} -n 20 --shared" for n in (2, 4)},
+    **{f"peers-{n}-any": f"mpirun -n {n} --oversubscribe {_PEERS} -n 20" for n in (2, 4)},
+    **{f"peers-{n}-tcp": f"mpirun -n {n} --oversubscribe {_TCP} {_PEERS} -n 20" for n in (2, 4)},
     "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
     "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
-    "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
+    "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef,topk+ef -b 100M -e 100M -n 10",
+    "codecs": "python -m gradwire.bench codec --iters 3",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
-    "allreduce-8-ranks-1gbit": f"{_HOSTS.format(4, 8, '1gbit')} allreduce -b 1K -e 16M -f 4 -n 9 --algorithm auto,torch",
 }
 
-
-def figures(name: str) -> dict[str, Any]:
-    """Return what a run wrote, with its command."""
-    read: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
-    return read
-
-
-def _table(heading: Iterable[str], rows: Iterable[Iterable[str]], alignment: str) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (heading, *rows)]
-    lines.insert(1, f"|{alignment}|")
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def _number(value: float) -> str:
-    """Return a ratio with as many digits as its size makes worth reading: 0.95, 2.34, 11."""
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def _interval(interval: list[float] | None) -> str:
-    return "" if interval is None else f" [{_number(interval[0])}, {_number(interval[1])}]"
-
-
-def _times(run: dict[str, Any], competitor: str, peer: str = "ddp") -> str:
-    """Return how many times as fast a competitor's training step is as a peer's, with the 95 % interval."""
-    found = (each for each in run["meta"]["speedups"] if (each["competitor"], each["peer"]) == (competitor, peer))
-    speedup = next(found)
-    return f"**{_number(speedup['times'])}**{_interval(speedup['interval'])}"
-
-
-#: What the README says of training steps: where, what to write, the run and its competitor.
-_GAINS = (
-    ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`, uncompressed", "step-one-host", "gradwire"),
-    ("2 computers, 10 Gbit/s", "the same", "step-2-hosts-10gbit", "gradwire"),
-    ("4 computers, 1 Gbit/s", "the same", "step-4-hosts-1gbit", "gradwire"),
-    ("", '`compression="int8"`', "step-4-hosts-1gbit", "gradwire+int8"),
-    ("", '`compression="powersgd"`', "step-4-hosts-1gbit", "gradwire+powersgd"),
-    ("", '`compression="onebit"`', "step-4-hosts-1gbit", "gradwire+onebit"),
-)
-
-
-def gains(*names: str) -> str:
-    """Return the table of the README, of the runs with these names."""
-    rows = (
-        (where, write, _times(figures(name), competitor)) for where, write, name, competitor in _GAINS if name in names
-    )
-    return _table(("where", "optimizer", "a training step, times as fast as DDP"), rows, "---|---|---")
-
-
-def steps(name: str) -> str:
-    """Return a table of all competitors' training steps over those of DDP."""
-    run = figures(name)
-    rows = (
-        (
-            f"`{row['competitor']}`",
-            _times(run, row["competitor"]) if row["competitor"].startswith("gradwire") else _number(row["as_ddp"]),
-            "" if row["competitor"] == "compute" else _number(row["beyond_compute_as_ddp"]),
-        )
-        for row in run["rows"]
-    )
-    return _table(("", "a step, times as fast as DDP", "beyond computing"), rows, "---|---|---:")
-
-
-def backends(*names: str) -> str:
-    """Return a table of torch's ways to train over our backend, as fast as over gloo, with columns for each of these runs."""
-    runs = [figures(name) for name in names]
-    columns = [{(row["program"], row["backend"]): row for row in run["rows"]} for run in runs]
-    rows = []
-    for program, backend in columns[0]:
-        if backend not in ("gloo", "compute"):
-            found = [column[program, backend] for column in columns]
-            times = (f"**{_number(row['as_gloo'])}**{_interval(row['interval'])}" for row in found)
-            beyond = ("" if row["beyond_of_gloo"] is None else _number(row["beyond_of_gloo"]) for row in found)
-            rows.append((f"`{program}`", backend, *times, *beyond))
-    where = [(run["meta"]["network"] or "one host").split(" (")[0] for run in runs]
-    heading = ("program", "backend", *where, *(f"{each}: beyond computing" for each in where))
-    return _table(heading, rows, "|".join(["---"] * (2 + len(runs)) + ["---:"] * len(runs)))
-
-
-def sizes(name: str, peer: str = "torch") -> str:
-    """Return a table of a collective by size: how many times as fast `auto` is as a peer."""
-    run = figures(name)
-    rows = (
-        (
-            f"{format_size(each['bytes'])[:-1]} {format_size(each['bytes'])[-1]}B",
-            f"**{_number(each['times'])}**{_interval(each['interval'])}",
-            each["runs"],
-        )
-        for each in run["meta"]["speedups"]
-        if each["peer"] == peer
-    )
-    return _table(
-        ("size", f"times as fast as {'gloo' if peer == 'torch' else 'Open MPI'}", "algorithm"), rows, "---:|---|---"
-    )
-
-
-def command(name: str) -> str:
-    """Return the command of a run, and what it ran on."""
-    run = figures(name)
-    meta = run["meta"]
-    where = ", ".join(
-        filter(None, (meta["device"], f"torch {meta['torch']}", meta["network"], f"commit {meta['commit']}"))
-    )
-    return f"\n```\n{run['command']}\n```\n\n({where}.)\n"
-
-
-def predictions(folder: str) -> str:
-    """Return a table of the runs of `bench predicted` in a folder: how far predictions are off, 'auto' from the best, and from
-    which size on codecs pay."""
-    rows = []
-    for path in sorted((DOCS / folder).glob("*.json")):
-        run = json.loads(path.read_text())
-        found = [PredictedRow(**row) for row in run["rows"]]
-        errors = [abs(row.predicted_s / row.seconds - 1) for row in found]
-        over, codec_over = ([times for _, times in of(found)] for of in (over_best, codec_over_best))
-        cells = (
-            f"{100 * median(errors):.1f} %, {100 * max(errors):.0f} %",
-            f"{median(over):.3f}, {max(over):.2f}",
-            *(
-                (
-                    f"{median(codec_over):.3f}, {max(codec_over):.2f}",
-                    *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
-                )
-                if any(row.codec != "none" for row in found)  # earlier runs measured none
-                else [""] * (1 + len(CODECS))
-            ),
-        )
-        rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
-    pay = (f"`{codec}` pays from" for codec in CODECS)
-    heading = ("", "error", "algorithm over the best", "codec over the best", *pay, "links measured in")
-    return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}")
-
-
-def failures(name: str) -> str:
-    """Return a table of a run of `bench failures`: what each way lost by the failures."""
-    run = json.loads((DOCS / f"{name}.json").read_text())
-    rows = []
-    for row in run["rows"]:
-        if row["way"] == "undisturbed":
-            continue
-        hosts, firsts = (sum(kill[of] for kill in row["kills"]) for of in ("of_host", "of_rank_0"))
-        outages = row["outages_s"]
-        cells = (
-            f"{len(row['kills'])}: {hosts} of a host, {firsts} with rank 0",
-            row["hangs"],
-            f"{row['goodput']:.2f}",
-            "" if row["loss_over"] is None else f"{100 * row['loss_over']:+.2f} %",
-            f"{median(outages):.1f} s" if outages else "",
-            f"{max(outages):.1f} s" if outages else "",
-        )
-        rows.append((_WAYS[row["way"]], *map(str, cells)))
-    heading = ("", "kills", "hangs", "goodput", "loss at the same steps", "outage, median", "worst")
-    return _table(heading, rows, "---|---|---:|---:|---:|---:|---:")
-
-
-_WAYS = {
-    "in-process": "`gradwire run --min-np`",
-    "torchrun": "torchrun, commits in memory",
-    "disk": "torchrun, a checkpoint on disk every 5 s",
+#: The losses that training reaches, in at most three minutes each. They are measured when named, and each has its commit.
+TRAININGS: dict[str, str] = {
+    "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
+    "rules-tokens-2-hosts": f"{_HOSTS.format(2, 2, '1gbit')} rules alone average+chunktopk ddp@0.3 --preset 13m --batch 1"
+    " --context 128 --warmup-steps 0 --steps 150",
+    "rules-equal-tokens": f"{_TORCHRUN.format(4)} rules synchronous diloco average+chunktopk --steps 600",
+    "rules-equal-tokens-every-10": f"{_TORCHRUN.format(4)} rules average+chunktopk --every 10 --steps 600",
+    "rules-slow-rank": f"{_TORCHRUN.format(4)} rules synchronous quorum@0.6 stale@0.7 asynchronous@0.6 --seconds 45"
+    " --slow 3:0.2 --staleness 96 --late drop",
+    "rules-without-slow-rank": f"{_TORCHRUN.format(3)} rules synchronous --seconds 27",
+    "rules-hogwild": f"{_TORCHRUN.format(2)} rules synchronous hogwild --seconds 20",
 }
+ALL = {**RUNS, **TRAININGS}
 
-VIEWS: dict[str, Callable[..., str]] = {
-    "gains": gains,
-    "steps": steps,
-    "backends": backends,
-    "sizes": sizes,
-    "command": command,
-    "predictions": predictions,
-    "failures": failures,
-}
+
+def is_measured(name: str) -> bool:
+    """Return whether docs/figures has a run with the command that it has here."""
+    return (FOLDER / f"{name}.json").exists() and figures(name)["command"] == ALL[name]
 
 
 def filled(text: str) -> str:
@@ -225,7 +78,10 @@ def filled(text: str) -> str:
 
     def fill(mark: re.Match[str]) -> str:
         begin, view, arguments, _, end = mark.groups()
-        return f"{begin}{VIEWS[view](*arguments.split())}{end}"
+        names = arguments.split()
+        missing = [name for name in names if name in ALL and not is_measured(name)]
+        shown = f"\n(Not measured yet: {', '.join(missing)}.)\n" if missing else VIEWS[view](*names)
+        return f"{begin}{shown}{end}"
 
     return MARK.sub(fill, text)
 
@@ -233,10 +89,14 @@ def filled(text: str) -> str:
 def measure(name: str) -> None:
     """Run a benchmark, and keep what it writes with its command."""
     path = FOLDER / f"{name}.json"
-    program, *arguments = shlex.split(RUNS[name])
-    launcher = {"torchrun": ["-m", "torch.distributed.run"], "python": []}[program]
-    subprocess.run([sys.executable, *launcher, *arguments, "-J", str(path)], check=True)
-    path.write_text(json.dumps({"command": RUNS[name], **json.loads(path.read_text())}, indent=1) + "\n")
+    scripts = Path(sys.executable).parent  # where torchrun, python and mpirun are
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environment = {**os.environ, **root, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([*shlex.split(ALL[name]), "-J", str(path)], check=True, env=environment)
+    run = json.loads(path.read_text())
+    for row in run["rows"]:
+        row.pop("losses", None)  # of every step: long, and no page shows them
+    path.write_text(json.dumps({"command": ALL[name], **run}, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> None:

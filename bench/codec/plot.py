@@ -47,7 +47,7 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_yticks(range(len(names)), reversed(names))
-        panel.set_xlabel("GB/s of float32", fontsize=9, color=QUIET)
+        panel.set_xlabel("GB/s of float32 (log axis)", fontsize=9, color=QUIET)
         tidy(panel, 9)
         panel.grid(False, axis="y")
         panel.tick_params(axis="y", length=0)

@@ -1,4 +1,5 @@
-"""Time and bus bandwidth over size, one line per algorithm."""
+"""Time and bus bandwidth over size, one line per algorithm. Without other algorithms than "auto", a band reaches from the median
+time to the 99th percentile."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ STYLES: dict[str, dict[str, Any]] = {
         "zorder": 6,
     },
     "torch": {"color": "#777777", "linewidth": 1.8, "linestyle": (0, (1, 1.2)), "zorder": 6},
+    "mpi": {"color": OTHERS[0], "linewidth": 1.8, "linestyle": (0, (4, 2)), "zorder": 6},
 }
+#: "auto" where no line of what it has chosen lies under it.
+ALONE: dict[str, Any] = {"color": OURS, "linewidth": 2.2, "zorder": 7}
 TIME_UNITS = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 BANDWIDTH_UNITS = (("kB/s", 1e-6), ("MB/s", 1e-3), ("GB/s", 1.0))
 
@@ -39,7 +43,8 @@ def with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
 
 def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
     """Return the name of a line: the algorithm, with whatever distinguishes it from other lines."""
-    name = {"native": f"native ({backend})", "torch": "torch.distributed"}.get(row.algorithm, row.algorithm)
+    peers = {"native": f"native ({backend})", "torch": f"torch.distributed ({backend})", "mpi": "Open MPI"}
+    name = peers.get(row.algorithm, row.algorithm)
     dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []
     op = [row.op] if len({other.op for other in rows}) > 1 else []
     return " ".join([name if row.codec == "none" else row.codec, *dtype, *op])
@@ -64,21 +69,31 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
         lines.setdefault(line_name(row, rows, meta["backend"]), []).append(row)
     figure = Figure(figsize=(10.5, 5), dpi=160)
     time_panel, bandwidth_panel = figure.subplots(1, 2)
+    alone = {row.algorithm for row in rows} <= STYLES.keys() and all(row.codec == "none" for row in rows)
     unlike = itertools.product(("-", (0, (3, 1.5)), (0, (1, 1))), OTHERS)
     for name, line in lines.items():
         known = STYLES.get(line[0].algorithm) if line[0].codec == "none" else None
         if known is None:
             linestyle, color = next(unlike)
             known = {"color": color, "linestyle": linestyle, "linewidth": 1.3, "marker": ".", "zorder": 4}
+        elif alone and line[0].algorithm == "auto":
+            known = ALONE
         sizes = [row.bytes for row in line]
         time_panel.plot(sizes, [row.time_us for row in line], label=name, **known)
         bandwidth_panel.plot(sizes, [row.busbw_GBps for row in line], **known)
+        if alone:
+            times, slow = ([getattr(row, key) for row in line] for key in ("time_us", "p99_us"))
+            time_panel.fill_between(sizes, times, slow, color=known["color"], alpha=0.15, linewidth=0)
 
     sizes = sorted({row.bytes for row in rows})
     every = -(-len(sizes) // 9)
     panels = (
-        (time_panel, "time, lower is better", TIME_UNITS),
-        (bandwidth_panel, "bus bandwidth, higher is better", BANDWIDTH_UNITS),
+        (
+            time_panel,
+            f"time (log axis), lower is better{'; bands: up to the 99th percentile' if alone else ''}",
+            TIME_UNITS,
+        ),
+        (bandwidth_panel, "bus bandwidth (log axis), higher is better", BANDWIDTH_UNITS),
     )
     for panel, heading, units in panels:
         panel.set_title(heading, loc="left", fontsize=10, color=QUIET)
@@ -90,7 +105,7 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
         panel.yaxis.set_major_locator(LogLocator(subs=(1,) if high / low > 300 else (1, 2, 5), numticks=20))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, units=units: with_unit(value, units)))
         panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.set_xlabel("bytes (1K = 1024)", fontsize=9, color=QUIET)
+        panel.set_xlabel("bytes of the tensor (log axis, 1K = 1024)", fontsize=9, color=QUIET)
         tidy(panel, 9)
     figure.text(0.012, 0.945, title(rows, meta), fontsize=13, fontweight="bold")
     figure.text(0.012, 0.905, subtitle(rows, meta), fontsize=9, color=QUIET)

@@ -15,7 +15,7 @@ from gradwire.bench.style import INK, OTHERS, QUIET, save, tidy
 PANELS = (
     ("tokens", "tokens of all ranks", lambda value: value / 1e6, "M", "linear"),
     ("seconds", "seconds", lambda value: value, "", "linear"),
-    ("sent_bytes", "bytes that a rank has sent", lambda value: value / 1e6, " MB", "log"),
+    ("sent_bytes", "bytes that a rank has sent (log axis)", lambda value: value / 1e6, " MB", "log"),
 )
 EARLY = 0.12
 """What comes before this part of the first competitor's run is above the picture, for what matters is at the end."""
@@ -31,7 +31,7 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
     slow = f" · {meta['slow']}" if meta["slow"] else ""
     figure.suptitle(
         f"Update rules on bytes_gpt, {rows[0].parameters / 1e6:.1f} M parameters, {rows[0].world_size} ranks, {length}\n"
-        f"loss on text not trained on (nats){network}{slow}",
+        f"loss on text not trained on (nats, log axis){network}{slow}",
         x=0.01,
         ha="left",
         fontsize=10,

@@ -31,7 +31,7 @@ def draw_curve(points: Sequence[Point], title: str, path: Path) -> None:
     )
     rate.plot(ranks, [each.samples_per_s for each in points], color=OURS, marker=".", label="predicted")
     rate.set_yscale("log")
-    rate.set_ylabel("samples/s", fontsize=9, color=QUIET)
+    rate.set_ylabel("samples per second (log axis)", fontsize=9, color=QUIET)
     rate.legend(frameon=False, fontsize=8, labelcolor=INK)
     share.plot(ranks, [each.efficiency for each in points], color=OURS, marker=".")
     share.set_ylim(0, 1.05)
@@ -76,6 +76,6 @@ def draw_compared(rows: Sequence[Compared], path: Path) -> None:
 def _over_ranks(panel: Axes) -> None:
     """Let the horizontal axis be the number of ranks, doubled from one mark to the next."""
     panel.set_xscale("log", base=2)
-    panel.set_xlabel("ranks", fontsize=9, color=QUIET)
+    panel.set_xlabel("ranks (log axis)", fontsize=9, color=QUIET)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     tidy(panel, 8)

@@ -9,12 +9,13 @@ from PIL import Image
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_every_picture_shows_what_is_planned() -> None:
-    pictures = list(runpy.run_path(str(DOCS / "drawings.py"))["pictures"]())
-    assert len(pictures) > 5
+@pytest.mark.parametrize("script", ["drawings.py", "plots.py"])
+def test_every_picture_shows_what_is_planned_or_measured(script: str) -> None:
+    pictures = list(runpy.run_path(str(DOCS / script))["pictures"]())
+    assert pictures
     for picture in pictures:
         with Image.open(DOCS / "images" / f"{picture.name}.png") as drawn:
-            assert drawn.info.get("Description") == picture.digest(), f"{picture.name}: run docs/drawings.py"
+            assert drawn.info.get("Description") == picture.digest(), f"{picture.name}: run docs/{script}"
 
 
 @pytest.mark.parametrize("script", ["architecture.py", "comparisons.py"])

@@ -1,0 +1,300 @@
+"""The views of docs/figures.py: each returns, in Markdown, what a page shows of a run, or of several.
+
+`predictions` shows all runs that a folder of docs has, `failures` a file of docs that `python -m gradwire.bench failures -J` has
+written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gradwire.bench.codec.turns import OPERATIONS
+from gradwire.bench.predicted import CODECS, PredictedRow, codec_over_best, codec_pays_from, over_best
+from gradwire.bench.rules.run import reached
+from gradwire.bench.rules.training import Point
+from gradwire.collectives.notation import format_size
+
+DOCS = Path(__file__).parent
+FOLDER = DOCS / "figures"
+
+
+def figures(name: str) -> dict[str, Any]:
+    """Return what a run wrote, with its command."""
+    read: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return read
+
+
+def _table(heading: Iterable[str], rows: Iterable[Iterable[str]], alignment: str) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (heading, *rows)]
+    lines.insert(1, f"|{alignment}|")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """Return a ratio with as many digits as its size makes worth reading: 0.95, 2.34, 11."""
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def _interval(interval: list[float] | None) -> str:
+    return "" if interval is None else f" [{_number(interval[0])}, {_number(interval[1])}]"
+
+
+def _times(run: dict[str, Any], competitor: str, peer: str = "ddp") -> str:
+    """Return how many times as fast a competitor's training step is as a peer's, with the 95 % interval."""
+    found = (each for each in run["meta"]["speedups"] if (each["competitor"], each["peer"]) == (competitor, peer))
+    speedup = next(found)
+    return f"**{_number(speedup['times'])}**{_interval(speedup['interval'])}"
+
+
+#: What the README says of training steps: where, what to write, the run and its competitor.
+_GAINS = (
+    ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`, uncompressed", "step-one-host", "gradwire"),
+    ("2 computers, 10 Gbit/s", "the same", "step-2-hosts-10gbit", "gradwire"),
+    ("4 computers, 1 Gbit/s", "the same", "step-4-hosts-1gbit", "gradwire"),
+    ("", '`compression="int8"`', "step-4-hosts-1gbit", "gradwire+int8"),
+    ("", '`compression="powersgd"`', "step-4-hosts-1gbit", "gradwire+powersgd"),
+    ("", '`compression="onebit"`', "step-4-hosts-1gbit", "gradwire+onebit"),
+)
+
+
+def gains(*names: str) -> str:
+    """Return the table of the README, of the runs with these names."""
+    rows = (
+        (where, write, _times(figures(name), competitor)) for where, write, name, competitor in _GAINS if name in names
+    )
+    return _table(("where", "optimizer", "a training step, times as fast as DDP"), rows, "---|---|---")
+
+
+def steps(name: str) -> str:
+    """Return a table of all competitors' training steps over those of DDP."""
+    run = figures(name)
+    rows = (
+        (
+            f"`{row['competitor']}`",
+            _times(run, row["competitor"]) if row["competitor"].startswith("gradwire") else _number(row["as_ddp"]),
+            "" if row["competitor"] == "compute" else _number(row["beyond_compute_as_ddp"]),
+        )
+        for row in run["rows"]
+    )
+    return _table(("", "a step, times as fast as DDP", "beyond computing"), rows, "---|---|---:")
+
+
+def backends(*names: str) -> str:
+    """Return a table of torch's ways to train over our backend, as fast as over gloo, with columns for each of these runs."""
+    runs = [figures(name) for name in names]
+    columns = [{(row["program"], row["backend"]): row for row in run["rows"]} for run in runs]
+    rows = []
+    for program, backend in columns[0]:
+        if backend not in ("gloo", "compute"):
+            found = [column[program, backend] for column in columns]
+            times = (f"**{_number(row['as_gloo'])}**{_interval(row['interval'])}" for row in found)
+            beyond = ("" if row["beyond_of_gloo"] is None else _number(row["beyond_of_gloo"]) for row in found)
+            rows.append((f"`{program}`", backend, *times, *beyond))
+    where = [(run["meta"]["network"] or "one host").split(" (")[0] for run in runs]
+    heading = ("program", "backend", *where, *(f"{each}: beyond computing" for each in where))
+    return _table(heading, rows, "|".join(["---"] * (2 + len(runs)) + ["---:"] * len(runs)))
+
+
+def sizes(name: str) -> str:
+    """Return a table of a collective by size: how many times as fast `auto` is as gloo."""
+    rows = (
+        (_size(each["bytes"]), f"**{_number(each['times'])}**{_interval(each['interval'])}", each["runs"])
+        for each in figures(name)["meta"]["speedups"]
+        if each["peer"] == "torch"
+    )
+    return _table(("size", "times as fast as gloo", "algorithm"), rows, "---:|---|---")
+
+
+def across(*names: str) -> str:
+    """Return a table of allreduces by size: how many times as fast `auto` is as each peer, a column for each run and peer."""
+    columns: dict[str, dict[int, float]] = {}
+    for name in names:
+        meta = figures(name)["meta"]
+        peers = dict.fromkeys(each["peer"] for each in meta["speedups"])
+        hosts = len(meta["hosts"])
+        heading = _TENSORS.get(name.rpartition("-")[2]) or (
+            f"{hosts} hosts" if hosts > 1 else f"{meta['world_size']} ranks"
+        )
+        for peer in peers:
+            column = f"{heading}: as {_PEERS[peer]}" if len(peers) > 1 else heading
+            columns[column] = {each["bytes"]: each["times"] for each in meta["speedups"] if each["peer"] == peer}
+    rows = (
+        (_size(nbytes), *(_number(column[nbytes]) for column in columns.values()))
+        for nbytes in next(iter(columns.values()))
+    )
+    return _table(("size", *columns), rows, f"---:{'|---:' * len(columns)}")
+
+
+#: How across() calls runs that differ in the tensors, by the last word of their names.
+_TENSORS = {"shared": "without a copy", "any": "any tensor"}
+_PEERS = {"torch": "gloo", "mpi": "Open MPI"}
+
+
+def compressed(name: str) -> str:
+    """Return a table of an allreduce by codec: how many times as fast as gloo it is, and what it sends."""
+    rows = figures(name)["rows"]
+    gloo = next(row for row in rows if row["algorithm"] == "torch")
+    found = (
+        (
+            "without" if row["codec"] == "none" else f"`{row['codec']}`",
+            f"**{_number(gloo['time_us'] / row['time_us'])}**",
+            f"{row['wire_bytes'] / 1e6:.1f} MB",
+            _number(row["ratio"]),
+        )
+        for row in rows
+        if row is not gloo
+    )
+    heading = ("codec", "times as fast as gloo", "bytes sent per rank", "times fewer than float32")
+    return _table(heading, found, "---|---:|---:|---:")
+
+
+def codecs(name: str) -> str:
+    """Return a table of codecs on one core: each operation beside a copy, and beside torch's operations."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in figures(name)["rows"]:
+        rows.setdefault(row["codec"], {})[row["operation"]] = row
+    found = (
+        (
+            f"`{codec}`",
+            *(f"{of[operation]['of_copy']:.2f}" for operation in OPERATIONS),
+            *(
+                f"{_number(of[operation]['torch_over_ours'])} / {_number(of[operation]['plain_over_ours'])}"
+                for operation in OPERATIONS
+            ),
+        )
+        for codec, of in rows.items()
+    )
+    encode, *others = ("encode", "encode, ef", "decode", "decode, add")
+    heading = ("codec", f"of copy: {encode}", *others, f"times as fast as torch: {encode}", *others)
+    return _table(heading, found, f"---{'|---:' * 8}")
+
+
+def losses(name: str) -> str:
+    """Return a table of training with each codec, two columns for each model: fewer bytes, and the loss or the accuracy."""
+    rows = figures(name)["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    heading, found = ["codec"], dict[str, list[str]]()
+    for model in models:
+        of_model = [row for row in rows if row["model"] == model]
+        has_accuracy = of_model[0]["accuracy"] is not None
+        heading += [f"`{model}`: times fewer bytes", "accuracy" if has_accuracy else "loss, over that without"]
+        for row in of_model:
+            result = f"{100 * row['accuracy']:.1f} %" if has_accuracy else f"{row['validation_over_none']:.3f}"
+            found.setdefault(row["codec"], []).extend((_number(row["ratio"]), result))
+    cells = (("without" if codec == "none" else f"`{codec}`", *of) for codec, of in found.items())
+    return _table(heading, cells, f"---{'|---:' * (len(heading) - 1)}")
+
+
+def rules(*names: str) -> str:
+    """Return a table of the update rules of runs: what each reaches, over what the first rule of the first run does."""
+    runs = [figures(name) for name in names]
+    first = runs[0]["rows"][0]
+    target, rows = Point(**first["curve"][-1]), []
+    for run in runs:
+        for row in run["rows"]:
+            rule = f"`{row['competitor'].partition('@')[0]}`"
+            ranks = f", {row['world_size']} ranks" if row["world_size"] != first["world_size"] else ""
+            every = run["meta"]["every"]
+            rule += ranks + (f", every {every} steps" if every != runs[0]["meta"]["every"] else "")
+            found = reached([Point(**point) for point in row["curve"]], target)
+            both_send = first["sent_bytes"] and row["sent_bytes"]
+            cells = (
+                f"**{row['loss'] / first['loss']:.3f}**",
+                _number(row["seconds"] / first["seconds"]),
+                _number(row["tokens_per_s"] / first["tokens_per_s"]),
+                _number(row["sent_bytes"] / first["sent_bytes"]) if both_send else "",
+                "not reached" if found is None else _number(found.seconds / target.seconds),
+            )
+            rows.append((rule, *cells))
+    heading = ("rule", "loss", "time", "tokens per second", "bytes sent", "time until the first rule's last loss")
+    return _table(heading, rows, f"---{'|---:' * 5}")
+
+
+def _size(nbytes: int) -> str:
+    text = format_size(nbytes)
+    return f"{text[:-1]} {text[-1]}B"
+
+
+def command(name: str) -> str:
+    """Return the command of a run, and what it ran on."""
+    run = figures(name)
+    meta = run["meta"]
+    where = ", ".join(
+        filter(None, (meta["device"], f"torch {meta['torch']}", meta["network"], f"commit {meta['commit']}"))
+    )
+    return f"\n```\n{run['command']}\n```\n\n({where}.)\n"
+
+
+def predictions(folder: str) -> str:
+    """Return a table of the runs of `bench predicted` in a folder: how far predictions are off, 'auto' from the best, and from
+    which size on codecs pay."""
+    rows = []
+    for path in sorted((DOCS / folder).glob("*.json")):
+        run = json.loads(path.read_text())
+        found = [PredictedRow(**row) for row in run["rows"]]
+        errors = [abs(row.predicted_s / row.seconds - 1) for row in found]
+        over, codec_over = ([times for _, times in of(found)] for of in (over_best, codec_over_best))
+        cells = (
+            f"{100 * median(errors):.1f} %, {100 * max(errors):.0f} %",
+            f"{median(over):.3f}, {max(over):.2f}",
+            *(
+                (
+                    f"{median(codec_over):.3f}, {max(codec_over):.2f}",
+                    *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
+                )
+                if any(row.codec != "none" for row in found)  # earlier runs measured none
+                else [""] * (1 + len(CODECS))
+            ),
+        )
+        rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
+    pay = (f"`{codec}` pays from" for codec in CODECS)
+    heading = ("", "error", "algorithm over the best", "codec over the best", *pay, "links measured in")
+    return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}")
+
+
+def failures(name: str) -> str:
+    """Return a table of a run of `bench failures`: what each way lost by the failures."""
+    run = json.loads((DOCS / f"{name}.json").read_text())
+    rows = []
+    for row in run["rows"]:
+        if row["way"] == "undisturbed":
+            continue
+        hosts, firsts = (sum(kill[of] for kill in row["kills"]) for of in ("of_host", "of_rank_0"))
+        outages = row["outages_s"]
+        cells = (
+            f"{len(row['kills'])}: {hosts} of a host, {firsts} with rank 0",
+            row["hangs"],
+            f"{row['goodput']:.2f}",
+            "" if row["loss_over"] is None else f"{100 * row['loss_over']:+.2f} %",
+            f"{median(outages):.1f} s" if outages else "",
+            f"{max(outages):.1f} s" if outages else "",
+        )
+        rows.append((_WAYS[row["way"]], *map(str, cells)))
+    heading = ("", "kills", "hangs", "goodput", "loss at the same steps", "outage, median", "worst")
+    return _table(heading, rows, "---|---|---:|---:|---:|---:|---:")
+
+
+_WAYS = {
+    "in-process": "`gradwire run --min-np`",
+    "torchrun": "torchrun, commits in memory",
+    "disk": "torchrun, a checkpoint on disk every 5 s",
+}
+
+VIEWS: dict[str, Callable[..., str]] = {
+    "gains": gains,
+    "steps": steps,
+    "backends": backends,
+    "sizes": sizes,
+    "across": across,
+    "compressed": compressed,
+    "codecs": codecs,
+    "losses": losses,
+    "rules": rules,
+    "command": command,
+    "predictions": predictions,
+    "failures": failures,
+}

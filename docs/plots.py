@@ -1,0 +1,70 @@
+"""Draw the pictures of measurements from the runs in docs/figures/, as the benchmarks' own --plot does.
+
+Each picture carries a digest of its run, by which a test sees that it shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from gradwire.bench.codec import plot as codec_plot
+from gradwire.bench.codec.turns import CodecRow
+from gradwire.bench.micro import plot as micro_plot
+from gradwire.bench.micro.table import Row
+from gradwire.bench.rules import plot as rules_plot
+from gradwire.bench.rules.table import RuleRow
+
+DOCS = Path(__file__).parent
+
+
+class Picture(NamedTuple):
+    """A picture in docs/images/, the run that it shows, what its rows are, and what draws them."""
+
+    name: str
+    run: str
+    row: Callable[..., Any]
+    draw: Callable[..., None]
+
+    @property
+    def path(self) -> Path:
+        return DOCS / "images" / f"{self.name}.png"
+
+    @property
+    def source(self) -> Path:
+        return DOCS / "figures" / f"{self.run}.json"
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.source.read_bytes()).hexdigest()
+
+    def write(self) -> None:
+        run = json.loads(self.source.read_text())
+        self.draw([self.row(**row) for row in run["rows"]], run["meta"], self.path)
+        said = PngInfo()
+        said.add_text("Description", self.digest())
+        with Image.open(self.path) as drawn:
+            drawn.save(self.path, pnginfo=said)
+
+
+PICTURES = (
+    Picture("hosts", "allreduce-8-ranks-1gbit", Row, micro_plot.draw),
+    Picture("shared-memory", "peers-2-shared", Row, micro_plot.draw),
+    Picture("codecs", "codecs", CodecRow, codec_plot.draw),
+    Picture("rules-slow-rank", "rules-slow-rank", RuleRow, rules_plot.draw),
+)
+
+
+def pictures() -> Iterator[Picture]:
+    """Return the pictures whose runs are measured."""
+    return (picture for picture in PICTURES if picture.source.exists())
+
+
+if __name__ == "__main__":
+    for picture in pictures():
+        picture.write()
