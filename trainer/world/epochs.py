@@ -92,6 +92,14 @@ class Epochs:
 
     # What the launcher writes, and workers read
 
+    def limit_wait(self, timeout_s: float) -> None:
+        """Note how long the launcher waits for the workers of an epoch, before it ends the job."""
+        self._store.set("timeout", json.dumps(timeout_s))
+
+    def longest_wait_s(self) -> float:
+        """Return what limit_wait() was given; 0 before."""
+        return float(self._read("timeout") or 0)
+
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch."""
         self._store.set(f"epoch/{epoch.number}", json.dumps([epoch.workers, epoch.nodes]))

@@ -30,8 +30,12 @@ class Worker:
 
     def take_place(self, timeout_s: float) -> None:
         """Wait for the next epoch, and write into the environment which rank of it this process is; the first time, where the job
-        has begun without it, that it is alone. Raises as Epochs.await_epoch."""
-        deadline = time.monotonic() + timeout_s
+        has begun without it, that it is alone. Raises as Epochs.await_epoch.
+
+        timeout_s: how long it waits beyond the time after which the launcher ends a job that lacks workers: a survivor that
+        ended before would take its commit with it.
+        """
+        deadline = time.monotonic() + self._epochs.longest_wait_s() + timeout_s
         if self._comes_first:
             self._comes_first = False
             if self._epochs.current() is None:

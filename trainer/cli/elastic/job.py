@@ -59,6 +59,7 @@ class _Run:
         self._output = Output(job.output_folder, digits=1, name="worker")
         self._store = _store(address, job.master_port)
         self._epochs = Epochs(self._store)
+        self._epochs.limit_wait(wanted.timeout_s)
         self._of_all = {
             MASTER_ADDR: address,
             MASTER_PORT: str(self._store.port),
