@@ -1,4 +1,4 @@
-"""Start, or go on where an earlier run ended, with the same command: torchrun --nproc-per-node 2 resume.py"""
+"""Start, or continue an earlier run, with the same command: torchrun --nproc-per-node 2 resume.py"""
 
 from pathlib import Path
 
@@ -33,8 +33,8 @@ for step in range(begun + 1, STEPS + 1):
     optimizer.step()
     if step % SAVE_EVERY == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "unfinished")
-        (folder / "unfinished").rename(folder / f"{step}.pt")  # so a process that dies leaves whole files
-        hvd.barrier()  # all ranks have saved this step, so nobody needs the file before it
+        (folder / "unfinished").rename(folder / f"{step}.pt")  # so that a crash leaves no incomplete file
+        hvd.barrier()  # all ranks have saved this step, so the previous file is not needed any more
         (folder / f"{step - SAVE_EVERY}.pt").unlink(missing_ok=True)
         if hvd.rank() == 0:
             print(f"step {step}: loss {loss.item():.3f}, saved")
