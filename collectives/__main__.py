@@ -1,8 +1,8 @@
-"""What can be asked of the package from a shell.
+"""Print, measure or compile what collectives use.
 
-gradwire info          what is found here, and which algorithm runs for which size; also under torchrun
-gradwire tune --out F  measure what moving bytes costs between the ranks, under torchrun, and write it for COLLECTIVES_TUNING=F
-gradwire precompile    compile all kernels for the CPU now, so that no first run has to
+gradwire info          print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks
+gradwire tune --out F  measure the links between the ranks, under torchrun, and write the file F for COLLECTIVES_TUNING=F
+gradwire precompile    compile the CPU kernels now instead of in the first run
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _report(communicator: Communicator) -> str:
         *_costs(communicator),
         "",
         f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks"
-        f"{'; start this under torchrun for more' if communicator.size == 1 else ''}:",
+        f"{'; start it under torchrun for more ranks' if communicator.size == 1 else ''}:",
     ]
     for collective, table in communicator.tables.items():
         variable = TABLE_PREFIX + collective.upper()
@@ -69,10 +69,12 @@ def _report(communicator: Communicator) -> str:
 
 
 def _costs(communicator: Communicator) -> list[str]:
-    """Return what moving bytes costs, in lines for people."""
+    """Return the measured links as lines to print."""
     costs = communicator.costs
     if costs is None:
-        return [f"links      not measured; {TUNING}=1 measures them, `gradwire tune --out FILE` writes them down"]
+        return [
+            f"links      not measured; {TUNING}=1 measures them, and `gradwire tune --out FILE` saves a measurement"
+        ]
     rates = ", ".join(f"{1e-6 / uplink:.0f}" for uplink in costs.uplinks if uplink > 0)
     between = f"between hosts {1e6 * costs.between.latency_s:.0f} us a message, {rates or 'unknown'} MB/s by host"
     return [f"links      {between}", *costs.slow()]
@@ -83,7 +85,7 @@ def _tune(out: Path) -> None:
         costs = communicator.tune()
         if communicator.rank == 0:
             out.write_text(costs.to_json())
-            print("\n".join([*_costs(communicator), f"written to {out}; used with {TUNING}={out}"]))
+            print("\n".join([*_costs(communicator), f"saved in {out}; to use it, set {TUNING}={out}"]))
     dist.destroy_process_group()
 
 
@@ -108,7 +110,7 @@ def main() -> None:
         prog="gradwire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=["info", "tune", "precompile"])
-    parser.add_argument("--out", type=Path, help="the JSON file that tune writes its measurements to")
+    parser.add_argument("--out", type=Path, help="the JSON file that tune writes")
     flags = parser.parse_args()
     if (flags.command == "tune") != (flags.out is not None):
         parser.error("tune needs --out FILE; no other command takes --out")

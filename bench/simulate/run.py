@@ -1,11 +1,11 @@
-"""`gradwire simulate`: a prediction of training on described ranks, from the programs that they would run.
+"""Predict the speed of training on hardware that you describe, from the programs that its ranks would run.
 
     gradwire simulate --model resnet50 --ranks 9600 --link 100gbit --plot scaling.png
     gradwire simulate --model bert-large --ranks 64 --ranks-per-host 8 --link 10gbit --codec int8
     gradwire simulate --model resnet50 --ranks 9600 --link 100gbit --servers 6 --groups 8 --quorum 1 --jitter 0.1
     gradwire simulate --preset all -J published.json
 
-Sums, calls, and processors' time for messages cost nothing unless they are described. --tuned reads them from a file of
+By default, sums, calls, and the processor's time for messages take no time. --tuned takes their times from a file of
 `gradwire tune`.
 """
 
@@ -63,32 +63,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     add, positive, not_negative = parser.add_argument, partial(count_from, 1), partial(_number, 0.0)
     add(
-        "--preset", type=partial(names_of, tuple(PRESETS)), help=f"published runs instead: {', '.join(PRESETS)}, or all"
+        "--preset",
+        type=partial(names_of, tuple(PRESETS)),
+        help=f"published runs to predict: {', '.join(PRESETS)}, or all",
     )
-    add("--model", choices=tuple(MODELS), default="resnet50", help="default resnet50")
-    add("--ranks", type=positive, default=64, help="up to how many (64)")
-    add("--ranks-per-host", type=positive, default=1, help="default 1")
-    add("--link", type=_rate, default="10gbit", help="of a host, each way, with TCP: 100mbit, 25gbit (10gbit)")
-    add("--latency-us", type=not_negative, default=HOP_S * 1e6, help=f"of a message between hosts ({HOP_S * 1e6:g})")
-    add("--inside", type=_rate, default="80gbit", help="of a pair of ranks of one host (80gbit)")
-    add("--tuned", type=Path, metavar="FILE", help="what calls, messages, sums and codecs cost, from gradwire tune")
-    add("--batch", type=positive, help="samples of a rank in a step")
-    add("--samples-per-s", type=partial(_number, 1e-9), help="that a rank computes by itself, forward and backward")
-    add("--exchange", choices=EXCHANGES, default="buckets", help="what is exchanged together, and when (buckets)")
+    add("--model", choices=tuple(MODELS), default="resnet50", help="the model (resnet50)")
+    add("--ranks", type=positive, default=64, help="the largest number of ranks (64)")
+    add("--ranks-per-host", type=positive, default=1, help="ranks of each host (1)")
+    add("--link", type=_rate, default="10gbit", help="rate of a host with TCP, each way: 100mbit, 25gbit (10gbit)")
+    add("--latency-us", type=not_negative, default=HOP_S * 1e6, help=f"between hosts ({HOP_S * 1e6:g})")
+    add("--inside", type=_rate, default="80gbit", help="rate between two ranks of one host (80gbit)")
+    add("--tuned", type=Path, metavar="FILE", help="times of calls, messages, sums, codecs: from gradwire tune")
+    add("--batch", type=positive, help="samples per rank and step")
+    add("--samples-per-s", type=partial(_number, 1e-9), help="speed of one rank alone, forward and backward")
+    add("--exchange", choices=EXCHANGES, default="buckets", help="how gradients are grouped (buckets)")
     add("--algorithm", default="auto", help=f"auto, {', '.join(SHIFTED)}; with --codec also two_shot, one_shot")
-    add("--codec", choices=tuple(CODECS), help="that gradients travel by; without --tuned its speed is measured here")
-    add("--every", type=positive, default=1, help="local updates: average parameters every so many steps instead")
-    add("--servers", type=positive, help="a parameter server instead: on so many hosts of their own")
-    add("--quorum", type=positive, help="how many workers make an update (all); 1 is asynchronous")
-    add("--groups", type=positive, help="so many groups of ranks average inside, and push as one worker each")
-    add("--jitter", type=not_negative, default=0.0, metavar="SIGMA", help="of each rank's computing, lognormal (0)")
-    add("--mtbf-hours", type=partial(_number, 1e-9), help="of a rank; then training restarts from a checkpoint")
-    add("--checkpoint-minutes", type=partial(_number, 1e-9), default=30.0, help="between checkpoints (30)")
-    add("--restart-minutes", type=not_negative, default=5.0, help="that a restart takes (5)")
-    add("--steps", type=positive, default=100, help="that are replayed (100)")
-    add("--seed", type=partial(count_from, 0), default=0, help="of jitter and failures (0)")
+    add("--codec", choices=tuple(CODECS), help="codec of gradients; its speed is measured here without --tuned")
+    add("--every", type=positive, default=1, help="local updates: steps between two averages (1)")
+    add("--servers", type=positive, help="number of parameter servers, each on its own host")
+    add("--quorum", type=positive, help="number of workers whose gradients make an update (all)")
+    add("--groups", type=positive, help="number of groups of ranks, each of which pushes as one worker")
+    add("--jitter", type=not_negative, default=0.0, metavar="SIGMA", help="of computing times, lognormal (0)")
+    add("--mtbf-hours", type=partial(_number, 1e-9), help="mean time between failures of a rank")
+    add("--checkpoint-minutes", type=partial(_number, 1e-9), default=30.0, help="time between checkpoints (30)")
+    add("--restart-minutes", type=not_negative, default=5.0, help="duration of a restart (5)")
+    add("--steps", type=positive, default=100, help="simulated steps (100)")
+    add("--seed", type=partial(count_from, 0), default=0, help="seed of jitter and failures (0)")
     add("-J", "--json", type=Path, metavar="FILE", help="write inputs and results")
-    add("--plot", type=picture, metavar="FILE.png", help="draw what is predicted")
+    add("--plot", type=picture, metavar="FILE.png", help="draw the prediction")
     return parser
 
 

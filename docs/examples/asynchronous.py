@@ -8,8 +8,8 @@ hvd.init()
 torch.manual_seed(0)  # all ranks start with the same weights
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 checked = torch.randn(64, 8)
-generator = torch.Generator().manual_seed(1 + hvd.rank())  # and see other data
-delayed = hvd.DelayedNesterov(model.parameters(), lr=0.05, momentum=0.5, delay=3)  # as many as there are workers
+generator = torch.Generator().manual_seed(1 + hvd.rank())  # every rank has its own data
+delayed = hvd.DelayedNesterov(model.parameters(), lr=0.05, momentum=0.5, delay=3)  # the number of workers
 optimizer = hvd.ParameterServer(delayed, workers=[1, 2, 3], quorum=1)  # rank 0 serves
 
 
@@ -18,7 +18,7 @@ def loss_of(inputs: torch.Tensor) -> torch.Tensor:
 
 
 if hvd.rank() == 0:
-    optimizer.serve()  # until the others have left
+    optimizer.serve()  # returns when all workers have called close()
     print(optimizer.report(), flush=True)
 else:
     first = loss_of(checked).item()

@@ -20,7 +20,7 @@ for _ in range(STEPS):
     optimizer.zero_grad()
     loss = (model(words).squeeze(1) - truth[words].sum(1)).square().mean()
     loss.backward()
-    optimizer.step()  # what all ranks see at once, and nobody waits for
+    optimizer.step()  # changes the parameters of all ranks, without waiting
 
 hvd.barrier()
 error = (model.weight.squeeze(1) - truth).square().mean().item()

@@ -1,4 +1,4 @@
-"""Hybrid: two groups average at every step, and meet at servers without waiting: torchrun --nproc-per-node 4 hybrid.py"""
+"""Hybrid: averages inside two groups, an asynchronous server between them: torchrun --nproc-per-node 4 hybrid.py"""
 
 import torch
 
@@ -8,7 +8,7 @@ hvd.init()
 torch.manual_seed(0)  # all ranks start with the same weights
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 checked = torch.randn(64, 8)
-generator = torch.Generator().manual_seed(1 + hvd.rank())  # and see other data
+generator = torch.Generator().manual_seed(1 + hvd.rank())  # every rank has its own data
 groups = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]  # such as the ranks of each host
 mine = groups[hvd.rank() // 2]
 sgd = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -9,12 +9,12 @@ import gradwire as hvd
 
 hvd.init()
 kv = hvd.kvstore.create("dist_sync")
-torch.manual_seed(kv.rank)  # other weights on every rank: those of rank 0 count
+torch.manual_seed(kv.rank)  # different weights on each rank, until broadcast() copies those of rank 0
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
 names = [name for name, _ in model.named_parameters()]
 weights = list(model.parameters())
 kv.broadcast(names, weights, out=weights)
-# Servers step with the sum of what all ranks push, so the learning rate is that of one rank, divided by their number.
+# Servers update with the sum of the gradients of all ranks. To average them, divide the learning rate by the number of ranks.
 kv.set_optimizer(functools.partial(torch.optim.SGD, lr=0.5 / kv.num_workers, momentum=0.9))
 
 generator = torch.Generator().manual_seed(1 + kv.rank)

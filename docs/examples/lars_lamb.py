@@ -1,4 +1,4 @@
-"""A large batch, by rates that follow the norms of the layers: torchrun --nproc-per-node 2 lars_lamb.py"""
+"""Train with a large batch by LARS and LAMB: torchrun --nproc-per-node 2 lars_lamb.py"""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ for name, make, rate in (("LARS", hvd.LARS, 10.0), ("LAMB", hvd.LAMB, 0.02)):
     biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": layers}, {"params": biases, "adapt": False, "lr": rate / 1000}]
     optimizer = hvd.DistributedOptimizer(make(groups, lr=rate / hvd.size()), model.named_parameters())
-    warmup = hvd.WarmupLR(optimizer, STEPS_PER_EPOCH, warmup_epochs=2)  # to the rate of the batch of all ranks
+    warmup = hvd.WarmupLR(optimizer, STEPS_PER_EPOCH, warmup_epochs=2)  # increases the rate to that for all ranks
     for epoch in range(EPOCHS):
         for _ in range(STEPS_PER_EPOCH):
             optimizer.zero_grad()

@@ -1,11 +1,11 @@
-"""Ranks that step alone, and meet every ten steps: torchrun --nproc-per-node 2 local_updates.py"""
+"""Ranks step alone, and average their parameters every ten steps: torchrun --nproc-per-node 2 local_updates.py"""
 
 import torch
 from torch import nn
 
 import gradwire as hvd
 
-EVERY, WARMUP, STEPS = 10, 50, 350  # ends right after the ranks have met
+EVERY, WARMUP, STEPS = 10, 50, 350  # ends right after an exchange
 
 hvd.init()
 torch.manual_seed(0)
@@ -16,11 +16,11 @@ optimizer = hvd.LocalUpdates(
     model.named_parameters(),
     every=EVERY,
     outer=torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True),  # DiLoCo's
-    warmup_steps=WARMUP,  # in which gradients are averaged
+    warmup_steps=WARMUP,  # in these steps, the ranks average gradients
 )
 
 held_out = torch.randn(512, 8, generator=torch.Generator().manual_seed(99))
-data = torch.Generator().manual_seed(hvd.rank())  # every rank has samples of its own
+data = torch.Generator().manual_seed(hvd.rank())  # every rank has its own samples
 for step in range(1, STEPS + 1):
     inputs = torch.randn(32, 8, generator=data)
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Two stages of a pipeline, and two of these with averaged gradients: torchrun --nproc-per-node 4 pipeline.py"""
+"""Two pipelines of two stages, with averaged gradients: torchrun --nproc-per-node 4 pipeline.py"""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ MICROBATCHES = 4
 
 hvd.init()
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-number = mesh["pp"].get_local_rank()  # of the stage that this rank has
+number = mesh["pp"].get_local_rank()  # the stage of this rank
 torch.manual_seed(0)
 model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Linear(32, 8)).double()
 module = model[number]
@@ -20,7 +20,7 @@ schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.AdamW(module.parameters(), lr=0.01),
     named_parameters=module.named_parameters(),
-    backward_passes_per_step=MICROBATCHES,  # the schedule calls backward() for each, and divides by their number
+    backward_passes_per_step=MICROBATCHES,  # the schedule calls backward() for each, and divides by MICROBATCHES
     process_set=mesh["dp"],  # the ranks that have the same stage
 )
 

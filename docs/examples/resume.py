@@ -1,4 +1,4 @@
-"""Start, or go on where an earlier run ended, with the same command: torchrun --nproc-per-node 2 resume.py"""
+"""Start, or continue an earlier run, with the same command: torchrun --nproc-per-node 2 resume.py"""
 
 from pathlib import Path
 
@@ -11,29 +11,35 @@ hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 8)
 optimizer = hvd.LocalUpdates(torch.optim.AdamW(model.parameters(), lr=1e-2), every=7, warmup_steps=10)
-folder = Path(f"checkpoints/rank{hvd.rank()}of{hvd.size()}")  # need not be one that other computers see
+folder = Path(f"checkpoints/rank{hvd.rank()}of{hvd.size()}")  # other computers need not see this folder
 folder.mkdir(parents=True, exist_ok=True)
 found = hvd.allgather_object({int(path.stem) for path in folder.glob("*.pt")})
-begun = max(set.intersection(*found), default=0)  # the newest step that all ranks have
+begun = max(set.intersection(*found), default=0)  # the newest step that all ranks have saved
 if begun == 0 and any(found):
     raise SystemExit(f"no step is in the checkpoints of all ranks, which have {found}")
 for newer in found[hvd.rank()] - set(range(begun + 1)):
-    (folder / f"{newer}.pt").unlink()  # of a run that died before all ranks had saved this
+    (folder / f"{newer}.pt").unlink()  # saved by a run that ended before all ranks had saved this step
 if begun:
     saved = torch.load(folder / f"{begun}.pt", weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
+if hvd.rank() == 0:
+    print(f"continues after step {begun} of {STEPS}" if begun else f"starts at step 1 of {STEPS}")
 for step in range(begun + 1, STEPS + 1):
     inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + hvd.rank()))
     optimizer.zero_grad()
-    (model(inputs) - inputs[:, :8]).square().mean().backward()
+    loss = (model(inputs) - inputs[:, :8]).square().mean()
+    loss.backward()
     optimizer.step()
     if step % SAVE_EVERY == 0:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "unfinished")
-        (folder / "unfinished").rename(folder / f"{step}.pt")  # so a process that dies leaves whole files
-        hvd.barrier()  # all ranks have this one: the one before it may go
+        (folder / "unfinished").rename(folder / f"{step}.pt")  # so that a crash leaves no incomplete file
+        hvd.barrier()  # all ranks have saved this step, so the previous file is not needed any more
         (folder / f"{step - SAVE_EVERY}.pt").unlink(missing_ok=True)
+        if hvd.rank() == 0:
+            print(f"step {step}: loss {loss.item():.3f}, saved")
 if hvd.rank() == 0:
     torch.save(model.state_dict(), "model.pt")
+    print(f"step {STEPS}: loss {loss.item():.3f}, the end")
 optimizer.close()
 hvd.shutdown()

@@ -10,7 +10,7 @@ hvd.init()
 torch.manual_seed(0)  # all ranks start with the same weights
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 checked = torch.randn(64, 8)
-generator = torch.Generator().manual_seed(1 + hvd.rank())  # and see other data
+generator = torch.Generator().manual_seed(1 + hvd.rank())  # every rank has its own data
 sgd = torch.optim.SGD(model.parameters(), lr=0.02)
 optimizer = hvd.ParameterServer(sgd, workers=[1, 2, 3], quorum=1, staleness=2)  # rank 0 serves
 
@@ -20,12 +20,12 @@ def loss_of(inputs: torch.Tensor) -> torch.Tensor:
 
 
 if hvd.rank() == 0:
-    optimizer.serve()  # until the others have left
+    optimizer.serve()  # returns when all workers have called close()
     print(optimizer.report(), flush=True)
 else:
     first = loss_of(checked).item()
     for _ in range(40):
-        time.sleep(0.02 if hvd.rank() == 3 else 0.0)  # a slow rank, which others wait for now and then
+        time.sleep(0.02 if hvd.rank() == 3 else 0.0)  # rank 3 is slow: the others wait when they are two steps ahead
         optimizer.zero_grad()
         loss_of(torch.randn(16, 8, generator=generator)).backward()
         optimizer.step()

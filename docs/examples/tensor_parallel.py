@@ -1,4 +1,4 @@
-"""Layers cut over two ranks by torch, gradients averaged over two of these: torchrun --nproc-per-node 4 tensor_parallel.py"""
+"""Layers split over two ranks, and two such pairs of ranks: torchrun --nproc-per-node 4 tensor_parallel.py"""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ import gradwire as hvd
 
 hvd.init()
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-torch.manual_seed(0)  # the same weights on all ranks, which keep their part of them
+torch.manual_seed(0)  # the same weights on all ranks; each rank then keeps its part
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)).double()
 parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 optimizer = hvd.DistributedOptimizer(

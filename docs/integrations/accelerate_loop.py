@@ -1,4 +1,4 @@
-"""Compresses the gradients of a training loop with accelerate, and saves what error feedback owes with its state.
+"""Compresses the gradients of a training loop with accelerate, and saves the residuals of error feedback with its state.
 
 torchrun --nproc-per-node 2 accelerate_loop.py [FOLDER TO SAVE TO [FOLDER TO LOAD FROM]]
 """
@@ -26,7 +26,7 @@ model.register_comm_hook(None, hook)
 
 
 def file(folder):
-    """Return where this rank's state is. (register_for_checkpointing would save that of rank 0 for all.)"""
+    """Return the file of this rank. (register_for_checkpointing would save the state of rank 0 for all ranks.)"""
     return Path(folder, f"gradwire.rank{accelerator.process_index}.pt")
 
 

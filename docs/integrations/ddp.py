@@ -1,4 +1,4 @@
-"""Compresses the gradients of a model under torch's DistributedDataParallel: what slurm.sh and the others start.
+"""Compresses the gradients of a model under torch's DistributedDataParallel. slurm.sh and kubeflow.yaml start this script.
 
 torchrun --nproc-per-node 2 ddp.py
 """
@@ -17,7 +17,7 @@ hook = ddp_comm_hook("int8")
 model.register_comm_hook(None, hook)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-torch.manual_seed(dist.get_rank())  # every rank its own data
+torch.manual_seed(dist.get_rank())  # every rank has its own data
 for _ in range(20):
     inputs = torch.randn(16, 64)
     optimizer.zero_grad()

@@ -1,6 +1,6 @@
-"""Shards a model inside groups of ranks by FSDP2, and compresses what goes between the groups.
+"""Shards a model inside groups of ranks with FSDP2, and compresses the gradients between the groups.
 
-torchrun --nproc-per-node 4 fsdp2.py     (on several hosts: the ranks of a host are a group)
+torchrun --nproc-per-node 4 fsdp2.py     (on several hosts, the ranks of each host are a group)
 """
 
 import torch
@@ -26,7 +26,7 @@ optimizer = hvd.DistributedOptimizer(
     compression=hvd.ErrorFeedback("int4", warmup_steps=2),
     process_set=replicas,
 )
-first = torch.distributed.get_global_rank(replicas, 0)  # root ranks are those of the world
+first = torch.distributed.get_global_rank(replicas, 0)  # a root rank is a rank of the world
 hvd.broadcast_parameters([parameter.to_local() for parameter in model.parameters()], first, process_set=replicas)
 
 for _ in range(12):

@@ -32,11 +32,11 @@ class CompressedExchange(TrainerCallback):
             print(self.hook.stats)
 
     def file(self, folder):
-        """Return where this rank's state is: what error feedback still owes differs from rank to rank."""
+        """Return the file of this rank: the residuals of error feedback differ from rank to rank."""
         return folder / f"gradwire.rank{dist.get_rank()}.pt"
 
 
-# What Trainer would choose differently is set as a default here; the command line has the last word.
+# Defaults for this example; flags on the command line replace them.
 parser = HfArgumentParser(TrainingArguments)
 parser.set_defaults(use_cpu=True, ddp_backend="gloo", report_to="none", disable_tqdm=True, logging_steps=3)
 parser.set_defaults(max_steps=12, save_steps=6, learning_rate=1e-3)

@@ -17,7 +17,7 @@ hook = ddp_comm_hook("int8")
 
 
 class CompressedDDP(DDPStrategy):
-    """Registers the hook on every device: DDPStrategy(ddp_comm_hook=...) says nothing on CPUs, and does not use it."""
+    """Registers the hook on every device. On CPUs, DDPStrategy(ddp_comm_hook=...) ignores a hook without a message."""
 
     def configure_ddp(self):
         super().configure_ddp()
@@ -25,7 +25,7 @@ class CompressedDDP(DDPStrategy):
 
 
 class Autoencoder(lightning.LightningModule):
-    """Has nothing in it that knows of compression."""
+    """An ordinary module: compression needs no change in it."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
 #!/bin/bash
-# sbatch slurm.sh: one torchrun on each node, which starts a process for each of its ranks.
+# sbatch slurm.sh: starts one torchrun on each node, which starts the ranks of this node.
 #SBATCH --job-name=gradwire
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -9,11 +9,11 @@ set -euo pipefail
 
 ranks_per_node=${RANKS_PER_NODE:-2}
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ranks_per_node))
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # which srun does not take over from sbatch by itself
-# Where a node has several networks, the one that is to be used:
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not inherit --cpus-per-task from sbatch
+# If the nodes have several networks, select one:
 # export GLOO_SOCKET_IFNAME=ib0
 
-# The ranks meet on the first node, at a port of this job, so that two jobs on one node do not meet each other.
+# The rendezvous is on the first node, at a port that depends on the job, so that two jobs on one node use different ports.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 

@@ -12,6 +12,6 @@ ranks_per_node=${RANKS_PER_NODE:-2}
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ranks_per_node))
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/:$ranks_per_node/" | paste -sd ,)
 
-# Half of the nodes continue without waiting for others. This command, and the first node, have to outlive the others.
+# Training continues while at least half of the nodes are left. The first node, on which this command runs, must not be lost.
 gradwire run -np $((SLURM_NNODES * ranks_per_node)) --min-np $(((SLURM_NNODES + 1) / 2 * ranks_per_node)) -H "$hosts" \
     "${SCRIPT:-train.py}"

@@ -120,4 +120,4 @@ def test_what_a_killed_rank_has_left_counts(tmp_path: Path) -> None:
     assert first.stragglers.steps == 2  # of three that both have left, but for the first
     assert (second.ranks, second.size, second.steps, second.stragglers) == ([2], 2, 1, None)
     said = text_of(page("c", [], -9, "", "", read(tmp_path)))
-    assert "all ranks together 700 B in all steps: 4.00 times fewer than the 2.80 kB" in said
+    assert "all ranks together 700 B in all steps: 4.00 times fewer bytes than the 2.80 kB" in said

@@ -15,8 +15,8 @@ RULES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in N
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_rule_takes_less_than_40_lines(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 40
+def test_an_example_is_short(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 45
 
 
 def run(name: str, folder: Path) -> str:

@@ -81,7 +81,7 @@ def test_interface() -> None:
 @pytest.mark.parametrize(
     ("environment", "state", "said"),
     [
-        ({}, "ok", "no launcher has started this"),
+        ({}, "ok", "not started by a launcher"),
         ({"MASTER_PORT": "29500"}, "note", "MASTER_PORT is set, but RANK is not"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "failed", "does not say where rank 0 listens"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "failed", "RANK=2 is not a rank of WORLD_SIZE=2"),
@@ -239,7 +239,7 @@ def test_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
         (found,) = links.links("127.0.0.1", port)
     assert found.state == "failed"
     assert found.what == f"127.0.0.1 port {port}: timed out"
-    assert found.do == f"does this command run there? gradwire check --listen --port {port}"
+    assert found.do == f"run there: gradwire check --listen --port {port}"
 
 
 def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_what_takes_as_long_as_predicted_stays(
     with caplog.at_level(logging.INFO, "gradwire"):
         assert set(corrected(made, monkeypatch, {"int8": 1.0}, 1.05 * predicted_s)) == {"int8"}
     assert communicator.asked == 1
-    assert "what was predicted best stays" in caplog.messages[-1]
+    assert "the predicted choice stays" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(("rival_s", "last"), [(0.9, "none"), (1.02, "none"), (1.1, "int8")])

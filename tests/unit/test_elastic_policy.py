@@ -101,7 +101,7 @@ def test_what_fails_because_one_was_killed_is_started_again_all_together(code: i
     else:
         policy.exited(worker, code, now=10)
         policy.exited(worker + 1, 1, now=10)
-    assert policy.decide(10) == [End((worker, worker + 1), "no rank survived to go on")]
+    assert policy.decide(10) == [End((worker, worker + 1), "no rank survived")]
 
 
 def test_ranks_are_interrupted_once_for_workers_that_come_together() -> None:
@@ -173,14 +173,14 @@ def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
     policy = begun(Elastic(min_ranks=2, max_ranks=2), {"a": 1, "b": 1})
     policy.host_lost(1, "by ssh: no route", now=10)
     policy.departed(0, LOST, now=10)
-    assert policy.decide(10) == [End((1,), "1 of at least 2 ranks can go on, and no host is left for others")]
+    assert policy.decide(10) == [End((1,), "1 of at least 2 ranks can continue, and no host is left for others")]
     policy = begun(Elastic(min_ranks=2, max_ranks=2, discovery_script=SCRIPT), {"a": 1, "b": 1})
     policy.host_lost(1, "by ssh: no route", now=10)
     policy.departed(0, LOST, now=10)
     (said,) = policy.decide(10)
     assert isinstance(said, Say)
     (end,) = policy.decide(10 + Elastic.timeout_s)
-    assert end == End((1,), f"no epoch could begin within {Elastic.timeout_s} s, with 1 of at least 2 ranks")
+    assert end == End((1,), f"no epoch could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
 
 
 def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:

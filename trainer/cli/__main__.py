@@ -7,16 +7,16 @@ import runpy
 import sys
 
 USAGE = """\
-usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script, here and on other hosts
-       gradwire report [--out FILE] -np 4 train.py    run a training command, and write a page about its steps
-       gradwire info                                  what is installed here, and which algorithm runs for which size
-       gradwire tune --out FILE                      measure links between ranks, for COLLECTIVES_TUNING (under torchrun)
-       gradwire check [--host H]                      what works here, and between here and another host
-       gradwire precompile                            compile all kernels for the CPU now, so that no first run has to
-       gradwire bench ...                             measure; `gradwire bench --help` lists what
-       gradwire simulate --ranks 9600 ...             predict training on ranks that are described
+usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script on this host or on several hosts
+       gradwire report [--out FILE] -np 4 train.py    run a training command, and write one page about its steps
+       gradwire info                                  print versions, links, and the algorithm for each message size
+       gradwire tune --out FILE                       measure the links between ranks, under torchrun
+       gradwire check [--host H]                      test this host, and the network to another host
+       gradwire precompile                            compile the CPU kernels now instead of in the first run
+       gradwire bench ...                             run a benchmark; `gradwire bench --help` lists them
+       gradwire simulate --ranks 9600 ...             predict the speed of training on hardware that you describe
 
-Each of them has a --help of its own."""
+`gradwire COMMAND --help` describes a command."""
 
 #: What the measurements need beside the package.
 _FOR_BENCH = ("matplotlib", "rich")

@@ -12,15 +12,15 @@ from typing import NoReturn
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
 
 DESCRIPTION = """\
-Start a training script on several processes, here and, by ssh, on other hosts.
+Start a training script on several processes, on this host and, by ssh, on other hosts.
 
 gradwire run -np 4 train.py --lr 0.1            four ranks on this host
-gradwire run -np 4 -H a:2,b:2 train.py          two on each of two hosts, which ssh reaches without a password
+gradwire run -np 4 -H a:2,b:2 train.py          two ranks on each of two hosts; ssh must need no password
 gradwire run -np 2 -m gradwire.trainer.examples.bytes_gpt
-gradwire run --min-np 2 -np 4 train.py          goes on with two or three where ranks are lost, and replaces them
+gradwire run --min-np 2 -np 4 train.py          elastic: continues with at least two ranks, and replaces lost ranks
 
-Every host needs the same folder, the same script and the same Python at the same path. This environment goes along where
-its variables begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_, or are given with -x.
+Every host needs the same folder, the same script and the same Python, at the same paths. The other hosts get the environment
+variables that begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_, and those named by -x.
 """
 
 #: horovodrun's flags that nothing here has a use for: those that stand alone, and those that take a value.
@@ -35,9 +35,9 @@ _VALUES = """
 """
 
 #: horovodrun's flags that would change what happens, and why they cannot be had.
-_MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init() finds its way there too"
+_MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init() works under mpirun too"
 _SLOTS = "have the discovery script print host:slots; a host without a number has one slot"
-_BLACKLIST = "a host that has failed is not used again before the discovery script has left it out once"
+_BLACKLIST = "a failed host is used again only after the discovery script has omitted it at least once"
 _REFUSED = {
     **dict.fromkeys(("--mpi", "--mpi-args", "--jsrun"), _MPI),
     **dict.fromkeys(("--slots-per-host", "--slots"), _SLOTS),
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hostfile",
         type=Path,
         metavar="FILE",
-        help="the same in a file: a line 'a slots=2' for each host",
+        help="a file with the hosts, one per line: 'a slots=2'",
     )
     add("-m", "--module", action="store_true", help="run a Python module")
     add("-p", "--ssh-port", type=port, metavar="PORT", help="ssh's port on all hosts")
@@ -243,14 +243,14 @@ def _parser() -> argparse.ArgumentParser:
         "--master-port",
         type=port,
         metavar="PORT",
-        help="port of the first host at which hosts meet (29500; in an elastic job a free one of this host)",
+        help="rendezvous port on the first host (29500; in an elastic job, a free port of this host)",
     )
     add(
         "--start-timeout",
         type=seconds,
         default=30,
         metavar="S",
-        help="seconds that hosts have to start and to meet (30)",
+        help="seconds in which all hosts must have started and connected (30)",
     )
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
     add("--output-filename", type=Path, metavar="DIR", help="also write the output of ranks: DIR/rank.0/stdout, ...")
@@ -263,7 +263,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--fusion-threshold-mb", type=_whole(0), metavar="MB", help="the size of buckets (HOROVOD_FUSION_THRESHOLD)")
     stalls = parser.add_mutually_exclusive_group()
-    stalls.add_argument("--no-stall-check", action="store_true", help="do not warn of ranks that wait for each other")
+    stalls.add_argument(
+        "--no-stall-check", action="store_true", help="do not warn about ranks that wait for a long time"
+    )
     stalls.add_argument("--stall-check", action="store_false", dest="no_stall_check", help=argparse.SUPPRESS)
     add(
         "--stall-check-warning-time-seconds",
@@ -275,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stall-check-shutdown-time-seconds",
         type=_whole(0),
         metavar="S",
-        help="seconds after which it raises an error; 0: never",
+        help="seconds after which a wait raises an error; 0: never",
     )
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
@@ -291,27 +293,34 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "an elastic job", "A rank that is lost does not end it: the others go on. Any of these flags makes it one."
+        "elastic jobs", "When ranks are lost, the others continue. Any of these flags makes a job elastic."
     )
     add, number = group.add_argument, _whole(1)
     add("--elastic", action="store_true", help="the same as --min-np 1")
-    add("--min-np", "--min-num-proc", "--min", type=number, metavar="N", help="fewer ranks wait for others (1)")
+    add(
+        "--min-np",
+        "--min-num-proc",
+        "--min",
+        type=number,
+        metavar="N",
+        help="the least number of ranks that continue (1)",
+    )
     add(
         *("--max-np", "--max-num-proc", "--max"),
         type=number,
         metavar="N",
-        help="no more ranks than this, however many slots there are (default: -np)",
+        help="the largest number of ranks (default: -np)",
     )
     add(
         "--host-discovery-script",
         type=Path,
         metavar="FILE",
-        help="prints a line 'a' or 'a:2' for each host, every second: hosts come and go",
+        help="a program that prints a line 'a' or 'a:2' for each host; it runs every second",
     )
-    add("--reset-limit", type=_whole(0), metavar="N", help="how often ranks may change (default: without end)")
+    add("--reset-limit", type=_whole(0), metavar="N", help="how often the ranks may change (default: any number)")
     add(
         "--elastic-timeout",
         type=number,
         metavar="S",
-        help=f"seconds in which enough ranks must be found again ({Elastic.timeout_s})",
+        help=f"seconds in which --min-np ranks must be available again ({Elastic.timeout_s})",
     )

@@ -105,7 +105,7 @@ class Choice:
         self.restart()
         if self._rivals is None:
             predicted_s = sum(min(self._ranked(size).values()) for size in sizes)
-            self._report(f"exchanges take {_ms(exchange_s)}, and {_ms(predicted_s)} were predicted")
+            self._report(f"the exchanges of a step take {_ms(exchange_s)} ({_ms(predicted_s)} predicted)")
             totals = {kind: sum(self._ranked(size)[kind] for size in sizes) for kind in self.candidates}
             others = [kind for kind in totals if any(kind != self.of(size) for size in sizes)]
             is_off = abs(exchange_s - predicted_s) > _CLOSE * predicted_s
@@ -115,14 +115,15 @@ class Choice:
         self._taken.append((step_s, before, step_s if codes else _NEAR * step_s))
         if self._rivals:
             self._everywhere = self._rivals.pop(0)
-            self._report(f"{self._everywhere.name} is tried in all buckets")
+            self._report(f"the next steps try {self._everywhere.name} in all buckets")
         else:
             self.settled = True
             self._everywhere = min(self._taken, key=lambda taken: taken[2])[1]
             steps = "; ".join(
-                f"{kind.name if kind else 'as predicted'} {_ms(seconds)}" for seconds, kind, _ in self._taken
+                f"{_ms(seconds)} with {kind.name if kind else 'the predicted choice'}"
+                for seconds, kind, _ in self._taken
             )
-            stays = self._everywhere.name if self._everywhere else "what was predicted best"
+            stays = self._everywhere.name if self._everywhere else "the predicted choice"
             self._report(f"{stays} stays: a step takes {steps}")
         return self._everywhere != before
 

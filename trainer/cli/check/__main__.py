@@ -1,10 +1,10 @@
-"""Say line by line what works here, and what to do where it does not.
+"""Test what training needs on this host, and print a line per test, with a remedy below each test that failed.
 
-gradwire check                 this host
-gradwire check --listen        wait for the check of another host
-gradwire check --host NAME     this host, then the connections to and from another one, where --listen runs
+gradwire check                 test this host
+gradwire check --listen        wait for the test of another host
+gradwire check --host NAME     test this host, then the network to another host, on which --listen runs
 
-It ends with status 0 if everything works that training needs, and waits nowhere without a deadline.
+The exit status is 0 if everything works that training needs. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="gradwire check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--host", help="another host, on which `gradwire check --listen` runs")
+    what.add_argument("--host", help="the other host, on which `gradwire check --listen` runs")
     what.add_argument("--listen", action="store_true", help=f"wait for another host, for {_LISTEN_S:g} s at most")
-    parser.add_argument("--port", type=int, default=29500, help="the port at which a job would meet (29500)")
+    parser.add_argument("--port", type=int, default=29500, help="the rendezvous port of a job (29500)")
     flags = parser.parse_args(arguments)
     if not 0 < flags.port < 1 << 16:
         parser.error(f"--port must be from 1 to 65535, not {flags.port}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire.trainer.cli.check.finding import Finding
 
 _DEADLINE_S = 60.0
-_CUPY = "pip install 'gradwire[cuda12]' or 'gradwire[cuda13]', whichever torch.version.cuda says"
+_CUPY = "pip install 'gradwire[cuda12]' or 'gradwire[cuda13]', according to torch.version.cuda"
 
 
 def gpus(deadline_s: float = _DEADLINE_S) -> list[Finding]:

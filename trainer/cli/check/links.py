@@ -140,7 +140,7 @@ def links(host: str, port: int) -> Iterator[Finding]:
             else:
                 yield Finding("failed", f"{host}: large packets are lost on the way, but small ones arrive", REMEDY)
         except OSError as error:
-            yield Finding("failed", f"{there}: {_text(error)}", f"does this command run there? {command}")
+            yield Finding("failed", f"{there}: {_text(error)}", f"run there: {command}")
 
 
 def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterator[Finding]:
@@ -161,7 +161,7 @@ def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterato
         given = own_address({**os.environ, "MASTER_ADDR": host})
         if given != seen and not ipaddress.ip_address(seen).is_loopback:
             do = "name the interface towards it: export COLLECTIVES_INTERFACE=... GLOO_SOCKET_IFNAME=..."
-            yield Finding("note", f"{host} sees this host as {seen}, but ranks here would give {given}", do)
+            yield Finding("note", f"{host} sees this host as {seen}, but ranks here would announce {given}", do)
 
 
 def _measured(line: _Line, host: str) -> Iterator[Finding]:

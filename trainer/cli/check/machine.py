@@ -98,7 +98,7 @@ def launcher(environment: Mapping[str, str]) -> Finding:
         return Finding(
             "note", f"{', '.join(stray)} {'are' if stray[1:] else 'is'} set, but RANK is not: nothing reads them"
         )
-    return Finding("ok", "no launcher has started this: a script would be a world of one rank")
+    return Finding("ok", "not started by a launcher: a script would be a world of one rank")
 
 
 def open_files(limit: int) -> Finding:

@@ -26,9 +26,9 @@ _DEADLINE_S = 150.0
 
 _STEPS = ("gloo", "TCP", "shared memory")
 _DO = {
-    "gloo": "does a firewall stop this host from reaching itself? GLOO_SOCKET_IFNAME=lo tells whether it is the interface",
-    "TCP": "does a firewall stop this host from reaching itself? COLLECTIVES_INTERFACE=lo tells whether it is the interface",
-    "shared memory": "ranks of a host need one user and one PID namespace (docker: --pid=host, one container for all ranks)",
+    "gloo": "a firewall may block this host's own connections; if GLOO_SOCKET_IFNAME=lo works, the interface is the cause",
+    "TCP": "a firewall may block this host's own connections; if COLLECTIVES_INTERFACE=lo works, the interface is the cause",
+    "shared memory": "ranks of a host need one user and one PID namespace (docker: --pid=host, or one container for all ranks)",
 }
 
 

@@ -167,7 +167,7 @@ class Policy:
     def _next(self, now: float, epoch: Epoch) -> list[Action]:
         survivors = [number for number in epoch.workers if self.workers.of[number].is_alive]
         if not survivors and (not self._new.is_struck or self._new_starts == NEW_STARTS):
-            return self._end("no rank survived to go on")
+            return self._end("no rank survived")
         if self._is_last:
             return self._end(f"epoch {epoch.number} is the last one that --reset-limit allows")
         joining, least = self._joining, self._wanted.min_ranks
@@ -217,15 +217,15 @@ class Policy:
         is_first = self._new.waits_since is None
         self._new.waits_since = now if self._new.waits_since is None else self._new.waits_since
         if now >= self._new.waits_since + timeout_s:
-            return self._end(f"no epoch could begin within {timeout_s} s, with {few}")
+            return self._end(f"no epoch could begin within {timeout_s} s: {few} found")
         dying = [worker for worker in self.workers.of.values() if worker.is_running and not worker.is_alive]
         coming = [number for number in self.workers.coming() if self.workers.of[number].is_welcome]
         possible = found + len(coming) + len(self.workers.free_slots()) + len(dying)
         if self._wanted.discovery_script is None and possible < least:
-            return self._end(f"{few} can go on, and no host is left for others")
+            return self._end(f"{few} can continue, and no host is left for others")
         if not is_first or self.epoch is None:
             return []
-        return [Say(f"{few} can go on, and wait for others; {'; '.join(self._new.news)}")]
+        return [Say(f"{few} can continue, and wait for others; {'; '.join(self._new.news)}")]
 
     def _stops(self, now: float) -> list[Action]:
         """Stop those that take no part, where they are not going to."""

@@ -71,7 +71,7 @@ def who_was_late(late_s: Floats, ranks: Sequence[int]) -> str:
             f"{value * 1e3:.2f} ms late</title></rect>"
             for i, (place, value) in enumerate(zip(places, values, strict=True))
         ]
-    return _svg("Which rank came late to which exchanges", len(ranks) * tall, shapes)
+    return _svg("How late each rank began each exchange", len(ranks) * tall, shapes)
 
 
 def _ticks(top: float) -> list[float]:

@@ -23,13 +23,13 @@ from gradwire.trainer.cli.report.measured import read
 from gradwire.trainer.cli.report.page import page
 
 DESCRIPTION = """\
-Run a training command, and write a page about it: steps, stragglers, bytes, operations.
+Run a training command, and write one page about its steps, stragglers, bytes and operations.
 
-gradwire report -np 2 train.py                                what `gradwire run` takes, flags first
+gradwire report -np 2 train.py                                flags of `gradwire run`, and a script
 gradwire report -- torchrun --nproc-per-node 2 train.py       any other command
 gradwire report --out monday.html -- sh job.sh
 
-The page is written whatever becomes of the command, whose exit status is that of this one.
+The page is written even if the command fails. The exit status is that of the command.
 """
 
 #: How much of the end of what the command writes to stderr is kept, in bytes, and shown, in lines.
@@ -72,7 +72,7 @@ def report(arguments: Sequence[str]) -> int:
         began_s, start = datetime.now().astimezone(), time.monotonic()
         exit_code, stderr = _run(command, {**os.environ, REPORT: folder.name})
         facts = [f"{began_s:%Y-%m-%d %H:%M %Z}", f"{time.monotonic() - start:,.1f} s", *_commit()]
-        facts.append("ended well" if exit_code == 0 else "failed")
+        facts.append("succeeded" if exit_code == 0 else "failed")
         last_lines = stderr.splitlines()[-_SHOWN_LINES:]
         text = page(
             shlex.join(["gradwire", "report", *given]),

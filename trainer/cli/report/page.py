@@ -46,7 +46,7 @@ def _failure(exit_code: int, cause: str, last_lines: str) -> str:
     said = f"<p><strong>{escape(cause)}</strong></p>" if cause else ""
     return (
         f'<section class="failed"><h2>The command {escape(ending(exit_code))}</h2>{said}'
-        f"<p>The end of what it wrote to stderr:</p><pre>{escape(last_lines)}</pre></section>"
+        f"<p>The last lines of its stderr:</p><pre>{escape(last_lines)}</pre></section>"
     )
 
 
@@ -59,7 +59,7 @@ def _cards(measured: Measured) -> str:
         "steps": f"{first.steps:,}",
         "median step": _time(float(np.nanmedian(first.seconds))),
         "of it waiting": f"{_wait_share(first):.1%}",
-        "sent a step by each rank": _size(float(np.nanmean(first.bytes_sent))),
+        "sent by each rank per step": _size(float(np.nanmean(first.bytes_sent))),
     }
     return f'<div class="cards">{"".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())}</div>'
 
@@ -72,12 +72,12 @@ def _steps(training: Training, of: str) -> str:
     total = _table(["", "5 %", "median", "90 %", "99 %", "longest", "in all"], rows)
     first = training.steps - training.seconds.shape[1] + 1
     said = (
-        f"<p>Of the time of the steps, from step {first} on, ranks spent {_wait_share(training):.1%} waiting for the exchange of "
-        "gradients, which runs beside backward().</p>"
+        f"<p>From step {first} on, ranks waited for the exchange of gradients during {_wait_share(training):.1%} of the time. "
+        "The exchange runs during backward(), so only its end is a wait.</p>"
     )
     legend = (
         '<p class="quiet">Milliseconds of each step:<i class="median"></i>median<i class="band"></i>10th to 90th percentile'
-        '<i class="wait"></i>waiting for other ranks. Steps that took much longer leave the frame.</p>'
+        '<i class="wait"></i>waiting for other ranks. Steps that took much longer are cut off at the top.</p>'
     )
     return _section(f"Steps{of}", said, legend, over_steps(first, training.seconds, training.seconds_waited), total)
 
@@ -90,31 +90,31 @@ def _stragglers(training: Training, of: str) -> str:
         )
     slowest = training.ranks[found.slowest]
     said = (
-        f"<p>The others waited longest for <b>rank {slowest}</b>: {_time(found.cost_s[found.slowest])} a step, "
-        f"{found.share:.1%} of the mean step of {_time(found.step_s)}, at most {_time(found.worst_s[found.slowest])}, in "
-        f"{found.steps:,} exchanges.</p>"
+        f"<p>The others waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
+        f"{_time(found.cost_s[found.slowest])} per step ({found.share:.1%} of the mean step of {_time(found.step_s)}), and at "
+        f"most {_time(found.worst_s[found.slowest])}.</p>"
     )
     rows = [
         [str(rank), _time(found.cost_s[i]), _time(found.worst_s[i]), f"{found.cost_s[i] / found.step_s:.1%}"]
         for i, rank in enumerate(training.ranks)
     ]
-    legend = '<p class="quiet">Rank by rank, from the first exchange to the last:<i class="late"></i>came late</p>'
-    table = _table(["rank", "held up others, mean", "most", "of a step"], rows)
+    legend = '<p class="quiet">One row per rank, first exchange to last:<i class="late"></i>began the exchange late</p>'
+    table = _table(["rank", "delayed others, mean", "most", "share of a step"], rows)
     return _section(f"Stragglers{of}", said, legend, who_was_late(training.late_s, training.ranks), table)
 
 
 def _bytes(training: Training, of: str) -> str:
     sent, whole = float(np.nansum(training.bytes_sent)), float(np.nansum(training.bytes_uncompressed))
     fewer = (
-        f"{whole / sent:.2f} times fewer than the {_size(whole)} of gradients as they are"
+        f"{whole / sent:.2f} times fewer bytes than the {_size(whole)} of uncompressed gradients"
         if sent
         else "nothing to send"
     )
     per_step = _size(float(np.nanmean(training.bytes_sent)))
     said = (
-        f"<p>Each rank sent <b>{per_step}</b> a step, all ranks together <b>{_size(sent)}</b> in all steps: {fewer}.</p>"
-        '<p class="quiet">Read off the plans of the exchange between hosts; where all ranks share one host, of that between '
-        "ranks, which goes through memory.</p>"
+        f"<p>Each rank sent <b>{per_step}</b> per step, all ranks together <b>{_size(sent)}</b> in all steps: {fewer}.</p>"
+        '<p class="quiet">The numbers are calculated from the plans of the exchanges. With several hosts, they count the bytes '
+        "between hosts; with one host, the bytes between its ranks, which use shared memory.</p>"
     )
     return _section(f"Bytes on the wire{of}", said)
 
@@ -132,9 +132,9 @@ def _operations(operations: Sequence[Operation]) -> str:
         rows.append([*called, *took, *(f"{_size(rate)}/s" if each.nbytes else "-" for rate in rates)])
     head = ["operation", "algorithm", "codec", "link", "calls", "message", "least", "most", "busbw", "best"]
     said = (
-        "<p>Least and most: time in all, on the rank for which it was least, since the others waited for it, and on the one that "
-        "waited longest. busbw: of the message before it is encoded, over the least time; best: of one call. "
-        f"Left out: {len(operations) - len(shown)} kinds that took less than {_SHOWN_SHARE:.1%} of the time of all.</p>"
+        "<p>least: the total time on the rank with the shortest time, for which the others waited. most: the total time on the "
+        "rank that waited longest. busbw: uncoded bytes per second in the least time, as in nccl-tests. best: busbw of the "
+        f"fastest call. {len(operations) - len(shown)} kinds with less than {_SHOWN_SHARE:.1%} of the time are not shown.</p>"
     )
     return _section("Operations", said, _table(head, rows, texts=4))
 
@@ -146,7 +146,7 @@ def _ranks(measured: Measured) -> str:
     ]
     missing = sorted(set(range(measured.size)) - set(measured.processes))
     said = (
-        f"<p>{ranks_text(missing).capitalize()} wrote no data: on another host, the folder of the report must exist too.</p>"
+        f"<p>{ranks_text(missing).capitalize()} wrote no data. Other hosts must share the folder of the report.</p>"
         if missing
         else ""
     )
