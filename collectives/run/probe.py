@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -50,6 +50,9 @@ _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
 _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
+
+#: How long small allreduces in a row may take, of which there are at most eight.
+_ROW_S = 0.004
 
 
 class Probe:
@@ -208,19 +211,29 @@ class Probe:
             seconds = self._timed(self._exchange(partners, nbytes), 1)
             if seconds >= _BULK_S or nbytes >= _MOST_BYTES:
                 programs = self._exchange(partners, nbytes)
-                steady_s = max(self._steady(programs))
+                steady_s = self._steady(programs)(range(self._size))
                 return nbytes, steady_s, max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
             nbytes *= 2
 
-    def _steady(self, programs: Sequence[Program]) -> list[float]:
-        """Return by rank the seconds of its program right after another call, the least of several times."""
+    def _steady(self, programs: Sequence[Program]) -> Callable[[Iterable[int]], float]:
+        """Return a function of ranks, which returns the seconds that their programs take right after another call: three calls
+        less one, since a rank that wakes up late after the first would find the second half done."""
         mine = programs[self._rank]
-        quickest = float("inf")
+        ones, threes = [], []
         for _ in range(2):
             self._engine.meet(self._turn)
+            began = _CLOCK()
             self._follow(mine)
-            quickest = min(quickest, _seconds(lambda: self._follow(mine, 2), _CLOCK) / 2)
-        return self._table(quickest)
+            ones.append(_CLOCK() - began)
+            self._follow(mine, 2)
+            threes.append(_CLOCK() - began)
+        table = self._engine.table(self._turn, [min(ones), min(threes)])
+
+        def seconds(ranks: Iterable[int]) -> float:
+            one, three = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
+            return (three - one) / 2e9
+
+        return seconds
 
     def _uplinks(self, costs: Costs) -> Costs:
         """Measure the uplink of every host: pairs of hosts exchange bulk messages, all pairs at once, over all ranks that have
@@ -231,9 +244,9 @@ class Probe:
         pairs: dict[tuple[int, int], float] = {}
         for against in _tournament(count)[:_OPPONENTS]:
             partners = {self._hosts[a][lane]: self._hosts[b][lane] for a, b in against.items() for lane in range(lanes)}
-            times = self._steady(self._exchange(partners, nbytes))
+            seconds = self._steady(self._exchange(partners, nbytes))
             for a, b in against.items():
-                taken = max(times[rank] for host in (a, b) for rank in self._hosts[host][:lanes])
+                taken = seconds(rank for host in (a, b) for rank in self._hosts[host][:lanes])
                 pairs[a, b] = taken / (nbytes * lanes)
                 quickest[a] = min(quickest[a], pairs[a, b])
         # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
@@ -252,7 +265,9 @@ class Probe:
         """Fit the costs that rise when all ranks work at once: those of messages by a small allreduce, those of bytes by a
         large one."""
         few, many = (self._allreduce(name, _SMALL_BYTES) for name in ("recursive_doubling", "ring"))
-        few_s, many_s = self._timed(few, calls=8), self._timed(many, calls=8)
+        once_s = self._timed(many, 1)
+        calls = max(1, min(8, int(_ROW_S / once_s)))
+        few_s, many_s = self._timed(few, calls=calls), self._timed(many, calls=calls)
 
         def messages(factor: float) -> Costs:
             return _scaled(costs, factor, "latency_s", "message_cpu_s")
@@ -268,7 +283,7 @@ class Probe:
         if (byte_s := max(costs.uplinks)) > 0:
             nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * byte_s))))
         large = self._allreduce(name, nbytes)
-        large_s = max(self._steady(large))
+        large_s = self._steady(large)(range(self._size))
         wire_s = price(_scaled(costs, 0.0, "byte_cpu_s"), _legs(large))
 
         def of_cores(factor: float) -> Costs:
@@ -277,6 +292,9 @@ class Probe:
         def of_wires(factor: float) -> Costs:
             return replace(_scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
 
+        # Small allreduces wake up ranks that wait; messages that follow each other do so less often.
+        if len(self._hosts) > 1 and price(messages(0.0), _legs(large)) < large_s < price(costs, _legs(large)):
+            return messages(_fit(messages, large, large_s, 1.0))
         # If the modelled time without wires exceeds the measured time, the wires cannot be what is wrong in the model.
         is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), _legs(large)) >= large_s
         made = of_cores if is_of_cores or (busy and large_s > 1.3 * wire_s) else of_wires
@@ -305,7 +323,7 @@ def _fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], sec
     def made(x: float) -> Costs:
         return replace(costs, **{link: replace(getattr(costs, link), **{name: x})})
 
-    return made(_fit(made, programs, seconds))
+    return made(_fit(made, programs, seconds, getattr(getattr(costs, link), name)))
 
 
 def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
@@ -317,10 +335,10 @@ def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
     return replace(costs, inside=scaled(costs.inside), between=scaled(costs.between))
 
 
-def _fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float = 1e-6) -> float:
+def _fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float) -> float:
     """Return the number x for which made(x) predicts `seconds` for the programs."""
     legs = _legs(programs)
-    return _root(lambda x: price(made(x), legs), seconds, guess)
+    return _root(lambda x: price(made(x), legs), seconds, guess or 1e-6)
 
 
 def _root(seconds_at: Callable[[float], float], seconds: float, guess: float) -> float:
@@ -330,11 +348,13 @@ def _root(seconds_at: Callable[[float], float], seconds: float, guess: float) ->
     at_low, at_high = seconds_at(low), seconds_at(high)
     if at_low >= seconds:
         return 0.0
-    while at_high < seconds:
+    while at_high < (1 - _CLOSE) * seconds:
         low, at_low, high = high, at_high, 4 * high
         if high > 1e6 * guess:
             return guess
         at_high = seconds_at(high)
+    if at_high <= (1 + _CLOSE) * seconds:
+        return high
     for _ in range(12):
         middle = low + (high - low) * min(0.9, max(0.1, (seconds - at_low) / (at_high - at_low)))
         at_middle = seconds_at(middle)

@@ -128,10 +128,20 @@ def test_calls_correct_what_the_walk_says(hosts: tuple[tuple[int, ...], ...], be
     timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
     assert [said(nbytes, timed) for nbytes, _ in taken] == pytest.approx([seconds for _, seconds in taken])
     assert said(64000, timed) == pytest.approx(beyond * said(64000))
-    halfway = said(1600, timed)  # in the logarithm of the bytes
-    assert halfway == pytest.approx(1.75 * said(1600) if len(hosts) == 1 else said(1600) + 0.25)
+    halfway = said(1600, timed)  # in the logarithm of the bytes, or between hosts a fifth of the way in bytes
+    assert halfway == pytest.approx(1.75 * said(1600) if len(hosts) == 1 else said(1600) + 0.4)
     assert predict(timed, "allreduce", "rsag", 400, 1 << 20) == predict(two, "allreduce", "rsag", 400, 1 << 20)
     assert timed.among([1]).calls == ()
+
+
+def test_what_large_calls_take_more_than_the_walk_says_between_hosts_grows_with_their_bytes() -> None:
+    two = costs((0,), (1,))
+    small, large = 1 << 10, 1 << 20
+    taken = tuple((n, predict(two, "allreduce", "ring", n, 1 << 20) + (n - small)) for n in (small, large))
+    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
+    for nbytes in (large // 2, 3 * large):
+        said = predict(two, "allreduce", "ring", nbytes, 1 << 20)
+        assert predict(timed, "allreduce", "ring", nbytes, 1 << 20) == pytest.approx(said + nbytes - small)
 
 
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:
