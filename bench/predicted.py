@@ -91,7 +91,7 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     taken: dict[tuple[str, str], list[float]] = {case: [] for case in predicted}
     for turn in range(turns + 1):
         for (algorithm, codec), times in taken.items():
-            call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=codec)
+            call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
             spend_bursts(comm, costs)
             call()  # ranks begin together
             began = time.perf_counter()

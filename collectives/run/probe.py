@@ -19,11 +19,12 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink
+from gradwire.collectives.plan.fitting import fit, fitted, legs, root, scaled
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
 from gradwire.collectives.plan.topology import Machine, Topology
-from gradwire.collectives.plan.walk import Leg, price
+from gradwire.collectives.plan.walk import price
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
@@ -39,9 +40,6 @@ _BURST = 0.05
 
 #: The pause in which such a link saves up for a burst.
 _PAUSE_S = 0.02
-
-#: The relative error at which a fit ends.
-_CLOSE = 0.002
 
 #: With how many other hosts each host is measured at most.
 _OPPONENTS = 7
@@ -195,14 +193,32 @@ class Probe:
         link = replace(getattr(costs, name), message_cpu_s=max(0.0, stream_s - costs.call_s) / (_STREAM + 3))
         costs = replace(costs, **{name: link})
         for _ in range(4):  # each fit changes the other
-            costs = _fitted(costs, name, "latency_s", swapping, swap_s)
-            costs = _fitted(costs, name, "message_cpu_s", streaming, stream_s)
+            costs = fitted(costs, name, "latency_s", swapping, swap_s)
+            costs = fitted(costs, name, "message_cpu_s", streaming, stream_s)
         partners = {one: other, other: one}
         self._bulk_bytes, self._bulk_s, saved_s = self._bulk(partners)
         if not inside and saved_s > _BURST * self._bulk_s:
             costs = replace(costs, burst_bytes=round(saved_s / self._bulk_s * self._bulk_bytes))
         bulk = self._exchange(partners, self._bulk_bytes)
-        return _fitted(costs, name, "byte_cpu_s" if inside else "byte_s", bulk, self._bulk_s)
+        all_of_cores = fitted(costs, name, "byte_cpu_s", bulk, self._bulk_s)
+        if inside:
+            return all_of_cores
+        byte_cpu_s = max(costs.between.byte_cpu_s, self._moving_byte_s(bulk, pair))
+        byte_cpu_s = min(byte_cpu_s, all_of_cores.between.byte_cpu_s)
+        costs = replace(costs, between=replace(costs.between, byte_cpu_s=byte_cpu_s))
+        return fitted(costs, name, "byte_s", bulk, self._bulk_s)
+
+    def _moving_byte_s(self, bulk: Sequence[Program], pair: Sequence[int]) -> float:
+        """Return a processor's seconds to send a byte or to receive one, by its own clock while waits sleep and do not poll: on
+        a link that is slower than the processor, the time of a message does not show them, and ranks that share cores or encode
+        need them."""
+        wait_beside_work = self._engine.operations.wait_beside_work
+        self._engine.meet(self._turn)
+        wait_beside_work(True)
+        taken = _seconds(lambda: self._follow(bulk[self._rank], 2), time.thread_time_ns)
+        wait_beside_work(False)  # as does the next turn
+        table = self._table(taken)
+        return min(table[rank] for rank in pair) / (4 * self._bulk_bytes)
 
     def _bulk(self, partners: dict[int, int]) -> tuple[int, float, float]:
         """Return the bytes of a bulk message, its seconds, and how many fewer seconds it takes after a pause."""
@@ -230,8 +246,8 @@ class Probe:
         table = self._engine.table(self._turn, [min(ones), min(threes)])
 
         def seconds(ranks: Iterable[int]) -> float:
-            one, three = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
-            return (three - one) / 2e9
+            one_ns, three_ns = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
+            return float(three_ns - one_ns) / 2e9
 
         return seconds
 
@@ -270,13 +286,13 @@ class Probe:
         few_s, many_s = self._timed(few, calls=calls), self._timed(many, calls=calls)
 
         def messages(factor: float) -> Costs:
-            return _scaled(costs, factor, "latency_s", "message_cpu_s")
+            return scaled(costs, factor, "latency_s", "message_cpu_s")
 
         # The time that both allreduces have in common, such as waking up, is a cost of the call.
         more_s = max(0.0, many_s - few_s)
-        factor = _root(lambda x: price(messages(x), _legs(many)) - price(messages(x), _legs(few)), more_s, 1.0)
+        factor = root(lambda x: price(messages(x), legs(many)) - price(messages(x), legs(few)), more_s, 1.0)
         costs = messages(factor)
-        costs = replace(costs, call_s=max(0.0, costs.call_s + few_s - price(costs, _legs(few))))
+        costs = replace(costs, call_s=max(0.0, costs.call_s + few_s - price(costs, legs(few))))
         name = "hierarchical" if self._lanes > 1 and len(self._hosts) > 1 else "ring"
         most = _SEGMENTS * self._size * self._engine.plans.segment_bytes
         nbytes = min(4 * _MOST_BYTES, self._size * self._bulk_bytes, most)
@@ -284,21 +300,21 @@ class Probe:
             nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * byte_s))))
         large = self._allreduce(name, nbytes)
         large_s = self._steady(large)(range(self._size))
-        wire_s = price(_scaled(costs, 0.0, "byte_cpu_s"), _legs(large))
+        wire_s = price(scaled(costs, 0.0, "byte_cpu_s"), legs(large))
 
         def of_cores(factor: float) -> Costs:
-            return _scaled(costs, factor, "byte_cpu_s")
+            return scaled(costs, factor, "byte_cpu_s")
 
         def of_wires(factor: float) -> Costs:
-            return replace(_scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
+            return replace(scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
 
         # Small allreduces wake up ranks that wait; messages that follow each other do so less often.
-        if len(self._hosts) > 1 and price(messages(0.0), _legs(large)) < large_s < price(costs, _legs(large)):
-            return messages(_fit(messages, large, large_s, 1.0))
+        if len(self._hosts) > 1 and price(messages(0.0), legs(large)) < large_s < price(costs, legs(large)):
+            return messages(fit(messages, large, large_s, 1.0))
         # If the modelled time without wires exceeds the measured time, the wires cannot be what is wrong in the model.
-        is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), _legs(large)) >= large_s
+        is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), legs(large)) >= large_s
         made = of_cores if is_of_cores or (busy and large_s > 1.3 * wire_s) else of_wires
-        return made(_fit(made, large, large_s, 1.0))
+        return made(fit(made, large, large_s, 1.0))
 
     def _allreduce(self, algorithm: str, nbytes: int) -> list[Program]:
         planner = PLANNERS["allreduce"][algorithm]
@@ -311,60 +327,6 @@ def _seconds(call: Callable[[], object], clock: Callable[[], int]) -> float:
     began = clock()
     call()
     return (clock() - began) / 1e9
-
-
-def _legs(programs: Sequence[Program]) -> list[list[Leg]]:
-    return [[Leg(program, 4)] for program in programs]
-
-
-def _fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], seconds: float) -> Costs:
-    """Return costs with one number of a link fitted, so that the predicted time of the programs is `seconds`."""
-
-    def made(x: float) -> Costs:
-        return replace(costs, **{link: replace(getattr(costs, link), **{name: x})})
-
-    return made(_fit(made, programs, seconds, getattr(getattr(costs, link), name)))
-
-
-def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
-    """Return costs in which the named numbers of the links are multiplied by a factor."""
-
-    def scaled(link: LinkCost) -> LinkCost:
-        return replace(link, **{name: factor * getattr(link, name) for name in names})
-
-    return replace(costs, inside=scaled(costs.inside), between=scaled(costs.between))
-
-
-def _fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float) -> float:
-    """Return the number x for which made(x) predicts `seconds` for the programs."""
-    legs = _legs(programs)
-    return _root(lambda x: price(made(x), legs), seconds, guess or 1e-6)
-
-
-def _root(seconds_at: Callable[[float], float], seconds: float, guess: float) -> float:
-    """Return x >= 0 at which an increasing function of x has the value `seconds`: 0 if it is larger there already, `guess` if
-    it never reaches it."""
-    low, high = 0.0, guess
-    at_low, at_high = seconds_at(low), seconds_at(high)
-    if at_low >= seconds:
-        return 0.0
-    while at_high < (1 - _CLOSE) * seconds:
-        low, at_low, high = high, at_high, 4 * high
-        if high > 1e6 * guess:
-            return guess
-        at_high = seconds_at(high)
-    if at_high <= (1 + _CLOSE) * seconds:
-        return high
-    for _ in range(12):
-        middle = low + (high - low) * min(0.9, max(0.1, (seconds - at_low) / (at_high - at_low)))
-        at_middle = seconds_at(middle)
-        if abs(at_middle - seconds) <= _CLOSE * seconds:
-            return middle
-        if at_middle < seconds:
-            low, at_low = middle, at_middle
-        else:
-            high, at_high = middle, at_middle
-    return high
 
 
 def _tournament(count: int) -> list[dict[int, int]]:
