@@ -29,8 +29,9 @@ from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
 
-#: How often a small program is run, and how many messages it sends one after the other.
-_TIMES, _STREAM = 8, 16
+#: How often a small program is run, but not longer than about so many seconds, and how many messages it sends one after the
+#: other.
+_TIMES, _ENOUGH_S, _STREAM = 8, 0.05, 16
 
 #: A bulk message grows from the least to the most bytes until it takes this long, when a link with bursts has used them up.
 _LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
@@ -144,15 +145,21 @@ class Probe:
             self._engine.over_program(self._turn, program, self._buffer, self._buffer)
 
     def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
-        """Return the seconds of a call of the programs on the slowest rank: the lower quartile of several times. calls: how
-        many run in a row, each time. pause_s: before each time."""
+        """Return the seconds of a call of the programs on the slowest rank: the lower quartile of several times, three at least
+        if they take long. calls: how many run in a row, each time. pause_s: before each time."""
         mine = programs[self._rank]
-        taken = []
-        for _ in range(times):
+
+        def once() -> float:
             time.sleep(pause_s)
             self._engine.meet(self._turn)
-            taken.append(_seconds(lambda: self._follow(mine, calls), _CLOCK))
-        return max(self._table(sorted(taken)[times // 4])) / calls
+            return _seconds(lambda: self._follow(mine, calls), _CLOCK)
+
+        taken = [once()]
+        first = max(self._table(taken[0]))
+        if times == 1:
+            return first / calls
+        taken += [once() for _ in range(min(times - 1, max(2, int(_ENOUGH_S / first))))]
+        return max(self._table(sorted(taken)[len(taken) // 4])) / calls
 
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> list[Program]:
         """Return the programs of all ranks for rounds over blocks. lengths: of the blocks, in bytes."""
