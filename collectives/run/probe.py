@@ -42,8 +42,8 @@ _BURST = 0.05
 #: The pause in which such a link saves up for a burst.
 _PAUSE_S = 0.02
 
-#: With how many other hosts each host is measured at most.
-_OPPONENTS = 7
+#: With how many other hosts each host is measured at most, and how long the bulk messages of several ranks may take.
+_OPPONENTS, _SHARED_S = 7, 0.02
 
 _CLOCK = time.perf_counter_ns
 
@@ -262,7 +262,9 @@ class Probe:
         """Measure the uplink of every host: pairs of hosts exchange bulk messages, all pairs at once, over all ranks that have
         a partner."""
         count = len(self._hosts)
-        lanes, nbytes = self._lanes, self._bulk_bytes // self._lanes // 4 * 4
+        alone_s = self._bulk_s / self._bulk_bytes
+        lanes, most = self._lanes, int(_SHARED_S / alone_s)  # many ranks wake up late: more bytes make that matter less
+        nbytes = max(self._bulk_bytes, min(self._lanes * self._bulk_bytes, most)) // lanes // 4 * 4
         quickest = [float("inf")] * count
         pairs: dict[tuple[int, int], float] = {}
         for against in _tournament(count)[:_OPPONENTS]:
@@ -273,7 +275,6 @@ class Probe:
                 pairs[a, b] = taken / (nbytes * lanes)
                 quickest[a] = min(quickest[a], pairs[a, b])
         # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
-        alone_s = self._bulk_s / self._bulk_bytes
         waiting = max(1.0, pairs[0, 1] / alone_s) if lanes == 1 and (0, 1) in pairs else 1.0
         uplinks = tuple(each / waiting for each in quickest)
         slow = tuple(
