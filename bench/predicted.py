@@ -29,6 +29,7 @@ from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.selection import Measured, split_choice
 from gradwire.collectives.plan.trial import COUNTED, SKIPPED
 from gradwire.collectives.plan.walk import predict
+from gradwire.collectives.timed_calls import spend_bursts
 
 #: A turn makes calls for about so long, and at most so many.
 _TURN_S, _MOST_CALLS = 0.01, 32
@@ -78,6 +79,7 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     costs, usual = measured.costs, comm.segment_bytes
     name, segment = split_choice(comm.chosen("allreduce", nbytes))
     if predict(costs, "allreduce", name, nbytes, segment or usual) <= _CORRECTED_S:
+        spend_bursts(comm, costs)
         for _ in range((SKIPPED + COUNTED) * 4):  # which correct what 'auto' runs, as the first steps of a training do
             comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
@@ -89,8 +91,9 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     taken: dict[tuple[str, str], list[float]] = {case: [] for case in predicted}
     for turn in range(turns + 1):
         for (algorithm, codec), times in taken.items():
-            call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=codec)
-            call()  # what was saved up for bursts is spent
+            call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
+            spend_bursts(comm, costs)
+            call()  # ranks begin together
             began = time.perf_counter()
             for _ in range(calls):
                 call()
@@ -204,7 +207,7 @@ def main(arguments: Sequence[str]) -> int:
         began = time.perf_counter()
         costs = comm.tune()
         tuned_s = time.perf_counter() - began
-        comm.measure_codecs(CODECS)
+        costs = comm.measure_codecs(CODECS)
         meta: dict[str, Any] = {**software_and_machine(torch.device("cpu")), "tuned_s": tuned_s}
         meta |= {"title": title(comm, meta), "costs": json.loads(costs.to_json())}
         speaks = comm.rank == 0

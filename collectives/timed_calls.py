@@ -22,9 +22,13 @@ _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
 """What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has
 measured, and which may save up for bursts meanwhile."""
 
-#: The same with a codec, of float32. Inside a host the walk misses a share of each call's time, and between hosts the time that
-#: Python takes between messages, which does not depend on the size.
-_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 64 << 10)
+_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 4 << 20)
+"""The same with a codec, of float32. Inside a host the walk misses a share of each call's time. Between hosts it misses the time
+that Python takes between messages, which is the same for all sizes once every rank encodes a part: the first two sizes show it,
+at which the links have little to do. If the links are quick, it also misses a time per byte: codes are copied and numbers are
+read from memory."""
+_LONGEST_CODED_S = 0.02
+"""What a call of the largest size may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
 #: that take long.
@@ -43,17 +47,20 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
     inside = len(costs.hosts) == 1
     sizes, longest_s = (_INSIDE, _LONGEST_INSIDE_S) if inside else (_BETWEEN, _LONGEST_BETWEEN_S)
     calls: dict[tuple[str, int], int] = {}
+    short = names
     for nbytes in sizes:
         predicted = {
             name: predict(costs, "allreduce", name, nbytes, segment_bytes)
-            for name in names
+            for name in short
             if name in PLANNERS["allreduce"]
         }
-        own = min(predicted.values()) / _OWN_FASTER
-        for name in names:
-            if (seconds := predicted.get(name, own)) <= longest_s or nbytes == sizes[0]:
-                calls[name, nbytes] = max(1, min(_MOST_CALLS, int(_TURN_S / seconds)))
-    return _call_costs(_in_turns(verbs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
+        own = min(predicted.values(), default=longest_s) / _OWN_FASTER
+        seconds = {name: predicted.get(name, own) for name in short}
+        for name, each in seconds.items():
+            if each <= longest_s or nbytes == sizes[0]:
+                calls[name, nbytes] = _number(each)
+        short = [name for name, each in seconds.items() if each <= longest_s]  # others take longer for more bytes too
+    return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
 
 
 def time_codecs(
@@ -65,12 +72,30 @@ def time_codecs(
     predict: returns how long one of so many numbers is thought to take.
     """
     named = {codec.identity: codec for codec in codecs}
-    calls = {
-        (name, nbytes): max(1, min(_MOST_CALLS, int(_TURN_S / predict(nbytes // 4, codec))))
-        for name, codec in named.items()
-        for nbytes in (_CODED_INSIDE if len(costs.hosts) == 1 else _CODED_BETWEEN)
-    }
-    return _call_costs(_in_turns(verbs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0)))
+    inside = len(costs.hosts) == 1
+    *sizes, largest = _CODED_INSIDE if inside else _CODED_BETWEEN
+    calls: dict[tuple[str, int], int] = {}
+    for name, codec in named.items():
+        calls |= {(name, nbytes): _number(predict(nbytes // 4, codec)) for nbytes in sizes}
+        if inside or predict(largest // 4, codec) <= _LONGEST_CODED_S:
+            calls[name, largest] = _number(predict(largest // 4, codec))
+    return _call_costs(
+        _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0))
+    )
+
+
+def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
+    """Use up what the links between hosts have saved for bursts, as calls that follow each other do, which the predictions are
+    of. A collective call."""
+    if costs.burst_bytes:
+        verbs.allreduce(
+            torch.zeros(2 * costs.burst_bytes // 4), algorithm="ring"
+        )  # loads every link in both directions
+
+
+def _number(seconds: float) -> int:
+    """Return how many calls of so many seconds a turn makes."""
+    return max(1, min(_MOST_CALLS, int(_TURN_S / seconds)))
 
 
 def _call_costs(taken: Mapping[tuple[str, int], float]) -> tuple[CallCost, ...]:
@@ -81,18 +106,22 @@ def _call_costs(taken: Mapping[tuple[str, int], float]) -> tuple[CallCost, ...]:
 
 
 def _in_turns(
-    verbs: SharedTensors, calls: Mapping[tuple[str, int], int], run: Callable[[torch.Tensor, str], object]
+    verbs: SharedTensors,
+    costs: Costs,
+    calls: Mapping[tuple[str, int], int],
+    run: Callable[[torch.Tensor, str], object],
 ) -> dict[tuple[str, int], float]:
     """Return how long a call of each name and size takes: of the slowest rank, in the quickest turn but one where there are
     four, since other work on a host makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
     buffer = verbs.empty(max((nbytes for _, nbytes in calls), default=0) // 4).zero_()
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
     for turn in range(_TURNS):
+        spend_bursts(verbs, costs)
         for (name, nbytes), number in calls.items():
-            if number == 1 and nbytes > _INSIDE[0] and turn < _TURNS - _OF_LONG:
+            if number == 1 and turn < _TURNS - _OF_LONG:
                 continue
             part = buffer[: nbytes // 4]
-            run(part, name)  # ranks begin together, with no burst saved up
+            run(part, name)  # ranks begin together
             began = time.perf_counter()
             for _ in range(number):
                 run(part, name)

@@ -63,8 +63,7 @@ class Trial:
     def judge(self, seconds: Sequence[float]) -> str:
         """Go on after a measurement, and return in words what was found.
 
-        seconds: for each choice that was tried, the least of the ranks' medians. The rank that arrives last waits for no other,
-        so its time is that of the exchange alone.
+        seconds: for each choice that was tried, the largest of the ranks' medians.
         """
         first, first_s = self._tried[0], seconds[0]
         predicted = {name: expected for expected, name in self._ranked}

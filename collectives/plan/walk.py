@@ -30,6 +30,9 @@ _OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
 #: the rest is extrapolated.
 _SHORT, _LONG = 5, 9
 
+#: From this size on, what a call takes more than the walk says is also a time per byte.
+_MANY_BYTES = 1 << 20
+
 
 class Leg(NamedTuple):
     """A Program as a part of what one rank does. itemsize: bytes of an element. codec: its identity, if the Program moves
@@ -71,14 +74,20 @@ def corrected(
     """Return how long a call takes: what the walk says, corrected by what calls of the nearest sizes took.
 
     measured: bytes and seconds of calls, ascending. walk: returns what it says for so many bytes. least_s: what a call takes at
-    least. scales: whether the walk misses a share of its time, and not a time of its own.
+    least. scales: whether the walk misses a share of its time. Else it misses a time per call and, as calls of _MANY_BYTES or
+    more show, a time per byte.
     """
     seconds = walk(nbytes)
     if not measured:
         return seconds
     missed = [took / walk(size) if scales else took - walk(size) for size, took in measured]
-    miss = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size, _ in measured], missed))
-    return seconds * miss if scales else max(least_s, seconds + miss)
+    sizes = [size for size, _ in measured]
+    if scales:
+        return seconds * float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], missed))
+    miss = float(numpy.interp(nbytes, sizes, missed))
+    if nbytes > sizes[-1] >= _MANY_BYTES and len(sizes) > 1:
+        miss += (nbytes - sizes[-1]) * (missed[-1] - missed[-2]) / (sizes[-1] - sizes[-2])
+    return max(least_s, seconds + miss)
 
 
 def _in_segments(

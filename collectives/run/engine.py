@@ -310,13 +310,18 @@ class Engine:
 
     @contextmanager
     def timed(self, turn: Turn, trial: Trial) -> Iterator[None]:
-        """Time the exchange inside for a trial. After a measurement, all ranks agree on its time and on the next choice."""
+        """Time the exchange inside for a trial. After a measurement, all ranks agree on its time and on the next choice.
+
+        The ranks meet before an exchange that counts, which then waits neither for a rank that is late nor for one that the call
+        before it has kept longer than others: algorithms differ in who leaves first."""
+        if not trial.settled:
+            self.meet(turn)
         began = time.perf_counter()
         yield
         taken = trial.note(time.perf_counter() - began)
         if taken is not None:
             ranks = self.table(turn, [round(1e9 * each) for each in taken])
-            outcome = trial.judge([min(each) / 1e9 for each in zip(*ranks, strict=True)])
+            outcome = trial.judge([max(each) / 1e9 for each in zip(*ranks, strict=True)])
             if self.rank == 0:
                 _log.info("gradwire: %s", outcome)
 

@@ -268,7 +268,7 @@ class Operations:
                 self._agreement.take(signature)
                 is_new = False
             sequence = self._queue.number
-            self._wait_beside_work(beside_work)
+            self.wait_beside_work(beside_work)
             self._where = where
             if not is_new:
                 self._calls[sequence % _REMEMBERED] = (sequence, call)
@@ -293,7 +293,7 @@ class Operations:
         self._check(call, was_queued=True)
         deadline = time.monotonic() + self.timeout_s
         try:
-            self._wait_beside_work(beside_work)
+            self.wait_beside_work(beside_work)
             self._vain_since = math.inf
             self._peers = peers
             self._message = (call, peers)
@@ -312,7 +312,8 @@ class Operations:
             self._peers = frozenset()
             self._message = None
 
-    def _wait_beside_work(self, beside_work: bool) -> None:
+    def wait_beside_work(self, beside_work: bool) -> None:
+        """Set whether waits of the present turn leave the cores to others, or poll. Each turn sets it again."""
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
             self._transport.wait_beside_work(beside_work)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,17 +19,19 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink
+from gradwire.collectives.plan.fitting import fit, fitted, legs, root, scaled
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
 from gradwire.collectives.plan.topology import Machine, Topology
-from gradwire.collectives.plan.walk import Leg, price
+from gradwire.collectives.plan.walk import price
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
 
-#: How often a small program is run, and how many messages it sends one after the other.
-_TIMES, _STREAM = 8, 16
+#: How often a small program is run, but not longer than about so many seconds, and how many messages it sends one after the
+#: other.
+_TIMES, _ENOUGH_S, _STREAM = 8, 0.05, 16
 
 #: A bulk message grows from the least to the most bytes until it takes this long, when a link with bursts has used them up.
 _LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
@@ -40,16 +42,16 @@ _BURST = 0.05
 #: The pause in which such a link saves up for a burst.
 _PAUSE_S = 0.02
 
-#: The relative error at which a fit ends.
-_CLOSE = 0.002
-
-#: With how many other hosts each host is measured at most.
-_OPPONENTS = 7
+#: With how many other hosts each host is measured at most, and how long the bulk messages of several ranks may take.
+_OPPONENTS, _SHARED_S = 7, 0.02
 
 _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
 _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
+
+#: How long small allreduces in a row may take, of which there are at most eight.
+_ROW_S = 0.004
 
 
 class Probe:
@@ -143,15 +145,21 @@ class Probe:
             self._engine.over_program(self._turn, program, self._buffer, self._buffer)
 
     def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
-        """Return the seconds of a call of the programs on the slowest rank: the lower quartile of several times. calls: how
-        many run in a row, each time. pause_s: before each time."""
+        """Return the seconds of a call of the programs on the slowest rank: the lower quartile of several times, three at least
+        if they take long. calls: how many run in a row, each time. pause_s: before each time."""
         mine = programs[self._rank]
-        taken = []
-        for _ in range(times):
+
+        def once() -> float:
             time.sleep(pause_s)
             self._engine.meet(self._turn)
-            taken.append(_seconds(lambda: self._follow(mine, calls), _CLOCK))
-        return max(self._table(sorted(taken)[times // 4])) / calls
+            return _seconds(lambda: self._follow(mine, calls), _CLOCK)
+
+        taken = [once()]
+        first = max(self._table(taken[0]))
+        if times == 1:
+            return first / calls
+        taken += [once() for _ in range(min(times - 1, max(2, int(_ENOUGH_S / first))))]
+        return max(self._table(sorted(taken)[len(taken) // 4])) / calls
 
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> list[Program]:
         """Return the programs of all ranks for rounds over blocks. lengths: of the blocks, in bytes."""
@@ -192,14 +200,32 @@ class Probe:
         link = replace(getattr(costs, name), message_cpu_s=max(0.0, stream_s - costs.call_s) / (_STREAM + 3))
         costs = replace(costs, **{name: link})
         for _ in range(4):  # each fit changes the other
-            costs = _fitted(costs, name, "latency_s", swapping, swap_s)
-            costs = _fitted(costs, name, "message_cpu_s", streaming, stream_s)
+            costs = fitted(costs, name, "latency_s", swapping, swap_s)
+            costs = fitted(costs, name, "message_cpu_s", streaming, stream_s)
         partners = {one: other, other: one}
         self._bulk_bytes, self._bulk_s, saved_s = self._bulk(partners)
         if not inside and saved_s > _BURST * self._bulk_s:
             costs = replace(costs, burst_bytes=round(saved_s / self._bulk_s * self._bulk_bytes))
         bulk = self._exchange(partners, self._bulk_bytes)
-        return _fitted(costs, name, "byte_cpu_s" if inside else "byte_s", bulk, self._bulk_s)
+        all_of_cores = fitted(costs, name, "byte_cpu_s", bulk, self._bulk_s)
+        if inside:
+            return all_of_cores
+        byte_cpu_s = max(costs.between.byte_cpu_s, self._moving_byte_s(bulk, pair))
+        byte_cpu_s = min(byte_cpu_s, all_of_cores.between.byte_cpu_s)
+        costs = replace(costs, between=replace(costs.between, byte_cpu_s=byte_cpu_s))
+        return fitted(costs, name, "byte_s", bulk, self._bulk_s)
+
+    def _moving_byte_s(self, bulk: Sequence[Program], pair: Sequence[int]) -> float:
+        """Return a processor's seconds to send a byte or to receive one, by its own clock while waits sleep and do not poll: on
+        a link that is slower than the processor, the time of a message does not show them, and ranks that share cores or encode
+        need them."""
+        wait_beside_work = self._engine.operations.wait_beside_work
+        self._engine.meet(self._turn)
+        wait_beside_work(True)
+        taken = _seconds(lambda: self._follow(bulk[self._rank], 2), time.thread_time_ns)
+        wait_beside_work(False)  # as does the next turn
+        table = self._table(taken)
+        return min(table[rank] for rank in pair) / (4 * self._bulk_bytes)
 
     def _bulk(self, partners: dict[int, int]) -> tuple[int, float, float]:
         """Return the bytes of a bulk message, its seconds, and how many fewer seconds it takes after a pause."""
@@ -208,36 +234,47 @@ class Probe:
             seconds = self._timed(self._exchange(partners, nbytes), 1)
             if seconds >= _BULK_S or nbytes >= _MOST_BYTES:
                 programs = self._exchange(partners, nbytes)
-                steady_s = max(self._steady(programs))
+                steady_s = self._steady(programs)(range(self._size))
                 return nbytes, steady_s, max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
             nbytes *= 2
 
-    def _steady(self, programs: Sequence[Program]) -> list[float]:
-        """Return by rank the seconds of its program right after another call, the least of several times."""
+    def _steady(self, programs: Sequence[Program]) -> Callable[[Iterable[int]], float]:
+        """Return a function of ranks, which returns the seconds that their programs take right after another call: three calls
+        less one, since a rank that wakes up late after the first would find the second half done."""
         mine = programs[self._rank]
-        quickest = float("inf")
+        ones, threes = [], []
         for _ in range(2):
             self._engine.meet(self._turn)
+            began = _CLOCK()
             self._follow(mine)
-            quickest = min(quickest, _seconds(lambda: self._follow(mine, 2), _CLOCK) / 2)
-        return self._table(quickest)
+            ones.append(_CLOCK() - began)
+            self._follow(mine, 2)
+            threes.append(_CLOCK() - began)
+        table = self._engine.table(self._turn, [min(ones), min(threes)])
+
+        def seconds(ranks: Iterable[int]) -> float:
+            one_ns, three_ns = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
+            return float(three_ns - one_ns) / 2e9
+
+        return seconds
 
     def _uplinks(self, costs: Costs) -> Costs:
         """Measure the uplink of every host: pairs of hosts exchange bulk messages, all pairs at once, over all ranks that have
         a partner."""
         count = len(self._hosts)
-        lanes, nbytes = self._lanes, self._bulk_bytes // self._lanes // 4 * 4
+        alone_s = self._bulk_s / self._bulk_bytes
+        lanes, most = self._lanes, int(_SHARED_S / alone_s)  # many ranks wake up late: more bytes make that matter less
+        nbytes = max(self._bulk_bytes, min(self._lanes * self._bulk_bytes, most)) // lanes // 4 * 4
         quickest = [float("inf")] * count
         pairs: dict[tuple[int, int], float] = {}
         for against in _tournament(count)[:_OPPONENTS]:
             partners = {self._hosts[a][lane]: self._hosts[b][lane] for a, b in against.items() for lane in range(lanes)}
-            times = self._steady(self._exchange(partners, nbytes))
+            seconds = self._steady(self._exchange(partners, nbytes))
             for a, b in against.items():
-                taken = max(times[rank] for host in (a, b) for rank in self._hosts[host][:lanes])
+                taken = seconds(rank for host in (a, b) for rank in self._hosts[host][:lanes])
                 pairs[a, b] = taken / (nbytes * lanes)
                 quickest[a] = min(quickest[a], pairs[a, b])
         # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
-        alone_s = self._bulk_s / self._bulk_bytes
         waiting = max(1.0, pairs[0, 1] / alone_s) if lanes == 1 and (0, 1) in pairs else 1.0
         uplinks = tuple(each / waiting for each in quickest)
         slow = tuple(
@@ -252,35 +289,40 @@ class Probe:
         """Fit the costs that rise when all ranks work at once: those of messages by a small allreduce, those of bytes by a
         large one."""
         few, many = (self._allreduce(name, _SMALL_BYTES) for name in ("recursive_doubling", "ring"))
-        few_s, many_s = self._timed(few, calls=8), self._timed(many, calls=8)
+        once_s = self._timed(many, 1)
+        calls = max(1, min(8, int(_ROW_S / once_s)))
+        few_s, many_s = self._timed(few, calls=calls), self._timed(many, calls=calls)
 
         def messages(factor: float) -> Costs:
-            return _scaled(costs, factor, "latency_s", "message_cpu_s")
+            return scaled(costs, factor, "latency_s", "message_cpu_s")
 
         # The time that both allreduces have in common, such as waking up, is a cost of the call.
         more_s = max(0.0, many_s - few_s)
-        factor = _root(lambda x: price(messages(x), _legs(many)) - price(messages(x), _legs(few)), more_s, 1.0)
+        factor = root(lambda x: price(messages(x), legs(many)) - price(messages(x), legs(few)), more_s, 1.0)
         costs = messages(factor)
-        costs = replace(costs, call_s=max(0.0, costs.call_s + few_s - price(costs, _legs(few))))
+        costs = replace(costs, call_s=max(0.0, costs.call_s + few_s - price(costs, legs(few))))
         name = "hierarchical" if self._lanes > 1 and len(self._hosts) > 1 else "ring"
         most = _SEGMENTS * self._size * self._engine.plans.segment_bytes
         nbytes = min(4 * _MOST_BYTES, self._size * self._bulk_bytes, most)
         if (byte_s := max(costs.uplinks)) > 0:
             nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * byte_s))))
         large = self._allreduce(name, nbytes)
-        large_s = max(self._steady(large))
-        wire_s = price(_scaled(costs, 0.0, "byte_cpu_s"), _legs(large))
+        large_s = self._steady(large)(range(self._size))
+        wire_s = price(scaled(costs, 0.0, "byte_cpu_s"), legs(large))
 
         def of_cores(factor: float) -> Costs:
-            return _scaled(costs, factor, "byte_cpu_s")
+            return scaled(costs, factor, "byte_cpu_s")
 
         def of_wires(factor: float) -> Costs:
-            return replace(_scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
+            return replace(scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
 
+        # Small allreduces wake up ranks that wait; messages that follow each other do so less often.
+        if len(self._hosts) > 1 and price(messages(0.0), legs(large)) < large_s < price(costs, legs(large)):
+            return messages(fit(messages, large, large_s, 1.0))
         # If the modelled time without wires exceeds the measured time, the wires cannot be what is wrong in the model.
-        is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), _legs(large)) >= large_s
+        is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), legs(large)) >= large_s
         made = of_cores if is_of_cores or (busy and large_s > 1.3 * wire_s) else of_wires
-        return made(_fit(made, large, large_s, 1.0))
+        return made(fit(made, large, large_s, 1.0))
 
     def _allreduce(self, algorithm: str, nbytes: int) -> list[Program]:
         planner = PLANNERS["allreduce"][algorithm]
@@ -293,58 +335,6 @@ def _seconds(call: Callable[[], object], clock: Callable[[], int]) -> float:
     began = clock()
     call()
     return (clock() - began) / 1e9
-
-
-def _legs(programs: Sequence[Program]) -> list[list[Leg]]:
-    return [[Leg(program, 4)] for program in programs]
-
-
-def _fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], seconds: float) -> Costs:
-    """Return costs with one number of a link fitted, so that the predicted time of the programs is `seconds`."""
-
-    def made(x: float) -> Costs:
-        return replace(costs, **{link: replace(getattr(costs, link), **{name: x})})
-
-    return made(_fit(made, programs, seconds))
-
-
-def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
-    """Return costs in which the named numbers of the links are multiplied by a factor."""
-
-    def scaled(link: LinkCost) -> LinkCost:
-        return replace(link, **{name: factor * getattr(link, name) for name in names})
-
-    return replace(costs, inside=scaled(costs.inside), between=scaled(costs.between))
-
-
-def _fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float = 1e-6) -> float:
-    """Return the number x for which made(x) predicts `seconds` for the programs."""
-    legs = _legs(programs)
-    return _root(lambda x: price(made(x), legs), seconds, guess)
-
-
-def _root(seconds_at: Callable[[float], float], seconds: float, guess: float) -> float:
-    """Return x >= 0 at which an increasing function of x has the value `seconds`: 0 if it is larger there already, `guess` if
-    it never reaches it."""
-    low, high = 0.0, guess
-    at_low, at_high = seconds_at(low), seconds_at(high)
-    if at_low >= seconds:
-        return 0.0
-    while at_high < seconds:
-        low, at_low, high = high, at_high, 4 * high
-        if high > 1e6 * guess:
-            return guess
-        at_high = seconds_at(high)
-    for _ in range(12):
-        middle = low + (high - low) * min(0.9, max(0.1, (seconds - at_low) / (at_high - at_low)))
-        at_middle = seconds_at(middle)
-        if abs(at_middle - seconds) <= _CLOSE * seconds:
-            return middle
-        if at_middle < seconds:
-            low, at_low = middle, at_middle
-        else:
-            high, at_high = middle, at_middle
-    return high
 
 
 def _tournament(count: int) -> list[dict[int, int]]:

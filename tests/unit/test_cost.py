@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError
+from gradwire.collectives.plan.fitting import fitted, legs
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Schedule, receive, send
 from gradwire.collectives.plan.selection import default_table
@@ -128,10 +129,20 @@ def test_calls_correct_what_the_walk_says(hosts: tuple[tuple[int, ...], ...], be
     timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
     assert [said(nbytes, timed) for nbytes, _ in taken] == pytest.approx([seconds for _, seconds in taken])
     assert said(64000, timed) == pytest.approx(beyond * said(64000))
-    halfway = said(1600, timed)  # in the logarithm of the bytes
-    assert halfway == pytest.approx(1.75 * said(1600) if len(hosts) == 1 else said(1600) + 0.25)
+    halfway = said(1600, timed)  # in the logarithm of the bytes, or between hosts a fifth of the way in bytes
+    assert halfway == pytest.approx(1.75 * said(1600) if len(hosts) == 1 else said(1600) + 0.4)
     assert predict(timed, "allreduce", "rsag", 400, 1 << 20) == predict(two, "allreduce", "rsag", 400, 1 << 20)
     assert timed.among([1]).calls == ()
+
+
+def test_what_large_calls_take_more_than_the_walk_says_between_hosts_grows_with_their_bytes() -> None:
+    two = costs((0,), (1,))
+    small, large = 1 << 10, 1 << 20
+    taken = tuple((n, predict(two, "allreduce", "ring", n, 1 << 20) + (n - small)) for n in (small, large))
+    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
+    for nbytes in (large // 2, 3 * large):
+        said = predict(two, "allreduce", "ring", nbytes, 1 << 20)
+        assert predict(timed, "allreduce", "ring", nbytes, 1 << 20) == pytest.approx(said + nbytes - small)
 
 
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:
@@ -192,3 +203,16 @@ def test_codes_pay_on_slow_links_and_not_where_encoding_takes_longer(hosts: tupl
     assert 3 * price(slow, legs) < plain_s < 6 * price(slow, legs)
     costly = replace(slow, codecs=(CodecCost(codec.identity, 2e-7, 1e-7),))
     assert price(costly, legs) > plain_s
+
+
+@pytest.mark.parametrize("begun", [1e-7, 1e-4, 0.3])
+def test_a_fitted_number_has_the_walk_take_what_was_measured(begun: float) -> None:
+    measured = costs((0,), (1,), latency_s=1e-4)
+    exchange = [each[0].program for each in pairs((0, 1), (1, 0), size=2, nbytes=1000)]
+    seconds = price(measured, legs(exchange))
+    wrong = replace(measured, between=replace(measured.between, latency_s=begun))
+    assert price(fitted(wrong, "between", "latency_s", exchange, seconds), legs(exchange)) == pytest.approx(
+        seconds, rel=2e-3
+    )
+    free = fitted(wrong, "between", "latency_s", exchange, seconds / 1e3)
+    assert free.between.latency_s == 0.0

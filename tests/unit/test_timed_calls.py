@@ -1,0 +1,63 @@
+"""Timed calls show what calls take that follow each other, also on a link that saves up for bursts."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gradwire.collectives import timed_calls
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.plan.cost import Cores, Costs, LinkCost
+from gradwire.collectives.shared_tensors import SharedTensors
+
+BYTES_S, BURST_BYTES, SOFTWARE_S, ENCODING_S = 12.5e6, 128 << 10, 5e-5, 8e-4
+
+NOTHING = LinkCost(0.0, 0.0, 0.0, 0.0)
+COSTS = Costs(
+    hosts=((0,), (1,)),
+    machines=("a machine",) * 2,
+    inside=NOTHING,
+    between=LinkCost(0.0, 1 / BYTES_S, 1e-5, 0.0),
+    uplinks=(1 / BYTES_S,) * 2,
+    cores=(Cores((0, 1), 2),),
+    slowness=(1.0, 1.0),
+    call_s=1e-5,
+    reduce_byte_s=0.0,
+    burst_bytes=BURST_BYTES,
+)
+
+
+class Shaped:
+    """Allreduces that move their bytes once over a shaped link. Time passes in calls only."""
+
+    def __init__(self) -> None:
+        self.now_s, self._saved = 0.0, float(BURST_BYTES)
+
+    def empty(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel)
+
+    def allreduce(self, tensor: torch.Tensor, op: str = "sum", *, codec: Codec | None = None, **_: Any) -> None:
+        if op == "max":  # the end of a measurement
+            return
+        nbytes = tensor.nbytes if codec is None else codec.wire_bytes(tensor.numel())
+        self._pass(SOFTWARE_S if codec is None else ENCODING_S)
+        if nbytes > self._saved:
+            self._pass((nbytes - self._saved) / BYTES_S)
+        self._saved -= nbytes
+
+    def _pass(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._saved = min(BURST_BYTES, self._saved + seconds * BYTES_S)
+
+
+def test_bursts_are_spent_before_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Shaped()
+    verbs = cast(SharedTensors, link)
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: link.now_s)
+    [ring] = timed_calls.time_calls(verbs, COSTS, ["ring"], 1 << 20)
+    assert dict(ring.measured) == pytest.approx({1 << 10: (1 << 10) / BYTES_S})
+    [coded] = timed_calls.time_codecs(verbs, COSTS, [make_codec("int8")], lambda numel, codec: numel / BYTES_S)
+    assert dict(coded.measured) == pytest.approx({1 << 10: ENCODING_S, 8 << 10: ENCODING_S})
