@@ -20,7 +20,8 @@ from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Link
 from gradwire.collectives.link.asking import Asking
 from gradwire.collectives.link.hub import Failure
 from gradwire.collectives.link.own_address import card_of
-from gradwire.collectives.link.presence import Presence, arrive
+from gradwire.collectives.link.arrival import arrive
+from gradwire.collectives.link.presence import Presence
 from gradwire.collectives.plan.topology import Topology, machine_id
 from gradwire.collectives.torch_internals import default_store, store_of_one
 

@@ -93,8 +93,7 @@ class Commits:
         record["shared"] = common.layout
         slot = self.memory.slot(self._next_name(self._world.rank))
         room = slot.begin(encode(record), mine.nbytes + stop - start)
-        mine.copy_bytes(room[: mine.nbytes], 0, mine.nbytes)
-        common.copy_bytes(room[mine.nbytes :], start, stop)
+        slot.append([*mine.pieces(0, mine.nbytes), *common.pieces(start, stop)])
         slot.complete()
         record["part"] = [*part, 0, 0, common.nbytes]
         message = [encode(record), room[: mine.nbytes]] if self._targets else []

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.collectives.kernels.reference.copying import LINE_BYTES
 from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.world.world import here
 
-ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = LINE_BYTES
 """Where each tensor's bytes begin: at a multiple of this."""
 
 
@@ -29,13 +30,17 @@ class Tree:
     starts: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def copy_bytes(self, room: Tensor, start: int, stop: int) -> None:
-        """Copy bytes start to stop of the tree to memory: room, uint8 of shape (stop - start,) on the CPU."""
+    def pieces(self, start: int, stop: int) -> list[Tensor]:
+        """Return what lies at bytes start to stop of the tree, on the CPU, contiguous: each piece at the next multiple of
+        ALIGNMENT_BYTES, of which start is one."""
+        found = []
         for tensor, first in zip(self.tensors, self.starts, strict=True):
             begin, end = max(first, start), min(first + tensor.nbytes, stop)
             if begin < end:
-                content = tensor.contiguous().view(-1).view(torch.uint8)
-                room[begin - start : end - start].copy_(content[begin - first : end - first])
+                whole = tensor.cpu().contiguous()
+                is_cut = end - begin < tensor.nbytes
+                found.append(whole.view(-1).view(torch.uint8)[begin - first : end - first] if is_cut else whole)
+        return found
 
 
 def flatten(tree: Any, name: str) -> Tree:

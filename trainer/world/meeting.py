@@ -32,7 +32,7 @@ from gradwire.collectives.link.membership import (
     membership_from,
 )
 from gradwire.collectives.link.own_address import card_of
-from gradwire.collectives.link.presence import arrive
+from gradwire.collectives.link.arrival import arrive
 from gradwire.collectives.plan.topology import host_id, machine_id
 from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER
