@@ -69,7 +69,6 @@ class Hosts:
         entered = command if self._cluster is None else self._cluster.hosts[host].enter(command)
         return subprocess.Popen(entered, stdout=output, stderr=output, env=self._environment)
 
-
     def cut_off(self, host: int) -> None:
         """Take the link of a simulated host down: from now on nothing comes from it, not even that connections are closed."""
         self._set_link(host, "down")

@@ -44,14 +44,14 @@ def arrive(
     """Arrive, and return what is known of the others once all ranks have arrived. A collective call.
 
     card: of this process, as own_address.card_of makes it, and whatever else `admission` is to know as its "identity".
-    hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first
-    that arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the
-    rank whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
-    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then waited
-    for. lost: returns the ranks whose end a launcher has noted in its store, also of those that did not arrive; it is called
-    every _ASK_AGAIN_S seconds. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process away; LinkError where
-    a rank has ended or cannot connect, and, with the ranks that did not arrive, at the deadline; OSError where this process
-    cannot connect.
+    hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first that
+    arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the rank
+    whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
+    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then
+    waited for. lost: returns the ranks whose end a launcher has noted in its store, also of those that did not arrive; it is
+    called every _ASK_AGAIN_S seconds. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process
+    away; LinkError where a rank has ended or cannot connect, and, with the ranks that did not arrive, at the deadline;
+    OSError where this process cannot connect.
     """
     with closing(Asking(store, deadline, None, keepers)) as asking:
         noted = None if lost is None else _now_and_then(lambda: asking.ask(lost))

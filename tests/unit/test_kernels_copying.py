@@ -22,7 +22,8 @@ def test_copies_and_sums_are_those_of_torch(sizes: tuple[int, ...], dtype: torch
     pieces = pieces_of(sizes, dtype)
     lines = sum(-(-piece.nbytes // LINE) for piece in pieces)
     begun = torch.arange(reference.SUMS) << 60
-    targets, sums = [torch.full((LINE * lines + LINE,), 7, dtype=torch.uint8) for _ in range(2)], [begun.clone(), begun.clone()]
+    targets = [torch.full((LINE * lines + LINE,), 7, dtype=torch.uint8) for _ in range(2)]
+    sums = [begun.clone(), begun.clone()]
     reference.add_pieces(sums[0], pieces, targets[0])
     compiled.add_pieces(sums[1], pieces, targets[1])
     assert targets[0].tolist() == targets[1].tolist()
