@@ -50,6 +50,7 @@ def test_a_tree_comes_back_as_it_was() -> None:
         0: {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.5), "half": torch.arange(5).bfloat16()},
         "strided": torch.arange(6.0).view(2, 3).t(),
         "flags": torch.tensor([True, False, True]),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
     }
     found = flatten(tree, "state")
     data, sums = torch.empty(found.nbytes, dtype=torch.uint8), torch.zeros(SUMS, dtype=torch.int64)
@@ -57,8 +58,10 @@ def test_a_tree_comes_back_as_it_was() -> None:
     for start, stop in ((0, middle), (middle, found.nbytes)):
         add_pieces(sums, found.pieces(start, stop), data[start:stop])
     back = unflatten(found.layout, data)
-    tensors = {name: back[0][name] for name in back[0]} | {name: back[name] for name in ("strided", "flags")}
-    expected = tree[0] | {name: tree[name] for name in ("strided", "flags")}  # type: ignore[operator]
+    tensors = {name: back[0][name] for name in back[0]} | {
+        name: back[name] for name in ("strided", "flags", "conjugate")
+    }
+    expected = tree[0] | {name: tree[name] for name in ("strided", "flags", "conjugate")}  # type: ignore[operator]
     assert back["numbers"] == tree["numbers"]
     assert list(back) == list(tree)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)

@@ -77,6 +77,9 @@ class Commits:
     def write(self, shared: Any, own: Any) -> None:
         """Commit a tree of what all ranks have in common, and one of what is this rank's own.
 
+        Training waits for the copy. Another thread could copy while the next gradients are computed, but not know that nothing
+        is changed meanwhile: what is written by .data, NumPy or a kernel, no version of a tensor counts.
+
         Raises TypeError for what a tree cannot hold, OSError where memory is short, and CollectiveError.
         """
         common, mine = flatten(shared, "state"), flatten(own, "state")
