@@ -17,6 +17,7 @@ from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_cache, cpu_kernels, cpu_sockets
 from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.kernels.reference.copying import SUMS
 
 #: A part's name, and the function that compiles it.
 Part: TypeAlias = tuple[str, Callable[[], object]]
@@ -52,6 +53,7 @@ def precompile() -> int:
 def _parts() -> list[Part]:
     """Return all kernels for the CPU that links and codecs use. Imports Numba."""
     from gradwire.collectives.kernels.cpu.arithmetic import DTYPES
+    from gradwire.collectives.kernels.cpu.copying import add_pieces
     from gradwire.collectives.kernels.cpu.hashing import hash_words
 
     links: list[Part] = []
@@ -59,6 +61,7 @@ def _parts() -> list[Part]:
         links = [("shared memory", cpu_kernels), ("TCP", cpu_sockets)]
         links += [(f"sums of {str(dtype).removeprefix('torch.')}", partial(cpu_arithmetic, dtype)) for dtype in DTYPES]
     links.append(("hashes", partial(hash_words, torch.zeros(1, dtype=torch.int64))))
+    links.append(("commits", partial(add_pieces, torch.zeros(SUMS, dtype=torch.int64), [])))
     device = torch.device("cpu")
     codecs: list[Codec | MatrixCodec] = [*(codec() for codec in CODECS.values()), PowerSGD()]
     return links + [(f"codec {codec.name}", partial(rehearse, codec, device, with_feedback=True)) for codec in codecs]

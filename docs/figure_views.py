@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from gradwire.bench.codec.turns import OPERATIONS
+from gradwire.bench.failures.ways import LABELS, UNDISTURBED
 from gradwire.bench.predicted import CODECS, PredictedRow, codec_over_best, codec_pays_from, over_best
 from gradwire.bench.rules.run import reached
 from gradwire.bench.rules.training import Point
@@ -261,7 +262,7 @@ def failures(name: str) -> str:
     run = json.loads((DOCS / f"{name}.json").read_text())
     rows = []
     for row in run["rows"]:
-        if row["way"] == "undisturbed":
+        if row["way"] == UNDISTURBED:
             continue
         hosts, firsts = (sum(kill[of] for kill in row["kills"]) for of in ("of_host", "of_rank_0"))
         outages = row["outages_s"]
@@ -273,16 +274,10 @@ def failures(name: str) -> str:
             f"{median(outages):.1f} s" if outages else "",
             f"{max(outages):.1f} s" if outages else "",
         )
-        rows.append((_WAYS[row["way"]], *map(str, cells)))
+        rows.append((LABELS[row["way"]], *map(str, cells)))
     heading = ("", "kills", "hangs", "goodput", "loss at the same steps", "outage, median", "worst")
     return _table(heading, rows, "---|---|---:|---:|---:|---:|---:")
 
-
-_WAYS = {
-    "in-process": "`gradwire run --min-np`",
-    "torchrun": "torchrun, commits in memory",
-    "disk": "torchrun, a checkpoint on disk every 5 s",
-}
 
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,

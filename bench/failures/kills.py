@@ -1,4 +1,4 @@
-"""Who is killed, and when: ranks, and every third time a whole host."""
+"""Kills ranks, and every third time cuts off and kills a whole host."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwire.bench.failures.ways import processes_of, ranks_of
+from gradwire.bench.failures.ways import Hosts, processes_of, ranks_of
 
 
 @dataclass(frozen=True)
 class Kill:
-    """at_s: seconds since the run began. of_host: whether a whole host was killed. of_rank_0: whether rank 0 was among those."""
+    """Says what was lost. at_s: seconds since the run began. of_host: whether a whole host was. of_rank_0: whether rank 0 was
+    part of it."""
 
     at_s: float
     of_host: bool
@@ -27,29 +27,33 @@ class Kill:
 class Killer:
     """Kills a rank of those that train for a log, drawn at random, or every third time a host, where there are several.
 
-    networks: the namespace of each host, by number.
+    A host that is lost is cut off from the network before its processes are killed, so that no closed connection tells the other
+    hosts.
     """
 
-    def __init__(self, seed: int, log: Path, networks: Sequence[str]) -> None:
+    def __init__(self, seed: int, log: Path, hosts: Hosts) -> None:
         self.kills: list[Kill] = []
         self._random = random.Random(seed)
-        self._log, self._networks = log, networks
+        self._log, self._hosts = log, hosts
         self._began = time.time()
 
     def __call__(self) -> int | None:
         """Kill; return the number of the host that was lost, if one was. Nothing happens while no rank runs."""
-        host = None
-        if self._networks and len(self.kills) % 3 == 2:
-            host = self._random.randrange(len(self._networks))
-            killed = processes_of(self._log, self._networks[host])
-        elif ranks := ranks_of(self._log):
+        ranks, networks = ranks_of(self._log), self._hosts.networks
+        if not ranks:
+            return None
+        rank_0 = self._rank_0()  # reads the log, which grows: before the time is taken
+        host = self._random.randrange(len(networks)) if networks and len(self.kills) % 3 == 2 else None
+        at_s = time.time() - self._began
+        if host is None:
             killed = [self._random.choice(ranks)]
         else:
-            return None
-        self.kills.append(Kill(time.time() - self._began, host is not None, self._rank_0() in killed))
+            self._hosts.cut_off(host)
+            killed = processes_of(self._log, networks[host])
         for process in killed:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        self.kills.append(Kill(at_s, host is not None, rank_0 in killed))
         return host
 
     def _rank_0(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What came of a run: steps, losses, kills and outages, from the log of its steps."""
+"""Finds steps, losses, kills and outages of a run in the log of its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HANG_S = 120.0
 
 @dataclass
 class Run:
-    """What one way came to.
+    """Holds what one way came to.
 
     exit_status: None where the job did not end. goodput: steps over those of the undisturbed run. loss: the mean of the last
     whole block of steps. loss_over: that, over the mean of the same steps of the undisturbed run, less 1. outages_s: after each

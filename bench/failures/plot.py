@@ -1,4 +1,4 @@
-"""Loss and steps of training through failures."""
+"""Draws loss and steps of training through failures."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from gradwire.bench.failures.outcome import BLOCK_STEPS
+from gradwire.bench.failures.ways import DISK, IN_PROCESS, LABELS, RESTART, UNDISTURBED
 from gradwire.bench.style import GRID, INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
 
-_LABELS = {
-    "undisturbed": "no failures",
-    "in-process": "gradwire run --min-np, survivors continue",
-    "torchrun": "torchrun, commits in memory",
-    "disk": "torchrun, checkpoints on disk",
-}
-_COLORS = {"undisturbed": REFERENCE, "in-process": OURS, "torchrun": OTHERS[0], "disk": OTHERS[1]}
+_COLORS = {UNDISTURBED: REFERENCE, IN_PROCESS: OURS, RESTART: OTHERS[0], DISK: OTHERS[1]}
 
 
 def draw(read: Mapping[str, Any], path: Path) -> None:
@@ -38,8 +33,8 @@ def draw(read: Mapping[str, Any], path: Path) -> None:
     for row in rows:
         reached = row["reached"]
         times = [meta["minutes"] * point / (len(reached) - 1) for point in range(len(reached))]
-        goodput = "" if row["way"] == "undisturbed" or row["goodput"] is None else f": goodput {row['goodput']:.2f}"
-        style = {"color": _COLORS[row["way"]], "linewidth": 1.6, "label": _LABELS[row["way"]] + goodput}
+        goodput = "" if row["way"] == UNDISTURBED or row["goodput"] is None else f": goodput {row['goodput']:.2f}"
+        style = {"color": _COLORS[row["way"]], "linewidth": 1.6, "label": LABELS[row["way"]] + goodput}
         steps.plot(times, reached, **style)
         ends = [BLOCK_STEPS * (block + 1) for block in range(len(row["losses"]))]
         # The last step may end just after the last point.

@@ -1,12 +1,14 @@
-"""`python -m gradwire.bench failures`: training while ranks and hosts are killed, beside the same training undisturbed.
+"""`python -m gradwire.bench failures` trains while ranks and hosts are killed, and compares that with training undisturbed.
 
 Each way runs for the same time, one after the other: undisturbed; in process, by `gradwire run --min-np`; by torchrun, which
 starts all ranks again, from commits in memory; and by torchrun from checkpoints on disk alone. Every so many seconds one rank,
 drawn at random, is killed by SIGKILL. With --hosts (as root), ranks train on simulated hosts, launcher and torchrun's store are
-on one more, and every third kill takes all processes of a host drawn at random, which comes back after --repair-s seconds.
+on one more, and every third kill takes a host drawn at random: its link goes down, all its processes are killed, and it comes
+back after --repair-s seconds.
 
 Goodput is the number of steps that count, divided by that of the undisturbed run. A hang is a job that does not end, or gets no
-further for two minutes. -J adds the ways of a run to a file of the same settings, so that ways can be measured one by one.
+further for two minutes. -J adds the ways of a run to a file of the same settings, commit, software and machine, so that ways can
+be measured one by one.
 
     python -m gradwire.bench failures --minutes 20 --hosts 2 -J docs/failures.json --plot docs/images/failures.png
     python -m gradwire.bench failures --plot docs/images/failures.png docs/failures.json
@@ -75,7 +77,7 @@ def run(way: str, flags: argparse.Namespace) -> Run:
     folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # is left with the output
     log = folder / "steps.jsonl"
     with hosts_for(flags, folder) as hosts, (folder / "output.txt").open("wb") as output:
-        killer = Killer(flags.seed, log, hosts.networks)
+        killer = Killer(flags.seed, log, hosts)
         began = time.time()
         until = began + 60 * flags.minutes
         try:
@@ -86,6 +88,7 @@ def run(way: str, flags: argparse.Namespace) -> Run:
                 time.sleep(0.05)
                 for host in [host for host, at in back_at.items() if time.time() >= at]:
                     del back_at[host]
+                    hosts.connect(host)
                     job.bring_back(host)
                 if way != UNDISTURBED and next_kill <= time.time() < until - flags.every_s:
                     if (lost := killer()) is not None:
@@ -98,13 +101,14 @@ def run(way: str, flags: argparse.Namespace) -> Run:
     return described(way, status, log, began, 60 * flags.minutes, killer.kills)
 
 
-def earlier(path: Path | None, settings: dict[str, Any], ways: Sequence[str]) -> list[Run]:
-    """Return what a file has of other ways. Raises ValueError where it was measured with other settings."""
+def earlier(path: Path | None, meta: dict[str, Any], ways: Sequence[str]) -> list[Run]:
+    """Return what a file has of other ways. Raises ValueError where it was measured with other settings, by another commit or
+    software, or on another machine."""
     if path is None or not path.exists():
         return []
     read = json.loads(path.read_text())
     others = [row for row in read["rows"] if row["way"] not in ways]
-    differing = [name for name, value in settings.items() if read["meta"].get(name) != value]
+    differing = [f"{name} {read['meta'].get(name)}" for name, value in meta.items() if read["meta"].get(name) != value]
     if others and differing:
         raise ValueError(
             f"{path} has other ways with other settings ({', '.join(differing)}): give -J the name of another file"
@@ -116,16 +120,17 @@ def main(arguments: Sequence[str]) -> int:
     flags = parse_arguments(arguments)
     if not flags.files:
         settings = {name: getattr(flags, name) for name in _SETTINGS}
+        meta = software_and_machine(torch.device("cpu")) | settings
         try:
             if flags.hosts > 1:
                 check_machine()
-            runs = earlier(flags.json, settings, flags.ways)
+            runs = earlier(flags.json, meta, flags.ways)
             for way in flags.ways:
                 runs.append(run(way, flags))
                 runs.sort(key=lambda each: WAYS.index(each.way))
                 compare(runs)
                 print(line(next(each for each in runs if each.way == way)), flush=True)
-                write_json(flags.json, software_and_machine(torch.device("cpu")) | settings, runs)
+                write_json(flags.json, meta, runs)
         except (HostsError, ValueError) as error:
             print(f"bench failures: {error}", file=sys.stderr)
             return 2

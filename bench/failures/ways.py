@@ -1,4 +1,4 @@
-"""How each way of surviving failures is started, on this machine or on simulated hosts, and how a host is lost and comes back."""
+"""Starts each way of surviving failures, on this machine or on simulated hosts, and has hosts be lost and come back."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from gradwire.bench.hosts import Cluster
 UNDISTURBED, IN_PROCESS, RESTART, DISK = WAYS = ("undisturbed", "in-process", "torchrun", "disk")
 _MODULE = "gradwire.bench.failures.training"
 _CHECKPOINT_S = 5.0
+LABELS = {
+    UNDISTURBED: "no failures",
+    IN_PROCESS: "gradwire run --min-np",
+    RESTART: "torchrun, commits in memory",
+    DISK: f"torchrun, a checkpoint on disk every {_CHECKPOINT_S:g} s",
+}
+"""What pictures and tables call each way."""
 _PORT = 29500
 #: torchrun notices after 3 s that a host is lost (15 by default), and waits 2 s for more hosts than it needs (30 by default).
 _RENDEZVOUS = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
@@ -28,7 +35,7 @@ _STORE = (
 
 
 class Hosts:
-    """The hosts on which ranks train, and one more, which no kill takes; with one host all is on this machine.
+    """Holds the hosts on which ranks train, and one more, which no kill takes; with one host all is on this machine.
 
     networks: the network namespace of each host, by number; empty without simulated hosts.
     """
@@ -62,6 +69,18 @@ class Hosts:
         entered = command if self._cluster is None else self._cluster.hosts[host].enter(command)
         return subprocess.Popen(entered, stdout=output, stderr=output, env=self._environment)
 
+    def cut_off(self, host: int) -> None:
+        """Take the link of a simulated host down: from now on nothing comes from it, not even that connections are closed."""
+        self._set_link(host, "down")
+
+    def connect(self, host: int) -> None:
+        """Bring the link of a host up again."""
+        self._set_link(host, "up")
+
+    def _set_link(self, host: int, state: str) -> None:
+        assert self._cluster is not None
+        self._cluster.hosts[host].run(f"ip link set eth0 {state}")
+
 
 @contextmanager
 def hosts_for(flags: argparse.Namespace, folder: Path) -> Iterator[Hosts]:
@@ -74,7 +93,8 @@ def hosts_for(flags: argparse.Namespace, folder: Path) -> Iterator[Hosts]:
 
 
 class InProcess:
-    """`gradwire run --min-np`. A host that is lost is not listed until it comes back, as of a cluster's scheduler."""
+    """Runs `gradwire run --min-np`. Its discovery script, like a cluster's scheduler, does not list a host that is lost until it
+    comes back. The launcher reaches hosts by pipes in place of ssh, and so sees at once that an agent has ended."""
 
     def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
         self._hosts, self._each = hosts, flags.ranks // flags.hosts
@@ -110,7 +130,7 @@ class InProcess:
 
 
 class Restart:
-    """torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back."""
+    """Runs torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back."""
 
     def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
         self._hosts, self._output = hosts, output
@@ -153,11 +173,11 @@ def start(
 
 
 def processes_of(log: Path, network: str | None = None) -> list[int]:
-    """Return the processes with a log among their arguments: launchers, agents, ranks. network: only those in this namespace."""
+    """Return the processes of which a log is an argument: launchers, agents, ranks. network: only those in this namespace."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            is_one = str(log).encode() in (folder / "cmdline").read_bytes()
+            is_one = str(log).encode() in (folder / "cmdline").read_bytes().split(b"\0")
             if is_one and network in (None, os.readlink(folder / "ns" / "net")):
                 found.append(int(folder.name))
     return sorted(found)

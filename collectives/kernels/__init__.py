@@ -44,6 +44,15 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
     return kernels.arithmetic(dtype)
 
 
+@cache
+def cpu_or_reference(module: str) -> ModuleType:
+    """Return cpu.<module>, for tensors on the CPU; without Numba its slow twin, reference.<module>."""
+    try:
+        return import_module(f"gradwire.collectives.kernels.cpu.{module}")
+    except ImportError:
+        return import_module(f"gradwire.collectives.kernels.reference.{module}")
+
+
 def cpu_cache() -> Path | None:
     """Return the folder in which compiled kernels are kept; None, with a warning, if no folder is writable."""
     from gradwire.collectives.kernels.cpu.compiling import kernel_folder

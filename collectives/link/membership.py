@@ -17,10 +17,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
+from gradwire.collectives.link.arrival import arrive
 from gradwire.collectives.link.asking import Asking
 from gradwire.collectives.link.hub import Failure
 from gradwire.collectives.link.own_address import card_of
-from gradwire.collectives.link.presence import Presence, arrive
+from gradwire.collectives.link.presence import Presence
 from gradwire.collectives.plan.topology import Topology, machine_id
 from gradwire.collectives.torch_internals import default_store, store_of_one
 

@@ -1,39 +1,27 @@
-"""How the ranks of a job arrive, and what each knows from then on: who has ended, and what keeps ranks from connecting.
+"""What each rank knows of the others from its arrival on: who has ended, and what keeps ranks from connecting.
 
 A Watch reports this among the ranks of a Communicator, but only once they are connected. Until then every rank holds one
-connection to a hub on one of the ranks, which leaves its address in the store.
+connection to a hub on one of the ranks (see arrival.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import select
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
 from gradwire.collectives.errors import LinkError, ranks_text
-from gradwire.collectives.link.asking import Asking
-from gradwire.collectives.link.handshake import dial, set_up
-from gradwire.collectives.link.hub import ANSWER_S, Admission, Card, Failure, Hub
-from gradwire.collectives.link.own_address import check_addresses
+from gradwire.collectives.link.hub import ANSWER_S, Card, Failure, Hub
 from gradwire.collectives.link.watch import Neighbour, poll_of
 
-#: How long to wait before the store is asked again whether there is a hub, or whether a rank has left a failure there.
-_LOOK_AGAIN_S = 0.02
-
-_HUB = "hub"
-_KEY_BYTES = 16
+#: How long to wait before looking again at what the caller awaits beside the hub's messages.
+LOOK_AGAIN_S = 0.02
 
 
 class TurnedAway(LinkError):
@@ -103,7 +91,7 @@ class Presence:
             if failure is not None or self._silent:
                 # This rank may have answered late, but it runs.
                 return [rank for rank in (failure.ranks if failure else self._silent[-1]) if rank != self.rank]
-            self._wait(_LOOK_AGAIN_S)
+            self._wait(LOOK_AGAIN_S)
         return [self._hub_rank]
 
     def await_all(self, deadline: float) -> Iterator[None]:
@@ -124,7 +112,7 @@ class Presence:
                 missing = self.silent()
                 detail = f"{ranks_text(missing)} did not arrive" if missing else "the ranks arrived too late"
                 raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
-            self._wait(_LOOK_AGAIN_S)
+            self._wait(LOOK_AGAIN_S)
             yield
 
     def close(self) -> None:
@@ -181,162 +169,6 @@ class Presence:
             self._failures.setdefault(message["scope"], Failure.from_record(message))
         elif kind == "do you run":
             self._neighbour.say(kind="runs")
-
-
-def arrive(
-    store: Store,
-    size: int,
-    card: Card,
-    deadline: float,
-    *,
-    hub_rank: int | None = None,
-    admission: Admission | None = None,
-    left: Container[str] = (),
-    keepers: Collection[int] = (),
-    by_agent: bool = False,
-    lost: Callable[[], Collection[int]] | None = None,
-) -> Presence:
-    """Arrive, and return what is known of the others once all ranks have arrived. A collective call.
-
-    card: of this process, as own_address.card_of makes it, and whatever else `admission` is to know as its "identity".
-    hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first
-    that arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the
-    rank whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
-    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then waited
-    for. lost: returns the ranks whose end a launcher has noted in its store, also of those that did not arrive; it is called
-    again and again. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process away; LinkError where
-    a rank has ended or cannot connect, and, with the ranks that did not arrive, at the deadline; OSError where this process
-    cannot connect.
-    """
-    with closing(Asking(store, deadline, None, keepers)) as asking:
-        arrival = _Arrival(
-            store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent, lost
-        )
-        while True:
-            try:
-                return arrival.attempt()
-            except TurnedAway as refused:
-                if not refused.again:
-                    raise
-                time.sleep(_LOOK_AGAIN_S)
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A process on its way to a hub: the arguments of arrive()."""
-
-    store: Store
-    asking: Asking
-    size: int
-    card: Card
-    deadline: float
-    hub_rank: int | None
-    admission: Admission
-    left: Container[str]
-    by_agent: bool
-    lost: Callable[[], Collection[int]] | None
-
-    def attempt(self) -> Presence:
-        """See arrive."""
-        hub_card, hub = self._find_hub()
-        note = f"failure/{hub_card['key']}"
-        presence: Presence | None = None
-        try:
-            presence = self._enter(hub_card, hub, note)
-            for _ in presence.await_all(self.deadline):
-                self._check_lost()
-                if hub is None:
-                    continue
-                socket.socket().close()  # raises where those who are still to come could not be accepted
-                if (failure := self._read(note)) is not None:
-                    presence.report(failure)
-            check_addresses(presence.cards)
-            return presence
-        except TurnedAway:
-            if presence is not None:
-                presence.close()
-            raise
-        except Exception as error:
-            failure = Failure.of(error, self.card["rank"])
-            if presence is not None:
-                presence.report(
-                    failure
-                )  # first: the store may take its time, and whoever asks meanwhile gets no answer here
-            with suppress(Exception):  # where the store has ended, the others know by that
-                self.asking.ask(lambda: self.store.compare_set(note, "", json.dumps(asdict(failure))))
-            if presence is not None:
-                presence.close()
-            elif hub is not None:
-                hub.disown()
-            raise
-
-    def _check_lost(self) -> None:
-        """Raise LinkError where the launcher has noted the end of ranks, which may never have come."""
-        if self.lost is not None and (lost := self.asking.ask(self.lost)):
-            raise Failure.loss_of(lost).as_link_error()
-
-    def _read(self, note: str) -> Failure | None:
-        """Return the first failure that a rank, which may not be connected to the hub, has left in the store."""
-        if not self.asking.ask(lambda: self.store.check([note])):
-            return None
-        return Failure.from_record(json.loads(self.asking.ask(lambda: self.store.get(note))))
-
-    def _find_hub(self) -> tuple[Card, Hub | None]:
-        """Return the card of the hub, and the hub itself where this process keeps it."""
-        store, ask = self.store, self.asking.ask
-        if self.hub_rank == self.card["rank"]:
-            hub, made = self._make_hub()
-            ask(lambda: store.set(_HUB, json.dumps(made)))
-            return made, hub
-        while True:
-            self._check_lost()
-            if ask(lambda: store.check([_HUB])):
-                found = json.loads(ask(lambda: store.get(_HUB)))
-                if found["key"] not in self.left:
-                    return found, None
-            elif self.hub_rank is None:
-                hub, made = self._make_hub()
-                found = json.loads(ask(partial(store.compare_set, _HUB, "", json.dumps(made))))
-                if found["key"] == made["key"]:
-                    return made, hub
-                if hub is not None:
-                    hub.disown()
-                return found, None
-            if time.monotonic() >= self.deadline:
-                raise LinkError(self.hub_rank, timed_out=True, detail=f"rank {self.hub_rank} did not arrive")
-            time.sleep(_LOOK_AGAIN_S)
-
-    def _make_hub(self) -> tuple[Hub | None, Card]:
-        """Return a hub in this process and its card; None and a card that says why, or the others would wait for it."""
-        made = self.card | {"key": secrets.token_hex(_KEY_BYTES), "token": secrets.token_hex(_KEY_BYTES)}
-        if self.card["problem"]:
-            return None, made
-        try:
-            hub = Hub(made, self.size, self.admission)
-        except OSError as error:
-            return None, made | {"problem": f"cannot listen for the other ranks: {error}"}
-        return hub, hub.card
-
-    def _enter(self, hub_card: Card, hub: Hub | None, note: str) -> Presence:
-        """Connect to the hub and send it this process's card. Raises LinkError where the rank that keeps the hub is at fault."""
-        check_addresses([hub_card, self.card | {"loopback": "", "problem": ""}])
-        if hub is not None:
-            connection, theirs = socket.socketpair()
-            theirs.setblocking(False)
-            connection.setblocking(False)
-            hub.start(theirs)
-        else:
-            place = hub_card["rank"], hub_card["address"], hub_card["port"]
-            try:
-                connection = dial(*place, self.deadline, self._check_lost, set_up, small_segments=True)
-            except LinkError as error:
-                error.ended |= isinstance(error.__cause__, ConnectionError)  # or as the launcher has noted
-                if error.ended and self.by_agent and time.monotonic() < self.deadline:
-                    raise TurnedAway(hub_card["rank"], str(error), again=True) from error
-                if (failure := self._read(note)) is not None:
-                    raise failure.as_link_error() from error
-                raise
-        return Presence(self.card, hub_card, connection, hub)
 
 
 _all: weakref.WeakSet[Presence] = weakref.WeakSet()

@@ -1,6 +1,9 @@
 """What `bench failures` makes of the log of a run."""
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,6 +12,8 @@ import pytest
 from gradwire.bench.failures.kills import Kill
 from gradwire.bench.failures.outcome import BLOCK_STEPS, Run, compare, described
 from gradwire.bench.failures.run import earlier, parse_arguments
+from gradwire.bench.failures.ways import kill_all, processes_of
+from tests.harness import wait_until
 
 BEGAN, SECONDS = 1000.0, 300.0
 
@@ -43,13 +48,30 @@ def test_a_job_that_does_not_end_hangs(tmp_path: Path) -> None:
     assert described("torchrun", None, tmp_path / "none", BEGAN, 60.0, []).hangs == 1
 
 
-def test_ways_of_other_settings_are_not_put_into_one_file(tmp_path: Path) -> None:
+def test_ways_of_other_settings_commits_and_machines_are_not_put_into_one_file(tmp_path: Path) -> None:
     path = tmp_path / "failures.json"
-    path.write_text(json.dumps({"meta": {"minutes": 2.0}, "rows": [asdict(Run("undisturbed", 0, steps=9))]}))
-    assert [run.steps for run in earlier(path, {"minutes": 2.0}, ["disk"])] == [9]
-    assert earlier(path, {"minutes": 20.0}, ["undisturbed"]) == []
-    with pytest.raises(ValueError, match=r"other settings \(minutes\)"):
-        earlier(path, {"minutes": 20.0}, ["disk"])
+    meta = {"minutes": 2.0, "commit": "abc", "device": "EPYC, 2 cores"}
+    path.write_text(json.dumps({"meta": meta, "rows": [asdict(Run("undisturbed", 0, steps=9))]}))
+    assert [run.steps for run in earlier(path, meta, ["disk"])] == [9]
+    assert earlier(path, meta | {"minutes": 20.0}, ["undisturbed"]) == []
+    for name, other in {"minutes": 20.0, "commit": "abd", "device": "Xeon, 2 cores"}.items():
+        with pytest.raises(ValueError, match=rf"other settings \({name} {meta[name]}\)"):
+            earlier(path, meta | {name: other}, ["disk"])
+
+
+def test_only_processes_of_a_log_are_killed(tmp_path: Path) -> None:
+    """Not one that shows it, whose argument has the name of the log in it."""
+    log = tmp_path / "steps.jsonl"
+    wait = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen([*wait, f"+F {log}"]) as pager, subprocess.Popen([*wait, str(log)]) as training:
+        try:
+            wait_until(lambda: processes_of(log) == [training.pid])
+            kill_all(log, 10.0)
+            assert training.wait(10) == -signal.SIGKILL
+            assert pager.poll() is None
+        finally:
+            pager.kill()
+            training.kill()
 
 
 @pytest.mark.parametrize("flags", ["--plot p.png", "file.json", "--hosts 3", "--rate fast"])

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire.collectives.kernels.reference.copying import SUMS, add_pieces
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.memory import Agent, NamedMemory, Unfinished, open_own
 from gradwire.trainer.elastic.parts import Part, newest, takers
-from gradwire.trainer.elastic.trees import encode, flatten, unflatten
+from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, encode, flatten, unflatten
 
 LAYOUT = encode({"part": [1, 2, 3]})
 
@@ -49,15 +50,18 @@ def test_a_tree_comes_back_as_it_was() -> None:
         0: {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.5), "half": torch.arange(5).bfloat16()},
         "strided": torch.arange(6.0).view(2, 3).t(),
         "flags": torch.tensor([True, False, True]),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
     }
     found = flatten(tree, "state")
-    data = torch.empty(found.nbytes, dtype=torch.uint8)
-    middle = found.nbytes // 2
-    found.copy_bytes(data[:middle], 0, middle)
-    found.copy_bytes(data[middle:], middle, found.nbytes)
+    data, sums = torch.empty(found.nbytes, dtype=torch.uint8), torch.zeros(SUMS, dtype=torch.int64)
+    middle = found.nbytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    for start, stop in ((0, middle), (middle, found.nbytes)):
+        add_pieces(sums, found.pieces(start, stop), data[start:stop])
     back = unflatten(found.layout, data)
-    tensors = {name: back[0][name] for name in back[0]} | {name: back[name] for name in ("strided", "flags")}
-    expected = tree[0] | {name: tree[name] for name in ("strided", "flags")}  # type: ignore[operator]
+    tensors = {name: back[0][name] for name in back[0]} | {
+        name: back[name] for name in ("strided", "flags", "conjugate")
+    }
+    expected = tree[0] | {name: tree[name] for name in ("strided", "flags", "conjugate")}  # type: ignore[operator]
     assert back["numbers"] == tree["numbers"]
     assert list(back) == list(tree)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)

@@ -82,10 +82,12 @@ def test_one_that_never_answers_is_killed_at_last() -> None:
 
 @pytest.mark.parametrize("code", [-9, 1])
 def test_what_fails_because_one_was_killed_is_started_again_all_together(code: int) -> None:
-    """As ranks do that have not called the decorated function. Errors of the script alone, and too many kills, end the job."""
+    """As ranks do that have not called the decorated function. Errors of the script alone end the job, and too many kills
+    without a new commit between them."""
     policy = begun(Elastic(min_ranks=1, max_ranks=2), {"a": 2})
     worker = 0
-    for _ in range(NEW_STARTS):
+    for start in range(2 * NEW_STARTS - 1):
+        policy.resumed(7 if start >= NEW_STARTS - 1 else 0)
         policy.exited(worker, code, now=10)
         policy.exited(worker + 1, 1, now=10)
         if code == 1:
@@ -257,7 +259,7 @@ class Jobs(RuleBasedStateMachine):
         self.epoch: Epoch | None = None
         self.departed: set[int] = set()
         self.asked = self.has_finished = self.was_struck = False
-        self.new_starts = 0
+        self.new_starts = self.commit = 0
         self.end: End | None = None
         self.policy.set_hosts(hosts if sum(hosts.values()) >= least else {"a": least})
         self.decide()
@@ -389,6 +391,13 @@ class Jobs(RuleBasedStateMachine):
         self.all_arrive()
         if self.departed or self.asked or set(self.members) - self.running:
             self.all_depart()
+
+    @precondition(lambda self: self.epoch is not None)
+    @rule(commit=st.integers(0, 3))
+    def training_resumes(self, commit: int) -> None:
+        if commit > self.commit:
+            self.commit, self.new_starts = commit, 0
+        self.policy.resumed(commit)
 
     @rule(seconds=st.sampled_from([0.1, BLAMED_S, TOGETHER_S, START_S]))
     def time_passes(self, seconds: float) -> None:

@@ -1,5 +1,7 @@
 """Who has arrived, and what becomes known of those that go."""
 
+import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,10 +9,11 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.arrival import _ASK_AGAIN_S, arrive
 from gradwire.collectives.link.hub import ANSWER_S, Failure
 from gradwire.collectives.link.membership import membership_from
 from gradwire.collectives.link.own_address import card_of
-from gradwire.collectives.link.presence import Presence, arrive
+from gradwire.collectives.link.presence import Presence
 from tests.harness import wait_until
 
 SIZE = 3
@@ -95,3 +98,23 @@ def test_a_rank_that_waits_for_a_stopped_store_at_the_deadline_is_not_blamed() -
 
     with ThreadPoolExecutor(SIZE) as pool:
         assert [error.awaited for error in pool.map(come, range(2))] == [{2}, {2}]
+
+
+def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
+    """The queue of the hub is full, so that no connection comes about. The launcher's store is asked rarely."""
+    store, asked = HashStore(), 0
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, socket.create_connection(hub.getsockname()):
+        card = card_of(0, "host", "machine", {})
+        made = card | {"key": "k", "token": "t", "address": "127.0.0.1", "port": hub.getsockname()[1], "loopback": ""}
+        store.set("hub", json.dumps(made))
+
+        def lost() -> list[int]:
+            nonlocal asked
+            asked += 1
+            return [0] if asked == 3 else []
+
+        began = time.monotonic()
+        with pytest.raises(LinkError, match="lost rank 0") as caught:
+            arrive(store, SIZE, card_of(1, "host", "machine", {}), began + DEADLINE_S, hub_rank=0, lost=lost)
+    assert (caught.value.awaited, caught.value.ended) == ({0}, True)
+    assert time.monotonic() - began > _ASK_AGAIN_S  # as late as the third question at the earliest

@@ -77,6 +77,9 @@ class Commits:
     def write(self, shared: Any, own: Any) -> None:
         """Commit a tree of what all ranks have in common, and one of what is this rank's own.
 
+        Training waits for the copy. Another thread could copy while the next gradients are computed, but not know that nothing
+        is changed meanwhile: what is written by .data, NumPy or a kernel, no version of a tensor counts.
+
         Raises TypeError for what a tree cannot hold, OSError where memory is short, and CollectiveError.
         """
         common, mine = flatten(shared, "state"), flatten(own, "state")
@@ -93,8 +96,7 @@ class Commits:
         record["shared"] = common.layout
         slot = self.memory.slot(self._next_name(self._world.rank))
         room = slot.begin(encode(record), mine.nbytes + stop - start)
-        mine.copy_bytes(room[: mine.nbytes], 0, mine.nbytes)
-        common.copy_bytes(room[mine.nbytes :], start, stop)
+        slot.append([*mine.pieces(0, mine.nbytes), *common.pieces(start, stop)])
         slot.complete()
         record["part"] = [*part, 0, 0, common.nbytes]
         message = [encode(record), room[: mine.nbytes]] if self._targets else []

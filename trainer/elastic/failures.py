@@ -120,6 +120,8 @@ class FailuresOfEpochs(Failures):
 
     def _keep(self, failures: int, commit: int, *, is_first: bool) -> None:
         self._failures, self._commit, self._reason = failures, commit, ""
+        if rank() == 0:
+            self._worker.resume(commit)
 
     def _keep_reason(self, reason: str) -> None:
         self._reason = reason

@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.collectives.kernels import cpu_or_reference
+from gradwire.collectives.kernels.reference.copying import LINE_BYTES, SUMS
 from gradwire.collectives.plan.topology import host_id
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.trees import decode
@@ -34,11 +37,9 @@ OF_AGENT = "TORCHELASTIC_RUN_ID"
 
 #: Of a file: what it is; the bytes of its layout and of its data; the checksum of both and of its name. Written last.
 _HEADER = struct.Struct("<8sQQQ")
-_MAGIC = b"gradwir1"
-_BODY = 64
+_MAGIC = b"gradwir2"
+_BODY = LINE_BYTES
 """Where the layout begins, after the header; the data begins at the next multiple of this."""
-_WORDS = 1 << 17
-"""How many words of 64 bits are added up to one sum."""
 
 
 class Unfinished(ValueError):
@@ -53,6 +54,7 @@ class Slot:
         self.name = name
         self._map: mmap.mmap | None = None
         self._sizes = 0, 0
+        self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
@@ -61,6 +63,7 @@ class Slot:
         """Return room for a commit's data, uint8. What the slot held is whole no more. Raises OSError where memory is short."""
         whole = _data_start(layout.numel()) + data_bytes
         self._sizes = 0, 0
+        self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64)
         if self._map is not None:
             self._map[: _HEADER.size] = bytes(_HEADER.size)
         if self._map is None or len(self._map) < whole:
@@ -76,14 +79,22 @@ class Slot:
                 ) from error
             self._map = self._mapped(nbytes)
         self._sizes = layout.numel(), data_bytes
-        memory = _tensor_of(self._map)
-        memory[_BODY : _BODY + layout.numel()].copy_(layout)
-        return memory[whole - data_bytes : whole]
+        self._layout.copy_(layout)
+        return self._data
+
+    def append(self, pieces: Sequence[Tensor]) -> None:
+        """Copy pieces of memory, contiguous and on the CPU, to the room, behind those before, each to the next multiple of 64
+        bytes. What the caller writes to the room by itself must be all of it."""
+        cpu_or_reference("copying").add_pieces(self._sums, pieces, self._data[self._filled :])
+        self._filled += sum(-(-piece.nbytes // LINE_BYTES) * LINE_BYTES for piece in pieces)
 
     def complete(self) -> None:
         """Make what begin() was given room for a whole commit."""
         assert self._map is not None
-        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, *self._sizes, self._checksum())
+        assert self._filled in (0, self._sizes[1])
+        if not self._filled:
+            self._sums = self._sums_of_data()
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, *self._sizes, self._checksum(self._sums))
 
     def read(self) -> tuple[Any, Tensor]:
         """Return the layout, and the data, uint8, which later commits overwrite. Raises Unfinished where the slot holds no
@@ -95,28 +106,36 @@ class Slot:
             self._map = self._mapped(nbytes)
         magic, *sizes, found = _HEADER.unpack(self._map[: _HEADER.size])
         self._sizes = sizes[0], sizes[1]
-        start = _data_start(sizes[0])
         if magic == bytes(len(_MAGIC)):
             raise Unfinished
-        if magic != _MAGIC or start + sizes[1] > len(self._map):
+        if magic != _MAGIC or _data_start(sizes[0]) + sizes[1] > len(self._map):
             raise ValueError("it is not a commit, or is truncated")
-        if found != self._checksum():
+        if found != self._checksum(self._sums_of_data()):
             raise ValueError("its checksum does not match its contents")
-        memory = _tensor_of(self._map)
-        return decode(memory[_BODY : _BODY + sizes[0]]), memory[start : start + sizes[1]]
+        return decode(self._layout), self._data
+
+    @property
+    def _layout(self) -> Tensor:
+        assert self._map is not None
+        return torch.frombuffer(self._map, dtype=torch.uint8)[_BODY : _BODY + self._sizes[0]]
+
+    @property
+    def _data(self) -> Tensor:
+        assert self._map is not None
+        start = _data_start(self._sizes[0])
+        return torch.frombuffer(self._map, dtype=torch.uint8)[start : start + self._sizes[1]]
 
     def _mapped(self, nbytes: int) -> mmap.mmap:
         return mmap.mmap(self._descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
-    def _checksum(self) -> int:
-        """Return a number that stands for name, sizes and content: of the content the sums of its words, a megabyte each, since a
-        hash of all of it would take as long as the copy."""
-        assert self._map is not None
-        layout_bytes, data_bytes = self._sizes
-        words = _tensor_of(self._map)[_BODY : _data_start(layout_bytes) + data_bytes].view(torch.int64)
-        whole = words.numel() // _WORDS * _WORDS
-        sums = [*words[:whole].view(-1, _WORDS).sum(1).tolist(), int(words[whole:].sum())]
-        return hash_of((self.name, layout_bytes, data_bytes, sums))
+    def _sums_of_data(self) -> Tensor:
+        sums = torch.zeros(SUMS, dtype=torch.int64)
+        cpu_or_reference("copying").add_pieces(sums, [self._data])
+        return sums
+
+    def _checksum(self, sums: Tensor) -> int:
+        """Return a number that stands for name, sizes and content, of which the sums of the data were added up already."""
+        return hash_of((self.name, *self._sizes, hash_of(self._layout), sums.tolist()))
 
 
 class Memory:
@@ -230,7 +249,3 @@ def _of_user() -> str:
 
 def _data_start(layout_bytes: int) -> int:
     return _BODY + -(-layout_bytes // _BODY) * _BODY
-
-
-def _tensor_of(memory: mmap.mmap) -> Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.collectives.kernels.reference.copying import LINE_BYTES
 from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.world.world import here
 
-ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = LINE_BYTES
 """Where each tensor's bytes begin: at a multiple of this."""
 
 
@@ -29,13 +30,17 @@ class Tree:
     starts: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def copy_bytes(self, room: Tensor, start: int, stop: int) -> None:
-        """Copy bytes start to stop of the tree to memory: room, uint8 of shape (stop - start,) on the CPU."""
+    def pieces(self, start: int, stop: int) -> list[Tensor]:
+        """Return what lies at bytes start to stop of the tree, on the CPU, contiguous: each piece at the next multiple of
+        ALIGNMENT_BYTES, of which start is one."""
+        found = []
         for tensor, first in zip(self.tensors, self.starts, strict=True):
             begin, end = max(first, start), min(first + tensor.nbytes, stop)
             if begin < end:
-                content = tensor.contiguous().view(-1).view(torch.uint8)
-                room[begin - start : end - start].copy_(content[begin - first : end - first])
+                whole = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+                is_cut = end - begin < tensor.nbytes
+                found.append(whole.view(-1).view(torch.uint8)[begin - first : end - first] if is_cut else whole)
+        return found
 
 
 def flatten(tree: Any, name: str) -> Tree:
@@ -45,13 +50,9 @@ def flatten(tree: Any, name: str) -> Tree:
     """
     found = Tree(None)
 
-    def outline(value: Any, path: str) -> Any:
+    def outline(value: Any, *path: Any) -> Any:
         if isinstance(value, Tensor):
             tensor = check_tensor(value.detach())
-            if tensor.layout is not torch.strided:
-                raise TypeError(
-                    f"{here()}{path} is a tensor of layout {tensor.layout}, and a commit holds strided ones"
-                )
             found.tensors.append(tensor)
             found.starts.append(found.nbytes)
             found.nbytes += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -59,16 +60,17 @@ def flatten(tree: Any, name: str) -> Tree:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, dict):
-            return {"dict": [[outline(key, path), outline(each, f"{path}[{key!r}]")] for key, each in value.items()]}
+            return {"dict": [[outline(key, *path), outline(each, *path, key)] for key, each in value.items()]}
         for kind in (list, tuple, set):
             if isinstance(value, kind):
-                return {kind.__name__: [outline(each, f"{path}[{number}]") for number, each in enumerate(value)]}
+                return {kind.__name__: [outline(each, *path, number) for number, each in enumerate(value)]}
+        place = name + "".join(f"[{key!r}]" for key in path)
         raise TypeError(
-            f"{here()}{path} is a {type(value).__name__}, and a commit holds tensors, numbers, strings, booleans, None, dicts, "
+            f"{here()}{place} is a {type(value).__name__}, and a commit holds tensors, numbers, strings, booleans, None, dicts, "
             "lists, tuples and sets of these, and objects with state_dict() and load_state_dict()"
         )
 
-    found.layout = outline(tree, name)
+    found.layout = outline(tree)
     return found
 
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 OURS = "gradwire"
 BASELINE = "DDP"
@@ -149,6 +150,9 @@ class Report:
     def figure(self) -> Figure:
         """Plot the loss over the steps: each step faint, its running mean, and the validation points, of which the last is
         of the final parameters."""
+        from matplotlib.figure import Figure  # which takes long: ranks that are started again do without it
+        from matplotlib.ticker import MaxNLocator
+
         figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         _draw_record(axes, OURS, self.records[OURS], {"color": "tab:blue"}, marker="o", size=8)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator, ReplicasDiffer
+from gradwire.collectives.kernels import cpu_or_reference
 from gradwire.collectives.kernels.reference import hashing as reference
 from gradwire.trainer.gradients.dtensors import held_here
 
@@ -103,16 +102,6 @@ def hash_of(value: Any) -> int:
 
 
 def _hash_words(words: Tensor, place: int) -> int:
-    compiled = _compiled() if words.is_cpu else None
-    number: int = (compiled or reference).hash_words(words, place)
+    kernels = cpu_or_reference("hashing") if words.is_cpu else reference
+    number: int = kernels.hash_words(words, place)
     return number
-
-
-@cache
-def _compiled() -> ModuleType | None:
-    """Return the compiled twin of the reference; None without Numba."""
-    try:
-        from gradwire.collectives.kernels.cpu import hashing
-    except ImportError:
-        return None
-    return hashing

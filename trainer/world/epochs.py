@@ -90,6 +90,15 @@ class Epochs:
         record = self._read(f"left/{epoch}/{worker}")
         return None if record is None else Departure(record["is_update"], record["reason"], tuple(record["blamed"]))
 
+    def resume(self, epoch: int, commit: int) -> None:
+        """Note from which commit the ranks of an epoch go on; 0: from none."""
+        self._store.set(f"commit/{epoch}", json.dumps(commit))
+
+    def resumed(self, epoch: int) -> int | None:
+        """Return what resume() was given for an epoch; None before."""
+        commit: int | None = self._read(f"commit/{epoch}")
+        return commit
+
     # What the launcher writes, and workers read
 
     def limit_wait(self, timeout_s: float) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.environment import AGENT_STORE
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.arrival import arrive
 from gradwire.collectives.link.asking import connections, shut
 from gradwire.collectives.link.membership import (
     Membership,
@@ -32,7 +33,6 @@ from gradwire.collectives.link.membership import (
     membership_from,
 )
 from gradwire.collectives.link.own_address import card_of
-from gradwire.collectives.link.presence import arrive
 from gradwire.collectives.plan.topology import host_id, machine_id
 from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER

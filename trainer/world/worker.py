@@ -63,6 +63,11 @@ class Worker:
         blamed = tuple(self.epoch.workers[rank] for rank in lost)
         self._epochs.leave(self.number, self.epoch.number, Departure(error is None, reason, blamed))
 
+    def resume(self, commit: int) -> None:
+        """Tell the launcher from which commit this epoch goes on. Raises as leave."""
+        assert self.epoch is not None
+        self._epochs.resume(self.epoch.number, commit)
+
     def lost_ranks(self) -> tuple[int, ...]:
         """Return the ranks of this epoch whose processes have ended, as the launcher says. Raises as leave."""
         if self.epoch is None:

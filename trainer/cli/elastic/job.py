@@ -128,6 +128,8 @@ class _Run:
             if self._epochs.has_arrived(worker):
                 policy.arrived(worker)
         if policy.epoch is not None:
+            if (commit := self._epochs.resumed(policy.epoch.number)) is not None:
+                policy.resumed(commit)
             for worker in policy.staying:
                 if (departure := self._epochs.departure(worker, policy.epoch.number)) is not None:
                     policy.departed(worker, departure, now)

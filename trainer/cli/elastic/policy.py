@@ -21,7 +21,7 @@ BLAMED_S = 2.0
 GRACE_S = 5.0
 #: For how long workers that have arrived wait for those that were started with them, before an epoch begins.
 TOGETHER_S = 5.0
-#: How many epochs in a row may end without a survivor and still be followed by one of new workers.
+#: How many epochs in a row that get no further may end without a survivor and still be followed by one of new workers.
 NEW_STARTS = 3
 
 
@@ -57,7 +57,7 @@ class Policy:
         self._wanted = wanted
         self._start_by = start_by
         self._finished_since: float | None = None
-        self._new_starts = 0
+        self._new_starts = self._commit = 0
         self._new = _Happened()
 
     # What has happened
@@ -88,6 +88,11 @@ class Policy:
             self._new.reasons.append(f"worker {worker}: {departure.reason}")
         for other in departure.blamed:
             self._new.blamed_since.setdefault(other, now)
+
+    def resumed(self, commit: int) -> None:
+        """Note from which commit the current epoch goes on. A later one than before was made by ranks that got further."""
+        if commit > self._commit:
+            self._commit, self._new_starts = commit, 0
 
     def exited(self, worker: int, exit_code: int, now: float) -> None:
         """Note that the process of a worker has ended. exit_code: negative for a signal."""

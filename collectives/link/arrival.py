@@ -1,0 +1,198 @@
+"""How the ranks of a job arrive: each connects to a hub on one of them, which leaves its address in the store."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Container
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from torch.distributed.distributed_c10d import Store
+
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.asking import Asking
+from gradwire.collectives.link.handshake import dial, set_up
+from gradwire.collectives.link.hub import Admission, Card, Failure, Hub
+from gradwire.collectives.link.own_address import check_addresses
+from gradwire.collectives.link.presence import LOOK_AGAIN_S, Presence, TurnedAway
+
+#: How long to wait before the launcher's store, which all ranks ask, is asked again whose end is noted there.
+_ASK_AGAIN_S = 0.2
+
+_HUB = "hub"
+_KEY_BYTES = 16
+
+
+def arrive(
+    store: Store,
+    size: int,
+    card: Card,
+    deadline: float,
+    *,
+    hub_rank: int | None = None,
+    admission: Admission | None = None,
+    left: Container[str] = (),
+    keepers: Collection[int] = (),
+    by_agent: bool = False,
+    lost: Callable[[], Collection[int]] | None = None,
+) -> Presence:
+    """Arrive, and return what is known of the others once all ranks have arrived. A collective call.
+
+    card: of this process, as own_address.card_of makes it, and whatever else `admission` is to know as its "identity".
+    hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first that
+    arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the rank
+    whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
+    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then
+    waited for. lost: returns the ranks whose end a launcher has noted in its store, also of those that did not arrive; it is
+    called every _ASK_AGAIN_S seconds. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process
+    away; LinkError where a rank has ended or cannot connect, and, with the ranks that did not arrive, at the deadline;
+    OSError where this process cannot connect.
+    """
+    with closing(Asking(store, deadline, None, keepers)) as asking:
+        noted = None if lost is None else _now_and_then(lambda: asking.ask(lost))
+        arrival = _Arrival(
+            store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent, noted
+        )
+        while True:
+            try:
+                return arrival.attempt()
+            except TurnedAway as refused:
+                if not refused.again:
+                    raise
+                time.sleep(LOOK_AGAIN_S)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A process on its way to a hub: the arguments of arrive()."""
+
+    store: Store
+    asking: Asking
+    size: int
+    card: Card
+    deadline: float
+    hub_rank: int | None
+    admission: Admission
+    left: Container[str]
+    by_agent: bool
+    lost: Callable[[], Collection[int]] | None
+
+    def attempt(self) -> Presence:
+        """See arrive."""
+        hub_card, hub = self._find_hub()
+        note = f"failure/{hub_card['key']}"
+        presence: Presence | None = None
+        try:
+            presence = self._enter(hub_card, hub, note)
+            for _ in presence.await_all(self.deadline):
+                self._check_lost()
+                if hub is None:
+                    continue
+                socket.socket().close()  # raises where those who are still to come could not be accepted
+                if (failure := self._read(note)) is not None:
+                    presence.report(failure)
+            check_addresses(presence.cards)
+            return presence
+        except TurnedAway:
+            if presence is not None:
+                presence.close()
+            raise
+        except Exception as error:
+            failure = Failure.of(error, self.card["rank"])
+            if presence is not None:
+                # First: the store may take its time, and whoever asks meanwhile gets no answer here.
+                presence.report(failure)
+            with suppress(Exception):  # where the store has ended, the others know by that
+                self.asking.ask(lambda: self.store.compare_set(note, "", json.dumps(asdict(failure))))
+            if presence is not None:
+                presence.close()
+            elif hub is not None:
+                hub.disown()
+            raise
+
+    def _check_lost(self) -> None:
+        """Raise LinkError where the launcher has noted the end of ranks, which may never have come."""
+        if self.lost is not None and (lost := self.lost()):
+            raise Failure.loss_of(lost).as_link_error()
+
+    def _read(self, note: str) -> Failure | None:
+        """Return the first failure that a rank, which may not be connected to the hub, has left in the store."""
+        if not self.asking.ask(lambda: self.store.check([note])):
+            return None
+        return Failure.from_record(json.loads(self.asking.ask(lambda: self.store.get(note))))
+
+    def _find_hub(self) -> tuple[Card, Hub | None]:
+        """Return the card of the hub, and the hub itself where this process keeps it."""
+        store, ask = self.store, self.asking.ask
+        if self.hub_rank == self.card["rank"]:
+            hub, made = self._make_hub()
+            ask(lambda: store.set(_HUB, json.dumps(made)))
+            return made, hub
+        while True:
+            self._check_lost()
+            if ask(lambda: store.check([_HUB])):
+                found = json.loads(ask(lambda: store.get(_HUB)))
+                if found["key"] not in self.left:
+                    return found, None
+            elif self.hub_rank is None:
+                hub, made = self._make_hub()
+                found = json.loads(ask(partial(store.compare_set, _HUB, "", json.dumps(made))))
+                if found["key"] == made["key"]:
+                    return made, hub
+                if hub is not None:
+                    hub.disown()
+                return found, None
+            if time.monotonic() >= self.deadline:
+                raise LinkError(self.hub_rank, timed_out=True, detail=f"rank {self.hub_rank} did not arrive")
+            time.sleep(LOOK_AGAIN_S)
+
+    def _make_hub(self) -> tuple[Hub | None, Card]:
+        """Return a hub in this process and its card; None and a card that says why, or the others would wait for it."""
+        made = self.card | {"key": secrets.token_hex(_KEY_BYTES), "token": secrets.token_hex(_KEY_BYTES)}
+        if self.card["problem"]:
+            return None, made
+        try:
+            hub = Hub(made, self.size, self.admission)
+        except OSError as error:
+            return None, made | {"problem": f"cannot listen for the other ranks: {error}"}
+        return hub, hub.card
+
+    def _enter(self, hub_card: Card, hub: Hub | None, note: str) -> Presence:
+        """Connect to the hub and send it this process's card. Raises LinkError where the rank that keeps the hub is at fault."""
+        check_addresses([hub_card, self.card | {"loopback": "", "problem": ""}])
+        if hub is not None:
+            connection, theirs = socket.socketpair()
+            theirs.setblocking(False)
+            connection.setblocking(False)
+            hub.start(theirs)
+        else:
+            place = hub_card["rank"], hub_card["address"], hub_card["port"]
+            try:
+                connection = dial(*place, self.deadline, self._check_lost, set_up, small_segments=True)
+            except LinkError as error:
+                error.ended |= isinstance(error.__cause__, ConnectionError)  # or as the launcher has noted
+                if error.ended and self.by_agent and time.monotonic() < self.deadline:
+                    raise TurnedAway(hub_card["rank"], str(error), again=True) from error
+                if (failure := self._read(note)) is not None:
+                    raise failure.as_link_error() from error
+                raise
+        return Presence(self.card, hub_card, connection, hub)
+
+
+def _now_and_then(lost: Callable[[], Collection[int]]) -> Callable[[], Collection[int]]:
+    """Return a function that calls lost() at first and then every _ASK_AGAIN_S seconds, and returns nothing in between."""
+    asks_at = -math.inf
+
+    def ask() -> Collection[int]:
+        nonlocal asks_at
+        if time.monotonic() < asks_at:
+            return ()
+        asks_at = time.monotonic() + _ASK_AGAIN_S
+        return lost()
+
+    return ask
