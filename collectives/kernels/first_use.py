@@ -93,7 +93,7 @@ class _Line:
         if not self._on_terminal and not first:
             return
         self._since = time.monotonic()
-        text = f"gradwire: compiling kernels{' once' if kept else ''}, {self._duration}"
+        text = f"gradwire: compiling kernels{' for this and later runs' if kept else ''}, {self._duration}"
         if self._on_terminal:
             self._draw(text)
         else:

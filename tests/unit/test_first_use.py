@@ -56,7 +56,7 @@ def test_later_lines_are_gone_when_all_is_compiled(terminal: Terminal) -> None:
     told = FirstUse()
     compile_two(told)
     with told.compiling("int8", kept=True):
-        assert terminal.lines()[-1] == "gradwire: compiling kernels once, some seconds: 0 s so far"
+        assert terminal.lines()[-1] == "gradwire: compiling kernels for this and later runs, some seconds: 0 s so far"
     assert terminal.lines()[1:] == [""]
 
 
@@ -94,8 +94,8 @@ def test_the_log_has_the_first_kernels_without_a_terminal(
         wait_until(lambda: len(caplog.records) >= 3)
     begun, *meanwhile, done = caplog.messages
     compile_two(told)
-    assert begun == "gradwire: compiling kernels once, about 20 s; `gradwire precompile` does it ahead"
-    assert set(meanwhile) == {"gradwire: compiling kernels once, about 20 s: 0 s so far"}
+    assert begun == "gradwire: compiling kernels for this and later runs, about 20 s; `gradwire precompile` does it ahead"
+    assert set(meanwhile) == {"gradwire: compiling kernels for this and later runs, about 20 s: 0 s so far"}
     assert done == "gradwire: compiled kernels in 0 s"
     assert caplog.messages[-1] == done
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
