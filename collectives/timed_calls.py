@@ -88,9 +88,8 @@ def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
     """Use up what the links between hosts have saved for bursts, as calls that follow each other do, which the predictions are
     of. A collective call."""
     if costs.burst_bytes:
-        verbs.allreduce(
-            torch.zeros(2 * costs.burst_bytes // 4), algorithm="ring"
-        )  # loads every link in both directions
+        # A ring loads every link in both directions.
+        verbs.allreduce(torch.zeros(2 * costs.burst_bytes // 4), algorithm="ring")
 
 
 def _number(seconds: float) -> int:

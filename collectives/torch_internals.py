@@ -56,15 +56,15 @@ def plainly(function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str
         return function(*args, **kwargs)
 
 
-def move_storage(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Copy a tensor to the memory of another one, which its storage has from then on, and so all views of it. memory: as large
-    as the storage; it gets the old memory. Return False, and do nothing, where this version of torch cannot."""
-    swap = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-    if swap is None or tensor.untyped_storage().nbytes() != memory.untyped_storage().nbytes():
-        return False
+CAN_MOVE_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether this version of torch can do what move_storage() does."""
+
+
+def move_storage(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Copy a tensor, which is all of its storage, to the memory of another one of the same size. Its storage has this memory from
+    then on, and so have all views of it. `memory` has the old memory, to which NumPy arrays of the tensor still point."""
     memory.copy_(tensor)
-    swap(tensor.untyped_storage(), memory.untyped_storage())
-    return True
+    tensor.untyped_storage()._swap_data_ptr_(memory.untyped_storage())  # type: ignore[attr-defined]
 
 
 def graph_task() -> int:

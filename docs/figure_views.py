@@ -269,7 +269,7 @@ def failures(name: str) -> str:
         cells = (
             f"{len(row['kills'])}: {hosts} of a host, {firsts} with rank 0",
             row["hangs"],
-            f"{row['goodput']:.2f}",
+            "" if row["goodput"] is None else f"{row['goodput']:.2f}",
             "" if row["loss_over"] is None else f"{100 * row['loss_over']:+.2f} %",
             f"{median(outages):.1f} s" if outages else "",
             f"{max(outages):.1f} s" if outages else "",

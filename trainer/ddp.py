@@ -17,7 +17,13 @@ from gradwire.collectives import Communicator, Work
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.run.work import WorkQueue
-from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, move_storage, when_backward_ends
+from gradwire.collectives.torch_internals import (
+    CAN_MOVE_STORAGE,
+    OUTSIDE_BACKWARD,
+    graph_task,
+    move_storage,
+    when_backward_ends,
+)
 from gradwire.trainer.gradients.arguments import Average, check_named_parameters
 from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
 from gradwire.trainer.gradients.checkpoint_format import VERSION, check_part
@@ -91,8 +97,9 @@ class CompressionHook:
         self._described: list[tuple[str, list[int]]] = []
         self._buffers: dict[tuple[int, ...], CodedBuffer] = {}
         self._residuals: dict[int, Tensor] = {}
-        self._moved: dict[int, int] = {}
-        """The addresses of DDP's buckets, by index, that lie in shared memory."""
+        self._moved: dict[int, tuple[int, Tensor | None]] = {}
+        """By the index of a bucket of DDP: its address in shared memory, and the memory that it had before, which is kept where
+        NumPy arrays may point to it."""
         self._loaded: list[dict[str, Any]] = []
         """What was loaded of buffers with parameters that DDP has not come with yet."""
 
@@ -125,8 +132,8 @@ class CompressionHook:
         coded = [tuple(members) for encoding, members in kinds.items() if encoding is not None and cast is None]
         buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
         self._return_residuals(kinds.get(None, ()), gradients)
-        if self._settled and not buffers and cast is None:
-            self._share(bucket.index(), bucket.buffer(), combination.communicator)
+        if self._settled and not coded and cast is None:
+            self._share(bucket, combination.communicator)
         exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
         if bucket.is_last():
             combination.traffic.count(exchanges=1)
@@ -270,12 +277,24 @@ class CompressionHook:
             gradients[number].add_(self._residuals.pop(number))
         return bool(outstanding)
 
-    def _share(self, index: int, bucket: Tensor, communicator: Communicator) -> None:
+    def _share(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        communicator: Communicator,
+    ) -> None:
         """Move a bucket, once, to memory that the ranks of this host reduce without a copy. DDP's views of it follow, among them
-        the gradients with gradient_as_bucket_view=True; nobody else has its address."""
-        if communicator.shares_memory and bucket.device.type == "cpu" and self._moved.get(index) != bucket.data_ptr():
-            move_storage(bucket, communicator.empty(bucket.numel(), dtype=bucket.dtype))
-            self._moved[index] = bucket.data_ptr()
+        the gradients with gradient_as_bucket_view=True."""
+        index, buffer = bucket.index(), bucket.buffer()
+        address, _ = self._moved.get(index, (None, None))
+        if not CAN_MOVE_STORAGE or not communicator.shares_memory or not buffer.is_cpu or address == buffer.data_ptr():
+            return
+        memory = communicator.empty(buffer.numel(), dtype=buffer.dtype)
+        if buffer.untyped_storage().nbytes() != memory.untyped_storage().nbytes():
+            return
+        gradients = (parameter.grad for parameter in bucket.parameters() if parameter.grad is not None)
+        has_views = any(each.untyped_storage().data_ptr() == buffer.data_ptr() for each in gradients)
+        move_storage(buffer, memory)
+        self._moved[index] = buffer.data_ptr(), memory if has_views else None
 
     def _choose(self, combination: Combination, numbers: Sequence[int], buffer: Tensor) -> None:
         """With compression="auto", choose the encoding of these parameters of a bucket; none before DDP's buckets have settled.

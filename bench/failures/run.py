@@ -4,7 +4,8 @@ Each way runs for the same time, one after the other: undisturbed; in process, b
 starts all ranks again, from commits in memory; and by torchrun from checkpoints on disk alone. Every so many seconds one rank,
 drawn at random, is killed by SIGKILL. With --hosts (as root), ranks train on simulated hosts, launcher and torchrun's store are
 on one more, and every third kill takes a host drawn at random: its link goes down, all its processes are killed, and it comes
-back after --repair-s seconds.
+back after --repair-s seconds. The launcher of the way in process notices this at once, because the end of its pipe is on the same
+machine; torchrun's agents notice it by their time limits.
 
 Goodput is the number of steps that count, divided by that of the undisturbed run. A hang is a job that does not end, or gets no
 further for two minutes. -J adds the ways of a run to a file of the same settings, commit, software and machine, so that ways can

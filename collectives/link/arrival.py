@@ -185,14 +185,15 @@ class _Arrival:
 
 
 def _now_and_then(lost: Callable[[], Collection[int]]) -> Callable[[], Collection[int]]:
-    """Return a function that calls lost() at first and then every _ASK_AGAIN_S seconds, and returns nothing in between."""
+    """Return a function that calls lost() at first and then every _ASK_AGAIN_S seconds, and returns in between what it said
+    last."""
     asks_at = -math.inf
+    found: Collection[int] = ()
 
     def ask() -> Collection[int]:
-        nonlocal asks_at
-        if time.monotonic() < asks_at:
-            return ()
-        asks_at = time.monotonic() + _ASK_AGAIN_S
-        return lost()
+        nonlocal asks_at, found
+        if time.monotonic() >= asks_at:
+            asks_at, found = time.monotonic() + _ASK_AGAIN_S, lost()
+        return found
 
     return ask

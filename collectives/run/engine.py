@@ -312,7 +312,7 @@ class Engine:
     def timed(self, turn: Turn, trial: Trial) -> Iterator[None]:
         """Time the exchange inside for a trial. After a measurement, all ranks agree on its time and on the next choice.
 
-        The ranks meet before an exchange that counts, which then waits neither for a rank that is late nor for one that the call
+        The ranks meet before an exchange of a trial, which then waits neither for a rank that is late nor for one that the call
         before it has kept longer than others: algorithms differ in who leaves first."""
         if not trial.settled:
             self.meet(turn)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_a_tree_comes_back_as_it_was() -> None:
     data, sums = torch.empty(found.nbytes, dtype=torch.uint8), torch.zeros(SUMS, dtype=torch.int64)
     middle = found.nbytes // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     for start, stop in ((0, middle), (middle, found.nbytes)):
-        add_pieces(sums, found.pieces(start, stop), data[start:stop])
+        add_pieces(sums, [*chain.from_iterable(found.pieces(start, stop))], data[start:stop])
     back = unflatten(found.layout, data)
     tensors = {name: back[0][name] for name in back[0]} | {
         name: back[name] for name in ("strided", "flags", "conjugate")

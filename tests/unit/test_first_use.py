@@ -94,7 +94,9 @@ def test_the_log_has_the_first_kernels_without_a_terminal(
         wait_until(lambda: len(caplog.records) >= 3)
     begun, *meanwhile, done = caplog.messages
     compile_two(told)
-    assert begun == "gradwire: compiling kernels for this and later runs, about 20 s; `gradwire precompile` does it ahead"
+    assert (
+        begun == "gradwire: compiling kernels for this and later runs, about 20 s; `gradwire precompile` does it ahead"
+    )
     assert set(meanwhile) == {"gradwire: compiling kernels for this and later runs, about 20 s: 0 s so far"}
     assert done == "gradwire: compiled kernels in 0 s"
     assert caplog.messages[-1] == done

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ class Commits:
         record["shared"] = common.layout
         slot = self.memory.slot(self._next_name(self._world.rank))
         room = slot.begin(encode(record), mine.nbytes + stop - start)
-        slot.append([*mine.pieces(0, mine.nbytes), *common.pieces(start, stop)])
+        for pieces in chain(mine.pieces(0, mine.nbytes), common.pieces(start, stop)):
+            slot.append(pieces)
         slot.complete()
         record["part"] = [*part, 0, 0, common.nbytes]
         message = [encode(record), room[: mine.nbytes]] if self._targets else []

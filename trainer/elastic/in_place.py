@@ -10,7 +10,7 @@ from typing import TypeVar
 from gradwire.collectives import CollectiveError
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.trainer.elastic.failures import FailuresOfEpochs
-from gradwire.trainer.elastic.memory import NamedMemory, find_agent
+from gradwire.trainer.elastic.memory import NamedMemory, find_agent, load_kernels
 from gradwire.trainer.elastic.resuming import begin
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt, ObjectState
 from gradwire.trainer.optimizer import DistributedOptimizer
@@ -39,7 +39,11 @@ def train_in_place(
     since_s = time.perf_counter()
     is_first = True
     if worker.is_late:
-        for load in (cpu_kernels, cpu_sockets):  # which a world of one does without, and the others would wait for
+        for load in (
+            cpu_kernels,
+            cpu_sockets,
+            load_kernels,
+        ):  # which a world of one does without, and the others would wait for
             load()
         _leave(state, optimizers, None)
         is_first = False

@@ -227,6 +227,11 @@ class NamedMemory(Memory):
         return open_own(self.path(name))
 
 
+def load_kernels() -> None:
+    """Load, or compile, what copies commits and checks them."""
+    cpu_or_reference("copying").add_pieces(torch.zeros(SUMS, dtype=torch.int64), [])
+
+
 def open_own(path: Path) -> int:
     """Open a file for reading and writing, or make it, and return its descriptor. Raises PermissionError unless it is a plain
     file of this user, which nobody else may open and which has no other name."""

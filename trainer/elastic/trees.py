@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from gradwire.trainer.world.world import here
 
 ALIGNMENT_BYTES = LINE_BYTES
 """Where each tensor's bytes begin: at a multiple of this."""
+
+_LIST_BYTES = 32 << 20
+"""How many bytes of pieces make a list."""
 
 
 @dataclass
@@ -30,17 +33,24 @@ class Tree:
     starts: list[int] = field(default_factory=list)
     nbytes: int = 0
 
-    def pieces(self, start: int, stop: int) -> list[Tensor]:
-        """Return what lies at bytes start to stop of the tree, on the CPU, contiguous: each piece at the next multiple of
-        ALIGNMENT_BYTES, of which start is one."""
-        found = []
+    def pieces(self, start: int, stop: int) -> Iterator[list[Tensor]]:
+        """Yield what lies at bytes start to stop of the tree, on the CPU, contiguous: each piece at the next multiple of
+        ALIGNMENT_BYTES, of which start is one. The pieces come in lists, so that few copies from a GPU exist at a time."""
+        found: list[Tensor] = []
+        nbytes = 0
         for tensor, first in zip(self.tensors, self.starts, strict=True):
             begin, end = max(first, start), min(first + tensor.nbytes, stop)
-            if begin < end:
-                whole = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-                is_cut = end - begin < tensor.nbytes
-                found.append(whole.view(-1).view(torch.uint8)[begin - first : end - first] if is_cut else whole)
-        return found
+            if begin >= end:
+                continue
+            piece = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+            if end - begin < tensor.nbytes:
+                piece = piece.view(torch.uint8)[begin - first : end - first]
+            found.append(piece.cpu())
+            nbytes += end - begin
+            if nbytes >= _LIST_BYTES:
+                yield found
+                found, nbytes = [], 0
+        yield found
 
 
 def flatten(tree: Any, name: str) -> Tree:
