@@ -12,11 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.bench.codec.turns import OPERATIONS
 from gradwire.bench.failures.ways import LABELS, UNDISTURBED
 from gradwire.bench.predicted import CODECS, PredictedRow, codec_over_best, codec_pays_from, over_best
-from gradwire.bench.rules.run import reached
-from gradwire.bench.rules.training import Point
 from gradwire.collectives.notation import format_size
 
 DOCS = Path(__file__).parent
@@ -153,68 +150,6 @@ def compressed(name: str) -> str:
     return _table(heading, found, "---|---:|---:|---:")
 
 
-def codecs(name: str) -> str:
-    """Return a table of codecs on one core: each operation beside a copy, and beside torch's operations."""
-    rows: dict[str, dict[str, Any]] = {}
-    for row in figures(name)["rows"]:
-        rows.setdefault(row["codec"], {})[row["operation"]] = row
-    found = (
-        (
-            f"`{codec}`",
-            *(f"{of[operation]['of_copy']:.2f}" for operation in OPERATIONS),
-            *(
-                f"{_number(of[operation]['torch_over_ours'])} / {_number(of[operation]['plain_over_ours'])}"
-                for operation in OPERATIONS
-            ),
-        )
-        for codec, of in rows.items()
-    )
-    encode, *others = ("encode", "encode, ef", "decode", "decode, add")
-    heading = ("codec", f"of copy: {encode}", *others, f"times as fast as torch: {encode}", *others)
-    return _table(heading, found, f"---{'|---:' * 8}")
-
-
-def losses(name: str) -> str:
-    """Return a table of training with each codec, two columns for each model: fewer bytes, and the loss or the accuracy."""
-    rows = figures(name)["rows"]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    heading, found = ["codec"], dict[str, list[str]]()
-    for model in models:
-        of_model = [row for row in rows if row["model"] == model]
-        has_accuracy = of_model[0]["accuracy"] is not None
-        heading += [f"`{model}`: times fewer bytes", "accuracy" if has_accuracy else "loss, over that without"]
-        for row in of_model:
-            result = f"{100 * row['accuracy']:.1f} %" if has_accuracy else f"{row['validation_over_none']:.3f}"
-            found.setdefault(row["codec"], []).extend((_number(row["ratio"]), result))
-    cells = (("without" if codec == "none" else f"`{codec}`", *of) for codec, of in found.items())
-    return _table(heading, cells, f"---{'|---:' * (len(heading) - 1)}")
-
-
-def rules(*names: str) -> str:
-    """Return a table of the update rules of runs: what each reaches, over what the first rule of the first run does."""
-    runs = [figures(name) for name in names]
-    first = runs[0]["rows"][0]
-    target, rows = Point(**first["curve"][-1]), []
-    for run in runs:
-        for row in run["rows"]:
-            rule = f"`{row['competitor'].partition('@')[0]}`"
-            ranks = f", {row['world_size']} ranks" if row["world_size"] != first["world_size"] else ""
-            every = run["meta"]["every"]
-            rule += ranks + (f", every {every} steps" if every != runs[0]["meta"]["every"] else "")
-            found = reached([Point(**point) for point in row["curve"]], target)
-            both_send = first["sent_bytes"] and row["sent_bytes"]
-            cells = (
-                f"**{row['loss'] / first['loss']:.3f}**",
-                _number(row["seconds"] / first["seconds"]),
-                _number(row["tokens_per_s"] / first["tokens_per_s"]),
-                _number(row["sent_bytes"] / first["sent_bytes"]) if both_send else "",
-                "not reached" if found is None else _number(found.seconds / target.seconds),
-            )
-            rows.append((rule, *cells))
-    heading = ("rule", "loss", "time", "tokens per second", "bytes sent", "time until the first rule's last loss")
-    return _table(heading, rows, f"---{'|---:' * 5}")
-
-
 def _size(nbytes: int) -> str:
     text = format_size(nbytes)
     return f"{text[:-1]} {text[-1]}B"
@@ -286,9 +221,6 @@ VIEWS: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "across": across,
     "compressed": compressed,
-    "codecs": codecs,
-    "losses": losses,
-    "rules": rules,
     "command": command,
     "predictions": predictions,
     "failures": failures,

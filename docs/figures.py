@@ -1,7 +1,7 @@
 """Put measured figures into README and docs, each table from the JSON of one run.
 
 `python docs/figures.py` writes every page that shows a figure again. `python docs/figures.py measure` first runs the benchmarks
-of RUNS, and `python docs/figures.py measure NAME ...` those named, of RUNS or TRAININGS. Simulated hosts need root, and mpirun
+of RUNS, and `python docs/figures.py measure NAME ...` those named. Simulated hosts need root, and mpirun
 the extra `peers`. In a page,
 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
@@ -32,7 +32,7 @@ _SIZES = "allreduce -b 1K -e 16M -f 4 -n {} --algorithm auto,torch"
 _PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorithm auto,torch,mpi"
 _TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
-#: How each run is measured, by its name: all of them on one commit, in about fifteen minutes.
+#: How each run is measured, by its name, in about fifteen minutes together. Those of one table are of one commit.
 RUNS: dict[str, str] = {
     "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 20",
     "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --steps 2 --rounds 15",
@@ -47,30 +47,15 @@ RUNS: dict[str, str] = {
     **{f"peers-{n}-tcp": f"mpirun -n {n} --oversubscribe {_TCP} {_PEERS} -n 20" for n in (2, 4)},
     "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
     "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
-    "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef,topk+ef -b 100M -e 100M -n 10",
-    "codecs": "python -m gradwire.bench codec --iters 3",
+    "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }
 
-#: The losses that training reaches, in at most three minutes each. They are measured when named, and each has its commit.
-TRAININGS: dict[str, str] = {
-    "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
-    "rules-tokens-2-hosts": f"{_HOSTS.format(2, 2, '1gbit')} rules alone average+chunktopk ddp@0.3 --preset 13m --batch 1"
-    " --context 128 --warmup-steps 0 --steps 150",
-    "rules-equal-tokens": f"{_TORCHRUN.format(4)} rules synchronous diloco average+chunktopk --steps 600",
-    "rules-equal-tokens-every-10": f"{_TORCHRUN.format(4)} rules average+chunktopk --every 10 --steps 600",
-    "rules-slow-rank": f"{_TORCHRUN.format(4)} rules synchronous quorum@0.6 stale@0.7 asynchronous@0.6 --seconds 45"
-    " --slow 3:0.2 --staleness 96 --late drop",
-    "rules-without-slow-rank": f"{_TORCHRUN.format(3)} rules synchronous --seconds 27",
-    "rules-hogwild": f"{_TORCHRUN.format(2)} rules synchronous hogwild --seconds 20",
-}
-ALL = {**RUNS, **TRAININGS}
-
 
 def is_measured(name: str) -> bool:
     """Return whether docs/figures has a run with the command that it has here."""
-    return (FOLDER / f"{name}.json").exists() and figures(name)["command"] == ALL[name]
+    return (FOLDER / f"{name}.json").exists() and figures(name)["command"] == RUNS[name]
 
 
 def filled(text: str) -> str:
@@ -79,7 +64,7 @@ def filled(text: str) -> str:
     def fill(mark: re.Match[str]) -> str:
         begin, view, arguments, _, end = mark.groups()
         names = arguments.split()
-        missing = [name for name in names if name in ALL and not is_measured(name)]
+        missing = [name for name in names if name in RUNS and not is_measured(name)]
         shown = f"\n(Not measured yet: {', '.join(missing)}.)\n" if missing else VIEWS[view](*names)
         return f"{begin}{shown}{end}"
 
@@ -92,11 +77,11 @@ def measure(name: str) -> None:
     scripts = Path(sys.executable).parent  # where torchrun, python and mpirun are
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment = {**os.environ, **root, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run([*shlex.split(ALL[name]), "-J", str(path)], check=True, env=environment)
+    subprocess.run([*shlex.split(RUNS[name]), "-J", str(path)], check=True, env=environment)
     run = json.loads(path.read_text())
     for row in run["rows"]:
         row.pop("losses", None)  # of every step: long, and no page shows them
-    path.write_text(json.dumps({"command": ALL[name], **run}, indent=1) + "\n")
+    path.write_text(json.dumps({"command": RUNS[name], **run}, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> None:
