@@ -1,7 +1,6 @@
 """The views of docs/figures.py: each returns, in Markdown, what a page shows of a run, or of several.
 
-`predictions` shows all runs that a folder of docs has, `failures` a file of docs that `python -m gradwire.bench failures -J` has
-written.
+`predictions` shows all runs that a folder of docs has.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.bench.failures.ways import LABELS, UNDISTURBED
 from gradwire.bench.predicted import CODECS, PredictedRow, codec_over_best, codec_pays_from, over_best
 from gradwire.collectives.notation import format_size
 
@@ -192,28 +190,6 @@ def predictions(folder: str) -> str:
     return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}")
 
 
-def failures(name: str) -> str:
-    """Return a table of a run of `bench failures`: what each way lost by the failures."""
-    run = json.loads((DOCS / f"{name}.json").read_text())
-    rows = []
-    for row in run["rows"]:
-        if row["way"] == UNDISTURBED:
-            continue
-        hosts, firsts = (sum(kill[of] for kill in row["kills"]) for of in ("of_host", "of_rank_0"))
-        outages = row["outages_s"]
-        cells = (
-            f"{len(row['kills'])}: {hosts} of a host, {firsts} with rank 0",
-            row["hangs"],
-            "" if row["goodput"] is None else f"{row['goodput']:.2f}",
-            "" if row["loss_over"] is None else f"{100 * row['loss_over']:+.2f} %",
-            f"{median(outages):.1f} s" if outages else "",
-            f"{max(outages):.1f} s" if outages else "",
-        )
-        rows.append((LABELS[row["way"]], *map(str, cells)))
-    heading = ("", "kills", "hangs", "goodput", "loss at the same steps", "outage, median", "worst")
-    return _table(heading, rows, "---|---|---:|---:|---:|---:|---:")
-
-
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,
     "steps": steps,
@@ -223,5 +199,4 @@ VIEWS: dict[str, Callable[..., str]] = {
     "compressed": compressed,
     "command": command,
     "predictions": predictions,
-    "failures": failures,
 }

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from gradwire.bench.micro import plot as micro_plot
+from gradwire.bench.micro.plot import draw
 from gradwire.bench.micro.table import Row
 
 DOCS = Path(__file__).parent
 
 
 class Picture(NamedTuple):
-    """A picture in docs/images/, the run that it shows, what its rows are, and what draws them."""
+    """A picture in docs/images/ of an allreduce by size, and the run that it shows."""
 
     name: str
     run: str
-    row: Callable[..., Any]
-    draw: Callable[..., None]
 
     @property
     def path(self) -> Path:
@@ -41,22 +39,17 @@ class Picture(NamedTuple):
 
     def write(self) -> None:
         run = json.loads(self.source.read_text())
-        self.draw([self.row(**row) for row in run["rows"]], run["meta"], self.path)
+        draw([Row(**row) for row in run["rows"]], run["meta"], self.path)
         said = PngInfo()
         said.add_text("Description", self.digest())
         with Image.open(self.path) as drawn:
             drawn.save(self.path, pnginfo=said)
 
 
-PICTURES = (
-    Picture("hosts", "allreduce-8-ranks-1gbit", Row, micro_plot.draw),
-    Picture("shared-memory", "peers-2-shared", Row, micro_plot.draw),
-)
-
-
 def pictures() -> Iterator[Picture]:
-    """Return all pictures."""
-    return iter(PICTURES)
+    """Yield all pictures."""
+    yield Picture("hosts", "allreduce-8-ranks-1gbit")
+    yield Picture("shared-memory", "peers-2-shared")
 
 
 if __name__ == "__main__":

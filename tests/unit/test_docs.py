@@ -64,7 +64,7 @@ def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> Non
         text = (ROOT / page).read_text()
         assert text == figures["filled"](text), f"{page}: run docs/figures.py"
         for mark in figures["MARK"].finditer(text):
-            if mark[2] in ("predictions", "failures"):
+            if mark[2] == "predictions":
                 continue
             names = mark[3].split()
             used |= set(names)
