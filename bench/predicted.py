@@ -26,9 +26,8 @@ from gradwire.bench.options import count_from, picture, size
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.collectives import Communicator
 from gradwire.collectives.notation import format_size
-from gradwire.collectives.plan.selection import Measured, split_choice
+from gradwire.collectives.plan.selection import Measured
 from gradwire.collectives.plan.trial import COUNTED, SKIPPED
-from gradwire.collectives.plan.walk import predict
 from gradwire.collectives.timed_calls import spend_bursts
 
 #: A turn makes calls for about so long, and at most so many.
@@ -76,16 +75,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> list[PredictedRow]:
     """Time every algorithm at one size, in turns. A collective call."""
     tensor = comm.empty(nbytes // 4).zero_()
-    costs, usual = measured.costs, comm.segment_bytes
-    name, segment = split_choice(comm.chosen("allreduce", nbytes))
-    if predict(costs, "allreduce", name, nbytes, segment or usual) <= _CORRECTED_S:
+    costs = measured.costs
+    predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
+    if predicted[comm.chosen("allreduce", nbytes), "none"] <= _CORRECTED_S:
         spend_bursts(comm, costs)
         for _ in range((SKIPPED + COUNTED) * 4):  # which correct what 'auto' runs, as the first steps of a training do
             comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
-    predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
-    name, segment = split_choice(auto)
-    predicted[auto, "none"] = predict(costs, "allreduce", name, nbytes, segment or usual)
     predicted |= {("auto", codec): comm.predict(nbytes // 4, codec=codec) for codec in CODECS}
     calls = max(1, min(_MOST_CALLS, int(_TURN_S / predicted[auto, "none"])))
     taken: dict[tuple[str, str], list[float]] = {case: [] for case in predicted}

@@ -143,7 +143,6 @@ class Communicator(SharedTensors):
         try:
             transport = connection.transport
             quick = transport.quick
-            may_cut = segment_bytes is None
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
             algorithms = legal_algorithms(transport.algorithms)
@@ -176,7 +175,6 @@ class Communicator(SharedTensors):
             raise
         plans.by_hand = by_hand
         self._machines = connection.machines
-        self._may_cut = may_cut
         self._costs: Costs | None = None
         try:
             if tuned is not None:
@@ -268,7 +266,7 @@ class Communicator(SharedTensors):
 
     def _choose_by(self, costs: Costs, *, corrects: bool) -> None:
         self._costs = costs
-        self._engine.choose_by(costs, may_cut=self._may_cut, corrects=corrects)
+        self._engine.choose_by(costs, corrects=corrects)
 
     @property
     def control_device(self) -> str:

@@ -16,23 +16,22 @@ from gradwire.collectives.plan.cost import CallCost, Costs
 from gradwire.collectives.plan.walk import predict
 from gradwire.collectives.shared_tensors import SharedTensors
 
-_INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, 4 << 20, 16 << 20), (1 << 10, 4 << 10, 16 << 10)
+_LARGE = 4 << 20
+_INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, _LARGE, 16 << 20), (1 << 10, 4 << 10, 16 << 10, _LARGE)
 """The sizes in bytes, in a host and between hosts."""
-_LONGEST_INSIDE_S, _LONGEST_BETWEEN_S = 0.006, 0.0002
-"""What a call may be predicted to take, but of the least size. Longer ones follow the links between hosts, which the probe has
-measured, and which may save up for bursts meanwhile."""
+_LONGEST_INSIDE_S, _LONGEST_BETWEEN_S, _LONGEST_LARGE_S = 0.006, 0.0002, 0.02
+"""What a call may be predicted to take, but of the least size; between hosts, one of _LARGE bytes. Longer ones follow the links
+between hosts, which the probe has measured, and which may save up for bursts meanwhile."""
 
-_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 4 << 20)
+_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, _LARGE), (1 << 10, 8 << 10, _LARGE)
 """The same with a codec, of float32. Inside a host the walk misses a share of each call's time. Between hosts it misses the time
 that Python takes between messages, which is the same for all sizes once every rank encodes a part: the first two sizes show it,
 at which the links have little to do. If the links are quick, it also misses a time per byte: codes are copied and numbers are
 read from memory."""
-_LONGEST_CODED_S = 0.02
-"""What a call of the largest size may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
-#: A turn makes calls of every algorithm and size, of each for about so long, and at most so many. The first turns leave out those
-#: that take long.
-_TURNS, _OF_LONG, _TURN_S, _MOST_CALLS = 4, 2, 0.003, 32
+#: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor less than the
+#: least if they are small: the first ones of a row wake up ranks. The first turns leave out large calls that take long.
+_TURNS, _OF_LONG, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 4, 2, 0.003, 5, 32
 
 #: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
@@ -45,21 +44,19 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
     names: of the algorithms. The number of calls follows from predictions; for a link's own algorithm, see _OWN_FASTER.
     """
     inside = len(costs.hosts) == 1
-    sizes, longest_s = (_INSIDE, _LONGEST_INSIDE_S) if inside else (_BETWEEN, _LONGEST_BETWEEN_S)
     calls: dict[tuple[str, int], int] = {}
-    short = names
-    for nbytes in sizes:
+    for nbytes in _INSIDE if inside else _BETWEEN:
+        longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_LARGE_S if nbytes == _LARGE else _LONGEST_BETWEEN_S
         predicted = {
             name: predict(costs, "allreduce", name, nbytes, segment_bytes)
-            for name in short
+            for name in names
             if name in PLANNERS["allreduce"]
         }
         own = min(predicted.values(), default=longest_s) / _OWN_FASTER
-        seconds = {name: predicted.get(name, own) for name in short}
-        for name, each in seconds.items():
-            if each <= longest_s or nbytes == sizes[0]:
-                calls[name, nbytes] = _number(each)
-        short = [name for name, each in seconds.items() if each <= longest_s]  # others take longer for more bytes too
+        for name in names:
+            seconds = predicted.get(name, own)
+            if seconds <= longest_s or not any(name == timed for timed, _ in calls):
+                calls[name, nbytes] = _number(seconds, nbytes)
     return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
 
 
@@ -76,9 +73,10 @@ def time_codecs(
     *sizes, largest = _CODED_INSIDE if inside else _CODED_BETWEEN
     calls: dict[tuple[str, int], int] = {}
     for name, codec in named.items():
-        calls |= {(name, nbytes): _number(predict(nbytes // 4, codec)) for nbytes in sizes}
-        if inside or predict(largest // 4, codec) <= _LONGEST_CODED_S:
-            calls[name, largest] = _number(predict(largest // 4, codec))
+        seconds = {nbytes: predict(nbytes // 4, codec) for nbytes in (*sizes, largest)}
+        if not inside and seconds[largest] > _LONGEST_LARGE_S:
+            del seconds[largest]
+        calls |= {(name, nbytes): _number(each, nbytes) for nbytes, each in seconds.items()}
     return _call_costs(
         _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0))
     )
@@ -92,9 +90,9 @@ def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
         verbs.allreduce(torch.zeros(2 * costs.burst_bytes // 4), algorithm="ring")
 
 
-def _number(seconds: float) -> int:
-    """Return how many calls of so many seconds a turn makes."""
-    return max(1, min(_MOST_CALLS, int(_TURN_S / seconds)))
+def _number(seconds: float, nbytes: int) -> int:
+    """Return how many calls of so many seconds and bytes a turn makes."""
+    return max(_LEAST_CALLS if nbytes < _LARGE else 1, min(_MOST_CALLS, int(_TURN_S / seconds)))
 
 
 def _call_costs(taken: Mapping[tuple[str, int], float]) -> tuple[CallCost, ...]:

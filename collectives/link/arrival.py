@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import socket
 import time
@@ -20,9 +19,6 @@ from gradwire.collectives.link.handshake import dial, set_up
 from gradwire.collectives.link.hub import Admission, Card, Failure, Hub
 from gradwire.collectives.link.own_address import check_addresses
 from gradwire.collectives.link.presence import LOOK_AGAIN_S, Presence, TurnedAway
-
-#: How long to wait before the launcher's store, which all ranks ask, is asked again whose end is noted there.
-_ASK_AGAIN_S = 0.2
 
 _HUB = "hub"
 _KEY_BYTES = 16
@@ -48,15 +44,14 @@ def arrive(
     arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the rank
     whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
     again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then
-    waited for. lost: returns the ranks whose end a launcher has noted in its store, also of those that did not arrive; it is
-    called every _ASK_AGAIN_S seconds. deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process
+    waited for. lost: returns, without waiting, the ranks whose end a launcher has noted, also of those that did not arrive.
+    deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process
     away; LinkError where a rank has ended or cannot connect, and, with the ranks that did not arrive, at the deadline;
     OSError where this process cannot connect.
     """
     with closing(Asking(store, deadline, None, keepers)) as asking:
-        noted = None if lost is None else _now_and_then(lambda: asking.ask(lost))
         arrival = _Arrival(
-            store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent, noted
+            store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent, lost
         )
         while True:
             try:
@@ -182,18 +177,3 @@ class _Arrival:
                     raise failure.as_link_error() from error
                 raise
         return Presence(self.card, hub_card, connection, hub)
-
-
-def _now_and_then(lost: Callable[[], Collection[int]]) -> Callable[[], Collection[int]]:
-    """Return a function that calls lost() at first and then every _ASK_AGAIN_S seconds, and returns in between what it said
-    last."""
-    asks_at = -math.inf
-    found: Collection[int] = ()
-
-    def ask() -> Collection[int]:
-        nonlocal asks_at, found
-        if time.monotonic() >= asks_at:
-            asks_at, found = time.monotonic() + _ASK_AGAIN_S, lost()
-        return found
-
-    return ask

@@ -44,12 +44,13 @@ class Membership:
 
     rank: this rank among them. size: their number. hosts: see Topology. store: nobody else uses it. epoch: how often the
     members have changed. device_types: those whose tensors they exchange. secret: authenticates them when they connect. lost:
-    returns those whose process is known to have ended. global_ranks: their ranks in torch.distributed's default group; empty if
-    they have none. beside_others: whether other ranks of the host compute while these wait for each other, so that waits leave
-    the cores to them. presence: of the ranks that arrived together; None for a rank alone. places: the members' ranks in
-    `presence`. scope: marks their failure reports in `presence`. keepers: the member whose process serves the store, if one
-    does. natively: whether algorithm 'native' is wanted; without it, torch's backend for CPU tensors is made only if nothing
-    else connects the members.
+    returns those whose process is known to have ended. noted: returns, without waiting, those whose end a launcher has noted,
+    which may know it before a connection ends; None if it notes nothing. global_ranks: their ranks in torch.distributed's
+    default group; empty if they have none. beside_others: whether other ranks of the host compute while these wait for each
+    other, so that waits leave the cores to them. presence: of the ranks that arrived together; None for a rank alone. places:
+    the members' ranks in `presence`. scope: marks their failure reports in `presence`. keepers: the member whose process
+    serves the store, if one does. natively: whether algorithm 'native' is wanted; without it, torch's backend for CPU tensors
+    is made only if nothing else connects the members.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Membership:
     device_types: tuple[str, ...]
     secret: bytes = field(repr=False)
     lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
+    noted: Callable[[], Collection[int]] | None = field(repr=False, default=None)
     global_ranks: tuple[int, ...] = ()
     beside_others: bool = False
     presence: Presence | None = field(repr=False, default=None)
@@ -74,6 +76,7 @@ class Membership:
         Not a collective call: nothing is sent. name: the same on these ranks, and not used before.
         """
         place = {rank: number for number, rank in enumerate(ranks)}
+        noted = self.noted
         hosts = [[place[rank] for rank in host if rank in place] for host in self.hosts]
         return replace(
             self,
@@ -83,6 +86,7 @@ class Membership:
             store=PrefixStore(name, self.store),
             secret=hashlib.sha256(self.secret + name.encode()).digest(),
             lost=lambda: [place[rank] for rank in self.lost() if rank in place],
+            noted=None if noted is None else lambda: [place[rank] for rank in noted() if rank in place],
             global_ranks=tuple(self.global_ranks[rank] for rank in ranks) if self.global_ranks else (),
             places=tuple(self.places[rank] for rank in ranks) if self.places else (),
             scope=f"{self.scope}/{name}",

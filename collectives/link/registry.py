@@ -132,7 +132,10 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
     for connection in news.values():
         give_up_on_silence(connection)
     machines = tuple(Machine(**each["machine"]) for each in cards)
-    return Watch(rank, membership.size, news), machines
+    watch = Watch(rank, membership.size, news)
+    if membership.noted is not None:
+        watch.look_at(membership.noted)
+    return watch, machines
 
 
 def _difference(rank: int, settings: Sequence[str]) -> str:

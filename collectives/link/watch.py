@@ -33,6 +33,9 @@ _LONGEST_NEWS = 1 << 24
 #: within milliseconds.
 _FLUSH_S, _FLUSH_AFTER_FAILURE_S = 2.0, 0.2
 
+#: Seconds between two looks at the losses that a launcher has noted.
+_LOOK_AT_NOTES_S = 0.1
+
 #: Seconds between two checks whether sent messages are acknowledged.
 _LOOK_AGAIN_S = 0.01
 
@@ -147,6 +150,17 @@ class Watch:
         without news, or None."""
         self._listeners.append(listener)
         self._wake_up()
+
+    def look_at(self, noted: Callable[[], Iterable[int]]) -> None:
+        """Report the ranks that a function returns to all as lost, some times a second. A host whose link is cut ends no
+        connection for many seconds. noted: must not wait."""
+
+        def report() -> float:
+            for rank in noted():
+                self._send("lost", rank, by=self.rank)
+            return _LOOK_AT_NOTES_S
+
+        self.on_news(report)
 
     def report_leaving(self, sequence: int, why: str = "") -> None:
         """Report to all that this rank takes no part in operations from this number on. why: the exception by which it

@@ -16,13 +16,9 @@ from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.plan.walk import predict
 
-#: Segments that are considered, as multiples of the usual one, for this many algorithms, those that are fastest with the usual
-#: one.
-_SEGMENTS, _TRIED = (4, 16), 2
-
-#: The usual algorithm and segment stay unless another one takes at most this share of their time: near equals must not change
-#: from run to run. The usual segment may stay in the caches, which the model ignores.
-_WORTH_IT, _WORTH_A_SEGMENT = 0.95, 0.85
+#: The usual algorithm stays unless another one takes at most this share of its time: near equals must not change from run to
+#: run.
+_WORTH_IT = 0.95
 
 #: How many sizes of calls are corrected at most: more than a training has buckets.
 _MOST_TRIALS = 64
@@ -140,13 +136,6 @@ def choose(table: Table, nbytes: int) -> str:
     return next(rule.algorithm for rule in table if rule.stop is None or nbytes < rule.stop)
 
 
-def split_choice(choice: str) -> tuple[str, int | None]:
-    """Return the algorithm's name and the segment in bytes of a choice such as 'ring/384K'; None for the usual segment. Raises
-    ValueError for a malformed segment."""
-    name, _, segment = choice.partition("/")
-    return name, parse_size(segment) if segment else None
-
-
 def _power_of_two(nbytes: int) -> int:
     """Return the power of two nearest to nbytes, by integer arithmetic."""
     return 1 << (((nbytes * nbytes) | 1).bit_length() // 2)
@@ -159,12 +148,11 @@ def planned(verb: str, names: Sequence[str], hosts: Sequence[Sequence[int]]) -> 
 
 
 class Measured:
-    """Chooses by measured costs the fastest algorithm and segment for every verb and power of two of bytes. The choice is the
-    same on all ranks, which have the same costs.
+    """Chooses by measured costs the fastest algorithm for every verb and power of two of bytes. The choice is the same on all
+    ranks, which have the same costs.
 
-    usual: returns the choice of the table made by hand. algorithms: the names that each verb has. segment_bytes: the usual
-    segment; may_cut: whether others may be chosen. corrects: whether calls may correct predictions (see Trial). logs: whether
-    this rank logs the choices.
+    usual: returns the choice of the table made by hand. algorithms: the names that each verb has. segment_bytes: of a segment.
+    corrects: whether calls may correct predictions (see Trial). logs: whether this rank logs the choices.
     """
 
     def __init__(
@@ -174,13 +162,11 @@ class Measured:
         segment_bytes: int,
         usual: Callable[[str, int], str],
         *,
-        may_cut: bool = True,
         corrects: bool = False,
         logs: bool = False,
     ) -> None:
         self.costs = costs
         self._segment_bytes = segment_bytes
-        self._may_cut = may_cut
         self._usual = usual
         self._corrects = corrects
         self._logs = logs
@@ -195,7 +181,7 @@ class Measured:
         }
 
     def choose(self, verb: str, nbytes: int) -> str:
-        """Return the choice for a message of nbytes, such as 'ring', or 'ring/384K' with another than the usual segment."""
+        """Return the algorithm for a message of nbytes."""
         key = verb, _power_of_two(nbytes)
         if key not in self._chosen:
             self._chosen[key] = self._decide(*key)
@@ -204,12 +190,8 @@ class Measured:
     def trial(self, nbytes: int) -> Trial | None:
         """Return the Trial that corrects the choice for an allreduce of nbytes by the times of calls, or None."""
         if self._corrects and nbytes not in self._trials and len(self._trials) < _MOST_TRIALS:
-            name, segment = split_choice(chosen := self.choose("allreduce", nbytes))
-            ranked = {choice: seconds for seconds, choice in self.ranked("allreduce", nbytes)}
-            if chosen not in ranked:  # the choice was made for the power of two
-                ranked[chosen] = predict(self.costs, "allreduce", name, nbytes, segment or self._segment_bytes)
-            tried = sorted((seconds, choice) for choice, seconds in ranked.items())
-            self._trials[nbytes] = Trial(tried, chosen, f"allreduce of {nbytes} bytes")
+            chosen = self.choose("allreduce", nbytes)
+            self._trials[nbytes] = Trial(self.ranked("allreduce", nbytes), chosen, f"allreduce of {nbytes} bytes")
         return self._trials.get(nbytes)
 
     def corrected(self, nbytes: int) -> str | None:
@@ -218,18 +200,10 @@ class Measured:
         return None if trial is None else trial.choice
 
     def ranked(self, verb: str, nbytes: int) -> list[tuple[float, str]]:
-        """Return the choices considered with their predicted seconds, the fastest first."""
-        costs, usual = self.costs, self._segment_bytes
-        first = sorted((predict(costs, verb, name, nbytes, usual), name) for name in self._names[verb])
-        ranked = list(first)
-        if self._may_cut and nbytes > usual:
-            for seconds, name in first[:_TRIED]:
-                if name in PLANNERS[verb]:
-                    for segment in (factor * usual for factor in _SEGMENTS):
-                        other = predict(costs, verb, name, nbytes, segment)
-                        if other < _WORTH_A_SEGMENT * seconds:
-                            ranked.append((other, f"{name}/{format_size(segment)}"))
-        return sorted(ranked)
+        """Return a verb's algorithms with their predicted seconds, the fastest first."""
+        return sorted(
+            (predict(self.costs, verb, name, nbytes, self._segment_bytes), name) for name in self._names[verb]
+        )
 
     def _decide(self, verb: str, nbytes: int) -> str:
         names = self._names[verb]

@@ -20,7 +20,6 @@ from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.program import Program
-from gradwire.collectives.plan.selection import split_choice
 from gradwire.collectives.plan.spans import Layout, consecutive
 from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.reduction import COMBINE, carried, finish
@@ -126,7 +125,7 @@ class Engine:
         """
         like, op = carried(like, op)
         device_type = "cpu" if self._via_host else like.device.type
-        if split_choice(algorithm)[0] not in PLANNERS[_WHOLE_OF.get(verb, verb)]:
+        if algorithm not in PLANNERS[_WHOLE_OF.get(verb, verb)]:
             outgoing, incoming = map(tuple, lengths)
             request = Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
             whole = self._transport.collective(request)._replace(algorithm=algorithm)
@@ -298,9 +297,9 @@ class Engine:
         rows: list[list[int]] = everything.tolist()
         return rows
 
-    def choose_by(self, costs: Costs, *, may_cut: bool, corrects: bool) -> None:
+    def choose_by(self, costs: Costs, *, corrects: bool) -> None:
         """Let 'auto' choose by measured costs from now on, also in remembered calls. See Measured."""
-        self.plans.choose_by(costs, may_cut=may_cut, corrects=corrects)
+        self.plans.choose_by(costs, corrects=corrects)
         self._calls.clear()
 
     def trial(self, algorithm: str, like: torch.Tensor, nbytes: int) -> Trial | None:

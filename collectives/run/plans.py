@@ -18,7 +18,7 @@ from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.program import LOOKAHEAD, Program
 from gradwire.collectives.plan.schedule import Place, Schedule
-from gradwire.collectives.plan.selection import Measured, Table, choose, split_choice
+from gradwire.collectives.plan.selection import Measured, Table, choose
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.trial import Trial
@@ -108,14 +108,12 @@ class Plans:
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
         self._lock = threading.RLock()  # reentrant: making a plan asks for other plans
 
-    def choose_by(self, costs: Costs, *, may_cut: bool, corrects: bool) -> None:
-        """Let 'auto' choose by measured costs from now on. may_cut, corrects: as of Measured."""
+    def choose_by(self, costs: Costs, *, corrects: bool) -> None:
+        """Let 'auto' choose by measured costs from now on. corrects: as of Measured."""
         rank = self._place.rank
         names, segment_bytes = self._algorithms, self.segment_bytes
         with self._lock:
-            self.measured = Measured(
-                costs, names, segment_bytes, self.usual, may_cut=may_cut, corrects=corrects, logs=rank == 0
-            )
+            self.measured = Measured(costs, names, segment_bytes, self.usual, corrects=corrects, logs=rank == 0)
             self._place = costs.place(rank)
             self._planned.clear()  # which may depend on whose link is slow
 
@@ -143,12 +141,12 @@ class Plans:
         """Return the algorithm, with 'auto' resolved. Raises ValueError for an unknown collective or algorithm."""
         names = self.algorithms(collective)
         chosen = self._auto(collective, nbytes) if algorithm == "auto" else algorithm
-        if split_choice(chosen)[0] not in names:
+        if chosen not in names:
             allowed = ", ".join(("auto", *names))
             raise ValueError(
                 f"rank {self._place.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}"
             )
-        if split_choice(chosen)[0] in PLANNERS[collective]:
+        if chosen in PLANNERS[collective]:
             self._schedule(collective, chosen)  # so that an error of the planner comes before anything is sent
         return chosen
 
@@ -180,7 +178,7 @@ class Plans:
         """Return the algorithm for a message of one part per rank. A link's own algorithm needs equal parts; for unequal ones
         'auto' uses rsag."""
         chosen = self.choose(collective, algorithm, sum(lengths) * element_size)
-        if split_choice(chosen)[0] not in PLANNERS[collective] and len(set(lengths)) > 1:
+        if chosen not in PLANNERS[collective] and len(set(lengths)) > 1:
             if algorithm != "auto":
                 raise ValueError(
                     f"rank {self._place.rank}: {collective} of unequal parts {list(lengths)} has no algorithm {chosen!r}"
@@ -202,7 +200,7 @@ class Plans:
                     return 0
                 program = self.of_codes(codec, numel, name, used.wire_bytes(partition.longest), grouped=False)
                 return program.sent_bytes(used.wire_bytes)
-        if split_choice(name)[0] not in PLANNERS[collective]:
+        if name not in PLANNERS[collective]:
             return None
         element_size = 4 if nbytes % 4 == 0 else 1
         numel = nbytes // element_size
@@ -215,7 +213,7 @@ class Plans:
         """Return the program for one buffer. where: its number of elements, if the algorithm may cut it as it likes; else the
         layout in which block r belongs to rank r."""
         schedule = self._schedule(collective, algorithm, root)
-        segment = self._segment(element_size, algorithm)
+        segment = self._segment(element_size)
         if isinstance(where, int):
             segments = segments_of_buffer(where, schedule.blocks, segment)
         else:
@@ -235,9 +233,9 @@ class Plans:
             alignment = max(1, self._share_alignment_bytes[algorithm] // element_size)
             aligned = split_aligned(Span(0, numel), size, alignment)
             return Shares(algorithm, tuple((span,) for span in aligned))
-        if split_choice(algorithm)[0] not in IN_HALVES:
+        if algorithm not in IN_HALVES:
             return Shares(None, tuple((span,) for span in split(Span(0, numel), size)))
-        segments = segments_of_buffer(numel, size, self._segment(element_size, algorithm))
+        segments = segments_of_buffer(numel, size, self._segment(element_size))
         return Shares(algorithm, tuple(tuple(segment[rank] for segment in segments) for rank in range(size)))
 
     def of_move(
@@ -276,8 +274,8 @@ class Plans:
         return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), costs.call_s, scales=scales)
 
     def _predict_numbers(self, costs: Costs, nbytes: int, itemsize: int) -> float:
-        name, segment = split_choice(self.choose("allreduce", "auto", nbytes))
-        return predict(costs, "allreduce", name, nbytes, segment or self.segment_bytes, itemsize=itemsize)
+        name = self.choose("allreduce", "auto", nbytes)
+        return predict(costs, "allreduce", name, nbytes, self.segment_bytes, itemsize=itemsize)
 
     def _walk_codes(self, costs: Costs, codec: Codec, numel: int) -> float:
         """Return what the walk says of a compressed allreduce of so many numbers."""
@@ -338,11 +336,11 @@ class Plans:
         answered = self._eager and not grouped and collective in _ONE_WAY
         return Program(schedule, segments, sources, lookahead, answered=answered)
 
-    def _segment(self, element_size: int, algorithm: str = "") -> int:
+    def _segment(self, element_size: int) -> int:
         """Return how many elements a segment has at most."""
-        return max(1, (split_choice(algorithm)[1] or self.segment_bytes) // element_size)
+        return max(1, self.segment_bytes // element_size)
 
     @_once
     def _schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule."""
-        return PLANNERS[collective][split_choice(algorithm)[0]](replace(self._place, root=root))
+        return PLANNERS[collective][algorithm](replace(self._place, root=root))

@@ -44,7 +44,7 @@ def tuned(file: str) -> tuple[str, list[str], list[str]]:
             measured, first = comm.costs.to_json(), chosen(comm)
             for numel in (1, 5000, 300_000):
                 tensor = contribution(comm.rank, comm.size, numel, torch.float32)
-                for algorithm in ("auto", "ring/16K"):
+                for algorithm in ("auto", "ring"):
                     mine = tensor.clone()
                     comm.allreduce(mine, algorithm=algorithm)
                     with checks.case(numel=numel, algorithm=algorithm):
@@ -80,7 +80,7 @@ def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
         free = replace(
             costs, inside=nothing, between=nothing, uplinks=(0.0,) * 3, call_s=1e-12, reduce_byte_s=0.0, calls=()
         )
-        comm._engine.choose_by(free, may_cut=True, corrects=True)
+        comm._engine.choose_by(free, corrects=True)
         tensors = [contribution(comm.rank, 3, numel, torch.float32) for numel in (700, 50_000)]
         sums = [reduced(3, numel, torch.float32) for numel in (700, 50_000)]
         begun = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
@@ -107,7 +107,7 @@ def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
         assert len(set(trials[1]._tried)) == 3
         mine = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
         assert comm.allgather_record(mine) == [mine] * 3
-        comm._engine.choose_by(costs, may_cut=True, corrects=False)
+        comm._engine.choose_by(costs, corrects=False)
         assert comm._engine.plans.trial(4) is None  # as with a file, which keeps the bits
 
 

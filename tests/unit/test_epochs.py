@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -21,3 +22,23 @@ def test_a_worker_waits_for_an_epoch_as_long_as_the_launcher_does() -> None:
     worker.take_place(0.1)  # its own deadline passes before the epoch begins
     begins.join()
     assert worker.epoch == Epoch(0, (3,), (0,))
+    worker.leave()
+
+
+def test_a_worker_learns_what_its_epoch_has_lost_and_not_what_the_next_one_has() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    epochs = Epochs(store)
+    epochs.begin(Epoch(0, (3, 5, 8), (0, 1, 1)))
+    worker = Worker({WORKER: "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}, 10.0)
+    worker.take_place(10.0)
+    assert worker.lost_ranks() == ()
+    epochs.lose(0, (5, 8))
+    end = time.monotonic() + 10.0
+    while not worker.lost_ranks() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert worker.lost_ranks() == (1, 2)
+    worker.leave()
+    epochs.begin(Epoch(1, (3,), (0,)))
+    worker.take_place(10.0)
+    assert worker.lost_ranks() == ()
+    worker.leave()

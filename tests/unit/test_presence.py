@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.arrival import _ASK_AGAIN_S, arrive
+from gradwire.collectives.link.arrival import arrive
 from gradwire.collectives.link.hub import ANSWER_S, Failure
 from gradwire.collectives.link.membership import membership_from
 from gradwire.collectives.link.own_address import card_of
@@ -101,7 +101,7 @@ def test_a_rank_that_waits_for_a_stopped_store_at_the_deadline_is_not_blamed() -
 
 
 def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
-    """The queue of the hub is full, so that no connection comes about. The launcher's store is asked rarely."""
+    """The queue of the hub is full, so that no connection comes about."""
     store, asked = HashStore(), 0
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, socket.create_connection(hub.getsockname()):
         card = card_of(0, "host", "machine", {})
@@ -117,4 +117,4 @@ def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
         with pytest.raises(LinkError, match="lost rank 0") as caught:
             arrive(store, SIZE, card_of(1, "host", "machine", {}), began + DEADLINE_S, hub_rank=0, lost=lost)
     assert (caught.value.awaited, caught.value.ended) == ({0}, True)
-    assert time.monotonic() - began > _ASK_AGAIN_S  # as late as the third question at the earliest
+    assert time.monotonic() - began < DEADLINE_S

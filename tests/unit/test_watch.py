@@ -86,6 +86,22 @@ def test_everyone_hears_of_a_rank_that_ends_without_a_word(size: int) -> None:
         assert all(set(watch.lost) == {1} and watch.has_news for watch in others)
 
 
+def test_a_loss_that_a_launcher_has_noted_is_news_though_no_connection_ends() -> None:
+    connections = joined(3)
+    first, second = (Watch(rank, 3, connections[rank]) for rank in range(2))
+    noted: list[int] = []
+    try:
+        first.look_at(lambda: noted)
+        noted.append(2)
+        assert_all_see((first, second), lambda watch: set(watch.lost) == {2} and watch.has_news)
+    finally:
+        for watch in (first, second):
+            watch.close(after_failure=True)
+            watch.join()
+        for connection in connections[2].values():
+            connection.close()
+
+
 @pytest.mark.parametrize("size", [3, 8])
 def test_a_connection_that_ends_between_two_living_ranks_makes_neither_lost(size: int) -> None:
     with watches(size) as all_watches:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
 from collections.abc import Iterable, MutableMapping
+from contextlib import suppress
 
 from gradwire.trainer.world.epochs import WORKER, Departure, Epoch, Epochs, epochs_of
 
 _LOCAL_RANK = "LOCAL_RANK"
 _LONGEST_REASON = 2000
+#: How often the store is asked for losses, and how long a process that leaves an epoch waits for the answer.
+_ASK_S, _ANSWER_S = 0.1, 1.0
 
 
 class Worker:
@@ -26,6 +31,7 @@ class Worker:
         self.is_late = False
         self._environment = environment
         self._epochs: Epochs = epochs_of(environment, timeout_s)
+        self._losses: _Losses | None = None
         self._comes_first = True
 
     def take_place(self, timeout_s: float) -> None:
@@ -53,12 +59,15 @@ class Worker:
         self.epoch = self._epochs.await_epoch(self.number, after, deadline)
         self.is_late = False
         self._environment.update(self.epoch.environment(self.number))
+        self._losses = _Losses(self._epochs, self.epoch)
 
     def leave(self, error: BaseException | None = None, lost: Iterable[int] = ()) -> None:
         """Tell the launcher that this process has left its epoch. error: by which; None: because the launcher wanted it. lost:
         the ranks that no longer answer. Raises RuntimeError where the launcher is gone."""
         if self.epoch is None:
             return
+        if self._losses is not None:
+            self._losses.close()
         reason = "" if error is None else reason_of(error)
         blamed = tuple(self.epoch.workers[rank] for rank in lost)
         self._epochs.leave(self.number, self.epoch.number, Departure(error is None, reason, blamed))
@@ -69,10 +78,8 @@ class Worker:
         self._epochs.resume(self.epoch.number, commit)
 
     def lost_ranks(self) -> tuple[int, ...]:
-        """Return the ranks of this epoch whose processes have ended, as the launcher says. Raises as leave."""
-        if self.epoch is None:
-            return ()
-        return tuple(self.epoch.workers.index(worker) for worker in self._epochs.lost(self.epoch.number))
+        """Return the ranks of this epoch whose processes have ended, as the launcher has noted by now. Asks nobody."""
+        return () if self._losses is None else self._losses.ranks
 
     def is_update_wanted(self) -> bool:
         """Return whether the launcher wants the ranks to leave this epoch. Raises as leave."""
@@ -81,6 +88,33 @@ class Worker:
     def end_job(self, reason: str) -> None:
         """Have no epoch follow."""
         self._epochs.end(reason)
+
+
+class _Losses:
+    """Asks the launcher's store which ranks an epoch has lost, on a thread of its own: the store may answer late. ranks: what it
+    has answered last."""
+
+    def __init__(self, epochs: Epochs, epoch: Epoch) -> None:
+        self.ranks: tuple[int, ...] = ()
+        self._epochs, self._epoch = epochs, epoch
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="gradwire-losses", daemon=True)
+        self._thread.start()
+        atexit.register(
+            self.close
+        )  # a thread that returns from the store while the interpreter ends aborts the process
+
+    def close(self) -> None:
+        """End the thread, and wait for that."""
+        atexit.unregister(self.close)
+        self._is_over.set()
+        self._thread.join(_ANSWER_S)
+
+    def _ask(self) -> None:
+        with suppress(RuntimeError):  # where the launcher has gone, whatever this process asks it next raises that
+            while not self._is_over.wait(_ASK_S):
+                lost = self._epochs.lost(self._epoch.number)
+                self.ranks = tuple(self._epoch.workers.index(worker) for worker in lost)
 
 
 def reason_of(error: BaseException) -> str:
