@@ -16,18 +16,20 @@ from gradwire.collectives.plan.cost import CallCost, Costs
 from gradwire.collectives.plan.walk import predict
 from gradwire.collectives.shared_tensors import SharedTensors
 
-_LARGE = 4 << 20
-_INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, _LARGE, 16 << 20), (1 << 10, 4 << 10, 16 << 10, _LARGE)
+_SMALL = 16 << 10
+_INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, 4 << 20, 16 << 20), (1 << 10, 4 << 10, _SMALL, 1 << 20)
 """The sizes in bytes, in a host and between hosts."""
-_LONGEST_INSIDE_S, _LONGEST_BETWEEN_S, _LONGEST_LARGE_S = 0.006, 0.0002, 0.02
-"""What a call may be predicted to take, but of the least size; between hosts, one of _LARGE bytes. Longer ones follow the links
-between hosts, which the probe has measured, and which may save up for bursts meanwhile."""
+_LONGEST_INSIDE_S, _LONGEST_BETWEEN_S, _LONGEST_LARGE_S = 0.006, 0.0002, 0.005
+"""What a call may be predicted to take, but of the least size; between hosts, a small one and one that is larger. Longer ones
+follow the links between hosts, which the probe has measured, and which may save up for bursts meanwhile."""
 
-_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, _LARGE), (1 << 10, 8 << 10, _LARGE)
+_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 4 << 20)
 """The same with a codec, of float32. Inside a host the walk misses a share of each call's time. Between hosts it misses the time
 that Python takes between messages, which is the same for all sizes once every rank encodes a part: the first two sizes show it,
 at which the links have little to do. If the links are quick, it also misses a time per byte: codes are copied and numbers are
 read from memory."""
+_LONGEST_CODED_S = 0.02
+"""What a call of the largest size may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor less than the
 #: least if they are small: the first ones of a row wake up ranks. The first turns leave out large calls that take long.
@@ -46,7 +48,7 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
     inside = len(costs.hosts) == 1
     calls: dict[tuple[str, int], int] = {}
     for nbytes in _INSIDE if inside else _BETWEEN:
-        longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_LARGE_S if nbytes == _LARGE else _LONGEST_BETWEEN_S
+        longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
         predicted = {
             name: predict(costs, "allreduce", name, nbytes, segment_bytes)
             for name in names
@@ -74,7 +76,7 @@ def time_codecs(
     calls: dict[tuple[str, int], int] = {}
     for name, codec in named.items():
         seconds = {nbytes: predict(nbytes // 4, codec) for nbytes in (*sizes, largest)}
-        if not inside and seconds[largest] > _LONGEST_LARGE_S:
+        if not inside and seconds[largest] > _LONGEST_CODED_S:
             del seconds[largest]
         calls |= {(name, nbytes): _number(each, nbytes) for nbytes, each in seconds.items()}
     return _call_costs(
@@ -92,7 +94,7 @@ def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
 
 def _number(seconds: float, nbytes: int) -> int:
     """Return how many calls of so many seconds and bytes a turn makes."""
-    return max(_LEAST_CALLS if nbytes < _LARGE else 1, min(_MOST_CALLS, int(_TURN_S / seconds)))
+    return max(_LEAST_CALLS if nbytes <= _SMALL else 1, min(_MOST_CALLS, int(_TURN_S / seconds)))
 
 
 def _call_costs(taken: Mapping[tuple[str, int], float]) -> tuple[CallCost, ...]:
