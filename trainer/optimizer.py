@@ -25,7 +25,7 @@ from gradwire.trainer.gradients.arguments import (
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
 from gradwire.trainer.gradients.compression import AUTO, Compression, Compressor, Policy, wanted
-from gradwire.trainer.gradients.layout import AWAITED_BUCKET_BYTES, DEFAULT_BUCKET_BYTES
+from gradwire.trainer.gradients.layout import SMALL_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.gradients.shards.transfer import movements_as
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
@@ -82,8 +82,8 @@ class DistributedOptimizer(WrappingOptimizer):
     indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps by itself.
-    bucket_bytes: the size up to which gradients are fused; None: HOROVOD_FUSION_THRESHOLD, else 25 MB, or 4 MB with
-    overlap="next_forward".
+    bucket_bytes: the size up to which gradients are fused; None: HOROVOD_FUSION_THRESHOLD, else 4 MB, or 25 MB on GPUs and for
+    codecs, except with overlap="next_forward" and compression="auto".
     rule: a class derived from Rule, or a function from a Setup to a Rule: what is exchanged, and when. This docstring
     describes the default rule.
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
@@ -131,8 +131,8 @@ class DistributedOptimizer(WrappingOptimizer):
         model: nn.Module | None = None,
     ) -> None:
         if bucket_bytes is None:
-            usual = AWAITED_BUCKET_BYTES if overlap == "next_forward" else DEFAULT_BUCKET_BYTES
-            bucket_bytes = current_settings().fusion_bytes or usual
+            awaited = SMALL_BUCKET_BYTES if overlap == "next_forward" else None
+            bucket_bytes = current_settings().fusion_bytes or awaited
         reported = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)

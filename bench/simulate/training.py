@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.bench.simulate.models import Weight
-from gradwire.trainer.gradients.layout import DEFAULT_BUCKET_BYTES, Item, plan_buckets
+from gradwire.trainer.gradients.layout import LARGE_BUCKET_BYTES, Item, plan_buckets
 
 #: How gradients are exchanged: all at once after backward; each one as soon as it is made; in the buckets of
 #: DistributedOptimizer; merged if waiting for the next one costs less than a message (MG-WFBP, Shi et al., 2019).
@@ -64,8 +64,8 @@ def buckets(exchange: str, weights: Sequence[Weight], step_s: float, seconds: Ca
         return arriving
     if exchange == "mg-wfbp":
         return _merged(arriving, step_s, seconds)
-    items = [Item(each.numel, 4, None) for each in arriving]
-    plans = plan_buckets(items, range(len(items)), bucket_bytes=DEFAULT_BUCKET_BYTES)
+    items = [Item(each.numel, 4, None, LARGE_BUCKET_BYTES) for each in arriving]
+    plans = plan_buckets(items, range(len(items)))
     return [Bucket(arriving[plan.items[-1]].ready, plan.numel) for plan in plans]
 
 

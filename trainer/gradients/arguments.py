@@ -65,7 +65,7 @@ def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]
     return checked
 
 
-def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int) -> None:
+def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int | None) -> None:
     """Raise TypeError or ValueError, with what was given and what is allowed, for invalid arguments."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -76,7 +76,7 @@ def check_arguments(optimizer: object, passes: object, op: object, predivide: fl
         raise ValueError(f"{here()}gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
     if predivide != 1 and op != Average:
         raise ValueError(f"{here()}gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
-    if bucket_bytes <= 0:
+    if bucket_bytes is not None and bucket_bytes <= 0:
         raise ValueError(f"{here()}bucket_bytes must be > 0, not {bucket_bytes!r}")
 
 

@@ -14,7 +14,14 @@ from gradwire.trainer.gradients.buffers import Carried, CodedBuffer, PlainBuffer
 from gradwire.trainer.gradients.choice import Choice, Size
 from gradwire.trainer.gradients.compression import AUTO, Cast, Encoding
 from gradwire.trainer.gradients.dtensors import held_here, shard_of
-from gradwire.trainer.gradients.layout import BucketPlan, Item, lay_out, plan_buckets
+from gradwire.trainer.gradients.layout import (
+    LARGE_BUCKET_BYTES,
+    SMALL_BUCKET_BYTES,
+    BucketPlan,
+    Item,
+    lay_out,
+    plan_buckets,
+)
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.sparse import SparseGradients
 from gradwire.trainer.world.world import here
@@ -160,10 +167,12 @@ class Bucketing:
 
     def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
         items = []
-        for parameter, code in zip(self.parameters, encodings, strict=True):
+        for parameter, code, is_chosen in zip(self.parameters, encodings, self._is_chosen, strict=True):
             held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
-            items.append(Item(held.numel(), held.element_size(), kind, grouped=group is not None))
+            is_small = held.is_cpu and (is_chosen or not isinstance(code, Encoding))
+            most = self._setup.bucket_bytes or (SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES)
+            items.append(Item(held.numel(), held.element_size(), kind, most, grouped=group is not None))
         return items
 
     def _made(self, order: Sequence[int], first_number: int = 0) -> list[Bucket]:
@@ -173,7 +182,7 @@ class Bucketing:
         return [self._bucket(plan, number) for number, plan in enumerate(plans, first_number)]
 
     def _plans(self, order: Sequence[int], encodings: Sequence[Hashable]) -> tuple[BucketPlan, ...]:
-        return plan_buckets(self._items(encodings), order, bucket_bytes=self._setup.bucket_bytes)
+        return plan_buckets(self._items(encodings), order)
 
     def _choose(self, order: Sequence[int]) -> None:
         """Choose the encodings of the parameters for which policy leaves the choice, by the buckets that they would fill

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-AWAITED_BUCKET_BYTES = 4 * 1024 * 1024
-"""Where a module waits for the buckets of its parameters, these must not hold those of many other modules."""
+LARGE_BUCKET_BYTES = 25 * 1024 * 1024
+SMALL_BUCKET_BYTES = 4 * 1024 * 1024
+"""For exchanges that are long beside their latency: those of numbers as they are, in the memory of a host. The exchange of
+small buckets begins earlier in backward. And where a module waits for the buckets of its parameters, these must not hold those
+of many other modules."""
 FIRST_BUCKET_BYTES = 1024 * 1024
 """The first bucket is smaller, so that communication starts soon after backward has."""
 ALIGNMENT_BYTES = 64
@@ -20,12 +22,14 @@ ALIGNMENT_BYTES = 64
 class Item:
     """Describes a gradient. Only those of one kind (dtype, device, encoding, group) share a bucket.
 
-    grouped: whether all gradients of its kind share one bucket of any size.
+    bucket_bytes: how many bytes of gradients its bucket holds at most; the same for all of its kind. grouped: whether all
+    gradients of its kind share one bucket of any size.
     """
 
     numel: int
     itemsize: int
     kind: Hashable
+    bucket_bytes: int
     grouped: bool = False
 
 
@@ -44,22 +48,22 @@ class BucketPlan:
 
 
 def plan_buckets(
-    items: Sequence[Item], order: Sequence[int], *, bucket_bytes: int, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    items: Sequence[Item], order: Sequence[int], *, first_bucket_bytes: int = FIRST_BUCKET_BYTES
 ) -> tuple[BucketPlan, ...]:
     """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
 
-    A bucket holds at most bucket_bytes of gradients, and the first one to fill first_bucket_bytes. Exceptions are groups, and a
-    single larger gradient, which has its own bucket. Buckets are in the order in which they fill up.
+    A bucket holds at most the bucket_bytes of its items, and the first one to fill first_bucket_bytes. Exceptions are groups,
+    and a single larger gradient, which has its own bucket. Buckets are in the order in which they fill up.
     """
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: Counter[Hashable] = Counter()
     full: list[list[int]] = []
-    limit = min(first_bucket_bytes, bucket_bytes)
     for index in order:
         kind, wanted = items[index].kind, _padded_bytes(items[index])
+        limit = items[index].bucket_bytes if full else min(first_bucket_bytes, items[index].bucket_bytes)
         if kind in filling and not items[index].grouped and filled_bytes[kind] + wanted > limit:
             full.append(filling.pop(kind))
-            filled_bytes[kind], limit = 0, bucket_bytes
+            filled_bytes[kind] = 0
         filling.setdefault(kind, []).append(index)
         filled_bytes[kind] += wanted
     position = {index: place for place, index in enumerate(order)}

@@ -34,16 +34,17 @@ class Setup:
     """The arguments of a DistributedOptimizer.
 
     optimizer: the wrapped one. combination: the ranks and the op. policy: the encodings of gradients, in buckets of
-    bucket_bytes. passes: counts calls of backward(), of which passes.per_step come before a step. groups: numbers of the groups
-    of parameters; a group shares a bucket if the dtypes allow it, and other parameters are fused by bucket_bytes.
-    sparse_as_dense: whether sparse gradients are made dense. returning: with sharded states, the encoding of the parameters'
-    movements, which a rank sends after it has stepped its share; None sends the parameters uncompressed.
+    bucket_bytes; None: of a size that suits each. passes: counts calls of backward(), of which passes.per_step come before a
+    step. groups: numbers of the groups of parameters; a group shares a bucket if the dtypes allow it, and other parameters are
+    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense. returning: with sharded states, the
+    encoding of the parameters' movements, which a rank sends after it has stepped its share; None sends the parameters
+    uncompressed.
     """
 
     optimizer: torch.optim.Optimizer
     combination: Combination
     policy: Policy
-    bucket_bytes: int
+    bucket_bytes: int | None
     passes: Passes
     groups: Mapping[Tensor, int] = field(default_factory=dict)
     sparse_as_dense: bool = False
