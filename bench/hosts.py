@@ -290,6 +290,11 @@ def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
         signal.signal(number, _stop)
     try:
         check_machine()
+        if not bench and shutil.which(chosen.command[0]) is None:
+            raise HostsError(
+                f"{chosen.command[0]!r} is neither a benchmark ({', '.join(benchmarks)}) nor a command that can be found; a "
+                "script follows a command: python train.py"
+            )
         with Cluster(chosen.hosts, chosen.rate) as cluster:
             network = network_description(chosen.hosts, chosen.rate)
             ranks = plan_ranks(chosen.ranks, chosen.hosts, network)

@@ -77,7 +77,7 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     tensor = comm.empty(nbytes // 4).zero_()
     costs = measured.costs
     predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
-    if predicted[comm.chosen("allreduce", nbytes), "none"] <= _CORRECTED_S:
+    if comm.predict(nbytes // 4) <= _CORRECTED_S:
         spend_bursts(comm, costs)
         for _ in range((SKIPPED + COUNTED) * 4):  # which correct what 'auto' runs, as the first steps of a training do
             comm.allreduce(tensor)

@@ -80,8 +80,8 @@ class Communicator(SharedTensors):
     - op is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name. Sums and products of integers wrap
       around, averages of them truncate toward zero. On bool, sum and max are "or", product and min are "and", and average
       raises TypeError.
-    - algorithm is 'auto' or one of algorithms(verb), optionally with a segment, such as 'ring/1M'. One algorithm in one world
-      gives bitwise identical results, on all ranks and in every run.
+    - algorithm is 'auto' or one of algorithms(verb). One algorithm in one world gives bitwise identical results, on all ranks
+      and in every run.
     - async_op=True: the tensors belong to the operation until its wait() returns. It works on the memory that they had at the
       call, and the storage of a CPU tensor cannot be resized any more, as after Tensor.numpy(). Operations run in the order of
       the calls.

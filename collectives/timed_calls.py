@@ -20,8 +20,9 @@ _SMALL = 16 << 10
 _INSIDE, _BETWEEN = (1 << 10, 32 << 10, 512 << 10, 4 << 20, 16 << 20), (1 << 10, 4 << 10, _SMALL, 1 << 20)
 """The sizes in bytes, in a host and between hosts."""
 _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S, _LONGEST_LARGE_S = 0.006, 0.0002, 0.005
-"""What a call may be predicted to take, but of the least size; between hosts, a small one and one that is larger. Longer ones
-follow the links between hosts, which the probe has measured, and which may save up for bursts meanwhile."""
+"""The longest predicted times of calls that are timed: inside a host; between hosts, of _SMALL bytes at most; between hosts,
+of more. The least size is always timed. Longer calls between hosts follow the links, which the probe has measured, and which may
+save up for bursts meanwhile."""
 
 _CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 4 << 20)
 """The same with a codec, of float32. Inside a host the walk misses a share of each call's time. Between hosts it misses the time
@@ -31,9 +32,9 @@ read from memory."""
 _LONGEST_CODED_S = 0.02
 """What a call of the largest size may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
-#: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor less than the
-#: least if they are small: the first ones of a row wake up ranks. The first turns leave out large calls that take long.
-_TURNS, _OF_LONG, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 4, 2, 0.003, 5, 32
+#: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor fewer than the
+#: least if they are small: the first calls of a row wake up ranks. The first turns leave out what takes long.
+_TURNS, _OF_LONG, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 4, 2, 0.004, 5, 32
 
 #: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
@@ -57,7 +58,7 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
         own = min(predicted.values(), default=longest_s) / _OWN_FASTER
         for name in names:
             seconds = predicted.get(name, own)
-            if seconds <= longest_s or not any(name == timed for timed, _ in calls):
+            if seconds <= longest_s or nbytes == _INSIDE[0]:
                 calls[name, nbytes] = _number(seconds, nbytes)
     return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
 

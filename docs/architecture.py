@@ -1,8 +1,7 @@
-"""Draw docs/images/architecture.png: the modules of each package, a box for each with its docstring's first sentence. An arrow
-says that one imports the other; it is left out where others lead the same way. On the left are bench and trainer, which import
-what is on the right, collectives.
+"""Draw docs/images/architecture.png: bench, trainer and collectives as three layers, and in each its main modules, with their
+docstrings' first sentences. Every module may import those in rows below it, and none above.
 
-`python docs/architecture.py` reads the layers from the import contracts in pyproject.toml and the imports from the sources, so
+`python docs/architecture.py` reads the rows from the import contracts in pyproject.toml and the sentences from the sources, so
 the picture shows what is there. It carries a digest of what it shows, by which a test sees that it is still true.
 """
 
@@ -19,149 +18,107 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch
 
 ROOT = Path(__file__).parents[1]
 IMAGE = ROOT / "docs" / "images" / "architecture.png"
 LINE = "#94a3b8"
-THIN = {"arrowstyle": "-|>", "mutation_scale": 7, "color": LINE, "linewidth": 0.8}
 FILLS = {"bench": "#fef3c7", "trainer": "#dcfce7", "collectives": "#dbeafe"}
-WIDTH, MARGIN = 7.4, 1.3
-#: Of a box: the height of its name with the margins, and of a line of its sentence; below it comes a gap.
-NAME, SENTENCE, GAP = 0.42, 0.2, 0.26
-#: How many letters of a sentence fit in a unit of width, and of a name.
-LETTERS, LETTERS_OF_NAME = 13.5, 11
+PURPOSES = {
+    "bench": "measures both",
+    "trainer": "what is exchanged in training, and when",
+    "collectives": "moves tensors between ranks; knows nothing of training",
+}
+#: Modules that only help others.
+HELPERS = {
+    *("absence", "arguments", "daemon", "environment", "errors", "examples", "local_updates", "notation", "optimizers"),
+    *("precompile", "reduction", "scheduling", "shared_tensors", "timed_calls", "torch_internals"),
+}
+#: The width of the picture, of the names of the layers, and of the name of a module beside its sentence; letters in a unit of it.
+WIDTH, LABEL, BESIDE, LETTERS = 15.0, 2.6, 1.8, 11.3
+#: The height of a line of text; above and below a box comes half a gap.
+TEXT, GAP = 0.22, 0.12
 
 
-def layers() -> Iterator[tuple[str, ...]]:
-    """Yield the modules of each layer, the highest first: bench, then trainer's, then collectives'."""
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """Yield the package and the modules of each row, the highest first."""
     try:
         import tomllib
     except ImportError:  # Python 3.10
         import tomli as tomllib  # type: ignore[no-redef]
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    yield ("bench",)
+    yield "bench", ["bench"]
     for package in ("trainer", "collectives"):
         inside = next(contract for contract in contracts if contract.get("containers") == [f"gradwire.{package}"])
         for layer in inside["layers"]:
-            names = tuple(f"{package}.{name.strip()}" for name in layer.split("|"))
-            if wanted := tuple(name for name in names if not name.endswith("__main__")):
-                yield wanted
+            names = [name.strip() for name in layer.split("|")]
+            if wanted := [name for name in names if name not in HELPERS and name != "__main__"]:
+                yield package, wanted
 
 
-def source_of(module: str) -> Path:
-    path = ROOT / module.replace(".", "/")
-    return path if path.is_dir() else path.with_suffix(".py")
-
-
-def sentence_of(module: str) -> str:
+def sentence_of(package: str, module: str) -> str:
     """Return the first sentence of a module's docstring."""
-    path = source_of(module)
-    text = ast.get_docstring(ast.parse((path / "__init__.py" if path.is_dir() else path).read_text())) or ""
-    return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
-
-
-def imports(modules: list[str]) -> list[tuple[str, str]]:
-    """Return who imports whom, of these modules and all inside of them."""
-
-    def owner(name: str) -> str | None:
-        return next((module for module in modules if name == module or name.startswith(f"{module}.")), None)
-
-    found = set()
-    for module in modules:
-        path = source_of(module)
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            for node in ast.walk(ast.parse(file.read_text())):
-                names = []
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    names = [f"{node.module}.{alias.name}" for alias in node.names]
-                elif isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                found |= {
-                    (module, target)
-                    for name in names
-                    if (target := owner(name.removeprefix("gradwire."))) and target != module
-                }
-    return sorted(found)
-
-
-def direct(arrows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the arrows that no way over other modules stands for."""
-    targets: dict[str, set[str]] = {}
-    for importer, imported in arrows:
-        targets.setdefault(importer, set()).add(imported)
-
-    def reached(module: str) -> set[str]:
-        return {further for target in targets.get(module, ()) for further in {target, *reached(target)}}
-
-    return [(a, b) for a, b in arrows if not any(b in reached(c) for c in targets[a] - {b})]
+    path = ROOT / package if module == package else ROOT / package / module
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(source.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".").replace("`", "")
 
 
 def digest() -> str:
     """Return what stands for all that the picture shows."""
-    rows = list(layers())
-    modules = [module for row in rows for module in row]
-    shown = [rows, [sentence_of(module) for module in modules], imports(modules)]
-    return hashlib.sha256(repr(shown).encode()).hexdigest()
+    shown = [(package, module, sentence_of(package, module)) for package, row in rows() for module in row]
+    return hashlib.sha256(repr([list(rows()), shown, PURPOSES]).encode()).hexdigest()
+
+
+def lines_of(package: str, module: str, width: float, *, is_alone: bool) -> list[str]:
+    """Return the lines of text in a module's box: its sentence, below its name unless it is alone in its row."""
+    room = width - BESIDE if is_alone else width
+    return [*([] if is_alone else [""]), *textwrap.wrap(sentence_of(package, module), int(LETTERS * room))]
 
 
 def main() -> None:
-    rows = list(layers())
-    columns = [
-        [row for row in rows if not row[0].startswith("collectives")],
-        [row for row in rows if row[0].startswith("collectives")],
-    ]
-    wrapped = {
-        module: textwrap.wrap(sentence_of(module), int(LETTERS * WIDTH / len(row))) for row in rows for module in row
-    }
-
-    def height_of(row: tuple[str, ...]) -> float:
-        return NAME + SENTENCE * max(len(wrapped[module]) for module in row)
-
-    whole = max(sum(height_of(row) + GAP for row in column) for column in columns)
-    figure, axes = plt.subplots(figsize=(15, 0.6 * whole + 0.3))
-    for left, column in zip((0.0, WIDTH + MARGIN), columns, strict=True):
-        spare = (whole - sum(height_of(row) + GAP for row in column)) / len(column)
-        places: dict[str, tuple[float, float, int]] = {}
-        bottom = 0.0
-        for number, row in enumerate(column):
-            height, share = height_of(row), WIDTH / len(row)
-            bottom -= height + GAP + spare
-            for place, module in enumerate(row):
-                draw_box(axes, module, wrapped[module], (left + place * share, bottom), (share, height))
-                places[module] = left + (place + 1) * share, bottom + height / 2, number
-        for importer, imported in direct(imports(list(places))):
-            (right, y, here), (other_right, other_y, there) = places[importer], places[imported]
-            if here != there:
-                start = (max(right, left + WIDTH) - 0.03, y)
-                end = (max(other_right, left + WIDTH) - 0.03, other_y)
-                axes.add_patch(FancyArrowPatch(start, end, connectionstyle="arc3,rad=-0.35", zorder=1, **THIN))
-    middle = -whole / 2
-    across = FancyArrowPatch(
-        (WIDTH + 0.35, middle), (WIDTH + MARGIN - 0.05, middle), **{**THIN, "linewidth": 3, "mutation_scale": 24}
-    )
-    axes.add_patch(across)
-    axes.set_xlim(-0.05, 2 * WIDTH + MARGIN + 1.2)
-    axes.set_ylim(-whole - 0.05, 0)
+    drawn = []
+    for package, row in rows():
+        share = (WIDTH - LABEL) / len(row)
+        drawn.append((package, row, share, [lines_of(package, name, share, is_alone=len(row) == 1) for name in row]))
+    whole = sum(TEXT * (1 + max(map(len, texts))) + GAP for _, _, _, texts in drawn) + 2 * GAP * len(FILLS)
+    figure, axes = plt.subplots(figsize=(12, 0.75 * whole))
+    top = 0.0
+    for package, color in FILLS.items():
+        began, top = top, top - GAP
+        for owner, row, share, texts in drawn:
+            if owner == package:
+                height = TEXT * (1 + max(map(len, texts)))
+                for place, (module, lines) in enumerate(zip(row, texts, strict=True)):
+                    name = "" if module == package else module
+                    draw_box(axes, name, lines, (LABEL + place * share, top - height), (share - GAP, height))
+                top -= height + GAP
+        band = "round,pad=0,rounding_size=0.1"
+        axes.add_patch(
+            FancyBboxPatch((0.1, top), WIDTH - 0.1, began - top, band, facecolor=color, edgecolor=LINE, zorder=1)
+        )
+        axes.text(0.25, began - 0.25, package, fontsize=13, weight="bold", va="center")
+        axes.text(0.25, began - 0.42, textwrap.fill(PURPOSES[package], 24), fontsize=8.5, va="top")
+        top -= GAP
+    axes.set_xlim(0, WIDTH + 0.1)
+    axes.set_ylim(top, 0.05)
     axes.axis("off")
-    figure.tight_layout()
+    figure.subplots_adjust(0, 0, 1, 1)
     figure.savefig(IMAGE, dpi=110, metadata={"Description": digest(), "Software": None})
     plt.close(figure)
 
 
-def draw_box(
-    axes: Axes, module: str, sentence: list[str], corner: tuple[float, float], size: tuple[float, float]
-) -> None:
-    """Draw a module's name and sentence in its box."""
+def draw_box(axes: Axes, module: str, lines: list[str], corner: tuple[float, float], size: tuple[float, float]) -> None:
+    """Draw a module's name and the lines of its sentence in its box; an empty first line leaves room for the name."""
     (left, bottom), (width, height) = corner, size
-    package, _, name = module.partition(".")
     axes.add_patch(
-        Rectangle((left + 0.03, bottom), width - 0.06, height, facecolor=FILLS[package], edgecolor=LINE, zorder=2)
+        FancyBboxPatch((left, bottom), width, height, "square,pad=0", facecolor="white", edgecolor=LINE, zorder=2)
     )
-    name = module if width > WIDTH / 3 else name or module
-    top, letters = bottom + height, min(9, 9 * LETTERS_OF_NAME * width / len(name))
-    axes.text(left + 0.1, top - 0.18, name, fontsize=letters, weight="bold", va="center", zorder=3)
-    axes.text(left + 0.1, top - 0.33, "\n".join(sentence), fontsize=7.5, va="top", zorder=3)
+    first = bottom + height - TEXT
+    axes.text(left + 0.1, first, module, fontsize=9.5, weight="bold", va="center", zorder=3)
+    for number, line in enumerate(lines):
+        beside = 0.1 if not module or not lines[0] else BESIDE
+        axes.text(left + beside, first - TEXT * number, line, fontsize=8.5, va="center", zorder=3)
 
 
 if __name__ == "__main__":

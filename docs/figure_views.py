@@ -1,6 +1,7 @@
 """The views of docs/figures.py: each returns, in Markdown, what a page shows of a run, or of several.
 
-`predictions` shows all runs that a folder of docs has.
+`predictions` shows all runs that a folder of docs has, `failures` a file of docs that `python -m gradwire.bench failures -J` has
+written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from gradwire.bench.codec.turns import OPERATIONS
+from gradwire.bench.failures.ways import LABELS, UNDISTURBED
 from gradwire.bench.predicted import CODECS, PredictedRow, codec_over_best, codec_pays_from, over_best
 from gradwire.collectives.notation import format_size
 
@@ -91,7 +94,7 @@ def backends(*names: str) -> str:
             beyond = ("" if row["beyond_of_gloo"] is None else _number(row["beyond_of_gloo"]) for row in found)
             rows.append((f"`{program}`", backend, *times, *beyond))
     where = [(run["meta"]["network"] or "one host").split(" (")[0] for run in runs]
-    heading = ("program", "backend", *where, *(f"{each}: beyond computing" for each in where))
+    heading = ("program", "backend", *where, *(f"{each}: overhead, of gloo's" for each in where))
     return _table(heading, rows, "|".join(["---"] * (2 + len(runs)) + ["---:"] * len(runs)))
 
 
@@ -148,6 +151,43 @@ def compressed(name: str) -> str:
     return _table(heading, found, "---|---:|---:|---:")
 
 
+def codecs(name: str) -> str:
+    """Return a table of codecs on one core: each operation beside a copy, and beside torch's operations."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in figures(name)["rows"]:
+        rows.setdefault(row["codec"], {})[row["operation"]] = row
+    found = (
+        (
+            f"`{codec}`",
+            *(f"{of[operation]['of_copy']:.2f}" for operation in OPERATIONS),
+            *(
+                f"{_number(of[operation]['torch_over_ours'])} / {_number(of[operation]['plain_over_ours'])}"
+                for operation in OPERATIONS
+            ),
+        )
+        for codec, of in rows.items()
+    )
+    encode, *others = ("encode", "encode, ef", "decode", "decode, add")
+    heading = ("codec", f"of copy: {encode}", *others, f"times as fast as torch: {encode}", *others)
+    return _table(heading, found, f"---{'|---:' * 8}")
+
+
+def losses(name: str) -> str:
+    """Return a table of training with each codec, two columns for each model: fewer bytes, and the loss or the accuracy."""
+    rows = figures(name)["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    heading, found = ["codec"], dict[str, list[str]]()
+    for model in models:
+        of_model = [row for row in rows if row["model"] == model]
+        has_accuracy = of_model[0]["accuracy"] is not None
+        heading += [f"`{model}`: times fewer bytes", "accuracy" if has_accuracy else "loss, over that without"]
+        for row in of_model:
+            result = f"{100 * row['accuracy']:.1f} %" if has_accuracy else f"{row['validation_over_none']:.3f}"
+            found.setdefault(row["codec"], []).extend((_number(row["ratio"]), result))
+    cells = (("without" if codec == "none" else f"`{codec}`", *of) for codec, of in found.items())
+    return _table(heading, cells, f"---{'|---:' * (len(heading) - 1)}")
+
+
 def _size(nbytes: int) -> str:
     text = format_size(nbytes)
     return f"{text[:-1]} {text[-1]}B"
@@ -156,11 +196,12 @@ def _size(nbytes: int) -> str:
 def command(name: str) -> str:
     """Return the command of a run, and what it ran on."""
     run = figures(name)
-    meta = run["meta"]
-    where = ", ".join(
-        filter(None, (meta["device"], f"torch {meta['torch']}", meta["network"], f"commit {meta['commit']}"))
-    )
-    return f"\n```\n{run['command']}\n```\n\n({where}.)\n"
+    return f"\n```\n{run['command']}\n```\n\n({_where(run['meta'])}.)\n"
+
+
+def _where(meta: dict[str, Any]) -> str:
+    found = (meta["device"], f"torch {meta['torch']}", meta.get("network"), f"commit {meta['commit']}")
+    return ", ".join(filter(None, found))
 
 
 def predictions(folder: str) -> str:
@@ -190,6 +231,28 @@ def predictions(folder: str) -> str:
     return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}")
 
 
+def failures(name: str) -> str:
+    """Return a table of a run of `bench failures`: what each way lost by the failures."""
+    run = json.loads((DOCS / f"{name}.json").read_text())
+    rows = []
+    for row in run["rows"]:
+        if row["way"] == UNDISTURBED:
+            continue
+        hosts, firsts = (sum(kill[of] for kill in row["kills"]) for of in ("of_host", "of_rank_0"))
+        outages = row["outages_s"]
+        cells = (
+            f"{len(row['kills'])}: {hosts} of a host, {firsts} with rank 0",
+            row["hangs"],
+            "" if row["goodput"] is None else f"{row['goodput']:.2f}",
+            "" if row["loss_over"] is None else f"{100 * row['loss_over']:+.2f} %",
+            f"{median(outages):.1f} s" if outages else "",
+            f"{max(outages):.1f} s" if outages else "",
+        )
+        rows.append((LABELS[row["way"]], *map(str, cells)))
+    heading = ("", "kills", "hangs", "goodput", "loss at the same steps", "outage, median", "worst")
+    return _table(heading, rows, "---|---|---:|---:|---:|---:|---:") + f"\n({_where(run['meta'])}.)\n"
+
+
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,
     "steps": steps,
@@ -197,6 +260,9 @@ VIEWS: dict[str, Callable[..., str]] = {
     "sizes": sizes,
     "across": across,
     "compressed": compressed,
+    "codecs": codecs,
+    "losses": losses,
     "command": command,
     "predictions": predictions,
+    "failures": failures,
 }

@@ -39,6 +39,7 @@ RUNS: dict[str, str] = {
     "step-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 8 --compression int8,onebit,powersgd",
     "step-small-one-host": f"{_TORCHRUN.format(2)} step --preset small --rounds 20",
     "step-overlap-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 6 --rounds 5 --overlap",
+    "step-shards-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 6 --shard-states --compression int8",
     "allreduce-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} allreduce -b 1K -e 64M -f 4 -n 40 --algorithm auto,torch",
     **{f"allreduce-{n}-hosts-1gbit": f"{_HOSTS.format(n, n, '1gbit')} {_SIZES.format(7)}" for n in (2, 4, 8)},
     "allreduce-8-ranks-1gbit": f"{_HOSTS.format(4, 8, '1gbit')} {_SIZES.format(9)}",
@@ -48,6 +49,8 @@ RUNS: dict[str, str] = {
     "compare-inside": f"{_TORCHRUN.format(2)} allreduce --shared --algorithm auto,torch -b 64M -e 64M",
     "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
     "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
+    "codecs": "python -m gradwire.bench codec --iters 5",
+    "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }

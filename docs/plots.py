@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from gradwire.bench.micro.plot import draw
+from gradwire.bench.codec import plot as codec_plot
+from gradwire.bench.codec.turns import CodecRow
+from gradwire.bench.micro import plot as micro_plot
 from gradwire.bench.micro.table import Row
 
 DOCS = Path(__file__).parent
 
 
 class Picture(NamedTuple):
-    """A picture in docs/images/ of an allreduce by size, and the run that it shows."""
+    """A picture in docs/images/, the run that it shows, what its rows are, and what draws them."""
 
     name: str
     run: str
+    row: Callable[..., Any]
+    draw: Callable[..., None]
 
     @property
     def path(self) -> Path:
@@ -39,7 +43,7 @@ class Picture(NamedTuple):
 
     def write(self) -> None:
         run = json.loads(self.source.read_text())
-        draw([Row(**row) for row in run["rows"]], run["meta"], self.path)
+        self.draw([self.row(**row) for row in run["rows"]], run["meta"], self.path)
         said = PngInfo()
         said.add_text("Description", self.digest())
         with Image.open(self.path) as drawn:
@@ -48,8 +52,9 @@ class Picture(NamedTuple):
 
 def pictures() -> Iterator[Picture]:
     """Yield all pictures."""
-    yield Picture("hosts", "allreduce-8-ranks-1gbit")
-    yield Picture("shared-memory", "peers-2-shared")
+    yield Picture("hosts", "allreduce-8-ranks-1gbit", Row, micro_plot.draw)
+    yield Picture("shared-memory", "peers-2-shared", Row, micro_plot.draw)
+    yield Picture("codecs", "codecs", CodecRow, codec_plot.draw)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ class DistributedOptimizer(WrappingOptimizer):
     indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps by itself.
-    bucket_bytes: the size up to which gradients are fused; None: HOROVOD_FUSION_THRESHOLD, else 4 MB, or 25 MB on GPUs and for
-    codecs, except with overlap="next_forward" and compression="auto".
+    bucket_bytes: the size up to which gradients are fused. None: HOROVOD_FUSION_THRESHOLD; else 4 MB for gradients on the CPU
+    that no codec encodes, and for all with overlap="next_forward"; else 25 MB.
     rule: a class derived from Rule, or a function from a Setup to a Rule: what is exchanged, and when. This docstring
     describes the default rule.
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.

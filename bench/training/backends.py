@@ -247,7 +247,7 @@ def format_table(rows: Sequence[BackendRow], meta: dict[str, Any]) -> list[str]:
         f"# {meta['layers']} layers, {meta['parameters'] / 1e6:.2f} M parameters, {SAMPLES} samples a rank,"
         f" world size {rows[0].world_size}, {meta['rounds']} turns of {meta['steps']} steps",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
-        f"# {'program':16} {'backend':{width}}  step (ms)  times as fast as gloo   beyond computing, of gloo's",
+        f"# {'program':16} {'backend':{width}}  step (ms)  times as fast as gloo   overhead, of gloo's",
     ]
     for row in rows:
         part = "" if row.beyond_of_gloo is None else f"{row.beyond_of_gloo:.2f}"

@@ -43,11 +43,10 @@ def arrive(
     hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first that
     arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the rank
     whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
-    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then
-    waited for. lost: returns, without waiting, the ranks whose end a launcher has noted, also of those that did not arrive.
-    deadline: time.monotonic() seconds. Raises TurnedAway where the hub turns this process
-    away; LinkError where a rank has ended or cannot connect, and, with the ranks that did not arrive, at the deadline;
-    OSError where this process cannot connect.
+    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then waited
+    for. lost: returns, without waiting, the ranks whose end a launcher has noted, also of those that did not arrive. deadline:
+    time.monotonic() seconds. Raises TurnedAway where the hub turns this process away; LinkError where a rank has ended or
+    cannot connect, and, with the ranks that did not arrive, at the deadline; OSError where this process cannot connect.
     """
     with closing(Asking(store, deadline, None, keepers)) as asking:
         arrival = _Arrival(

@@ -131,6 +131,7 @@ class Watch:
         self._post_numbers: dict[tuple[str, int], int] = {}
         self._seen: set[str] = set()
         self._seen_ending: set[tuple[int, int]] = set()  # (rank, the rank that saw its connection end)
+        self._given_up: set[int] = set()  # ranks that a launcher counts as lost
         self._neighbours = {peer: Neighbour(connection) for peer, connection in connections.items()}
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], float | None]] = []
@@ -152,12 +153,12 @@ class Watch:
         self._wake_up()
 
     def look_at(self, noted: Callable[[], Iterable[int]]) -> None:
-        """Report the ranks that a function returns to all as lost, some times a second. A host whose link is cut ends no
-        connection for many seconds. noted: must not wait."""
+        """Several times a second, report the other ranks that a function returns to all: as lost, even if they answer, unless
+        they have left. A host whose link is cut ends no connection for many seconds. noted: must not wait."""
 
         def report() -> float:
-            for rank in noted():
-                self._send("lost", rank, by=self.rank)
+            for rank in self.others.intersection(noted()):
+                self._send("done" if rank in self.left else "given up", rank)
             return _LOOK_AT_NOTES_S
 
         self.on_news(report)
@@ -263,6 +264,9 @@ class Watch:
             self.has_news = True
         if kind in ("lost", "alive"):
             self._note_end(rank, message["by"], is_alive=kind == "alive")
+        elif kind == "given up":
+            self._given_up |= {rank} - {self.rank}
+            self._note_lost()
         elif kind == "leaving":
             self.left[rank] = min(message["sequence"], self.left.get(rank, message["sequence"]))
             if message["why"]:
@@ -287,7 +291,11 @@ class Watch:
             self._seen_ending.discard((rank, by))
         elif rank != self.rank and pair not in self.cut:
             self._seen_ending.add((rank, by))
-        self.lost = {who: self.lost.get(who, time.monotonic()) for who, _ in self._seen_ending}
+        self._note_lost()
+
+    def _note_lost(self) -> None:
+        lost = self._given_up | {who for who, _ in self._seen_ending}
+        self.lost = {who: self.lost.get(who, time.monotonic()) for who in lost}
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # raised if wake-ups are pending already, or the thread has ended

@@ -151,7 +151,8 @@ class Measured:
     """Chooses by measured costs the fastest algorithm for every verb and power of two of bytes. The choice is the same on all
     ranks, which have the same costs.
 
-    usual: returns the choice of the table made by hand. algorithms: the names that each verb has. segment_bytes: of a segment.
+    usual: returns the choice of the table made by hand. algorithms: the names that each verb has. segment_bytes: of a
+    segment, at most.
     corrects: whether calls may correct predictions (see Trial). logs: whether this rank logs the choices.
     """
 

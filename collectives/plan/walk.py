@@ -30,7 +30,7 @@ _OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
 #: the rest is extrapolated.
 _SHORT, _LONG = 5, 9
 
-#: From this size on, what a call takes more than the walk says is also a time per byte.
+#: Beyond a measured call of this size, the walk is off by the same share as there.
 _MANY_BYTES = 1 << 20
 
 
@@ -48,8 +48,8 @@ def predict(
     costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
 ) -> float:
     """Return the seconds of a call that moves numbers as they are: those of the walk, corrected by measured calls of the
-    nearest sizes. The walk misses a constant time per call between hosts, and a time per byte inside a host, where caches
-    matter.
+    nearest sizes. Between hosts, the walk misses a time per call, and of large calls a share. Inside a host, where caches
+    matter, it misses a share.
 
     nbytes: of the buffer, or of all parts together if each rank has one. segment_bytes: see Communicator. Raises KeyError for
     an algorithm without a planner that was not measured.
@@ -74,8 +74,8 @@ def corrected(
     """Return how long a call takes: what the walk says, corrected by what calls of the nearest sizes took.
 
     measured: bytes and seconds of calls, ascending. walk: returns what it says for so many bytes. least_s: what a call takes at
-    least. scales: whether the walk misses a share of its time. Else it misses a time per call and, as calls of _MANY_BYTES or
-    more show, a time per byte.
+    least. scales: whether the walk misses a share of its time. Else it misses a time per call, and for more than _MANY_BYTES a
+    share.
     """
     seconds = walk(nbytes)
     if not measured:
@@ -84,10 +84,9 @@ def corrected(
     sizes = [size for size, _ in measured]
     if scales:
         return seconds * float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], missed))
-    miss = float(numpy.interp(nbytes, sizes, missed))
-    if nbytes > sizes[-1] >= _MANY_BYTES and len(sizes) > 1:
-        miss += (nbytes - sizes[-1]) * (missed[-1] - missed[-2]) / (sizes[-1] - sizes[-2])
-    return max(least_s, seconds + miss)
+    if nbytes > sizes[-1] >= _MANY_BYTES:
+        return seconds * measured[-1][1] / walk(sizes[-1])
+    return max(least_s, seconds + float(numpy.interp(nbytes, sizes, missed)))
 
 
 def _in_segments(

@@ -166,13 +166,13 @@ def finish(launcher: subprocess.Popen[str]) -> str:
 
 def test_others_go_on_without_a_killed_worker_and_then_with_a_new_one(launch: Launch) -> None:
     launcher = launch("--min-np", "2", "-np", "3", "worker.py")
-    assert next_told(launcher) == "epoch 0: 3 ranks"
+    assert next_told(launcher) == "world 0: 3 ranks"
     others = [pid_of(0), pid_of(2)]
     Path("hold.3").touch()
     os.kill(pid_of(1), signal.SIGKILL)
-    assert next_told(launcher) == "epoch 1: 2 ranks; worker 1 on host localhost was killed by SIGKILL (9)"
+    assert next_told(launcher) == "world 1: 2 ranks; worker 1 on host localhost was killed by SIGKILL (9)"
     Path("hold.3").unlink()
-    assert next_told(launcher) == "epoch 2: 3 ranks; worker 3 on host localhost joined as rank 2"
+    assert next_told(launcher) == "world 2: 3 ranks; worker 3 on host localhost joined as rank 2"
     assert [pid_of(0), pid_of(2)] == others
     output = finish(launcher)
     for line in (
@@ -187,19 +187,19 @@ def test_others_go_on_without_a_killed_worker_and_then_with_a_new_one(launch: La
 def test_as_many_ranks_as_before_wait_for_a_new_one_which_gets_the_rank_of_the_lost(launch: Launch) -> None:
     """This one does not answer: the others say so, and it is killed."""
     launcher = launch("--min-np", "3", "-np", "3", "worker.py")
-    assert next_told(launcher) == "epoch 0: 3 ranks"
+    assert next_told(launcher) == "world 0: 3 ranks"
     os.kill(stopped := pid_of(1), signal.SIGSTOP)
     Path("pid.1").write_text("0")  # so that the others take it for lost
     lost = "worker 1 on host localhost was killed, since it did not answer"
     assert next_told(launcher) == f"2 of at least 3 ranks can continue, and wait for others; {lost}"
-    assert next_told(launcher) == f"epoch 1: 3 ranks; {lost}; worker 3 on host localhost joined as rank 1"
+    assert next_told(launcher) == f"world 1: 3 ranks; {lost}; worker 3 on host localhost joined as rank 1"
     assert not is_running(stopped)
     assert "[3]<stdout>: epoch 1: rank 1 of 3, slot 1\n" in finish(launcher)
 
 
 @pytest.mark.parametrize(
     ("where", "ends"),
-    [("import", []), ("epoch", ["epoch 0: 2 ranks", "no rank survived"])],
+    [("import", []), ("epoch", ["world 0: 2 ranks", "no rank survived"])],
 )
 def test_an_error_of_the_script_ends_the_job(launch: Launch, where: str, ends: list[str]) -> None:
     launcher = launch("--elastic", "-np", "2", "fails.py", where)
@@ -220,7 +220,7 @@ def test_an_example_of_horovods_survives_a_kill(launch: Launch, when: str, lost:
         timeout=3 * DEADLINE_S
     )  # three times the imports of torch by several processes
     assert launcher.returncode == 0, errors
-    assert re.search("epoch 1: 3 ranks;.* worker 1 on host localhost was killed by SIGKILL", errors), errors
+    assert re.search("world 1: 3 ranks;.* worker 1 on host localhost was killed by SIGKILL", errors), errors
     assert len(re.findall("joined as rank", errors)) == lost
     ended = [line.partition("ended: ")[2] for line in output.splitlines() if "ended: " in line]
     assert len(ended) == 3
@@ -253,12 +253,12 @@ def agents() -> list[int]:
 def test_no_worker_outlives(launch: Launch, whom: str) -> None:
     """The fixture waits for the end of all."""
     launcher = launch("-H", "localhost:1,127.0.0.2:1", "--elastic", "-x", "COLLECTIVES_INTERFACE=lo", "worker.py")
-    assert next_told(launcher) == "epoch 0: 2 ranks"
+    assert next_told(launcher) == "world 0: 2 ranks"
     if whom == "an agent":
         os.kill(agents()[0], signal.SIGKILL)
         line = next_told(launcher)
         assert re.fullmatch(
-            r"epoch 1: 1 rank; host (\S+) was lost: its agent has ended; worker \d on host \1 was lost.*", line
+            r"world 1: 1 rank; host (\S+) was lost: its agent has ended; worker \d on host \1 was lost.*", line
         )
         finish(launcher)
     elif whom == "the launcher":
@@ -282,9 +282,9 @@ def test_hosts_come_and_go(launch: Launch, tmp_path: Path) -> None:
     say("127.0.0.2:1\n127.0.0.3\n")
     flags = ["--host-discovery-script", "./discover", "-np", "2", "--max-np", "3", "-x", "COLLECTIVES_INTERFACE=lo"]
     launcher = launch(*flags, "worker.py")
-    assert next_told(launcher) == "epoch 0: 2 ranks"
+    assert next_told(launcher) == "world 0: 2 ranks"
     say("127.0.0.2:1\n127.0.0.3\n127.0.0.4:4\n127.0.0.9:2\n")
-    assert next_told(launcher) == "epoch 1: 3 ranks; worker 2 on host 127.0.0.4 joined as rank 2"
+    assert next_told(launcher) == "world 1: 3 ranks; worker 2 on host 127.0.0.4 joined as rank 2"
     say("127.0.0.4:2\n127.0.0.9:2\n")
     awaited = {
         *("worker 0 left with host 127.0.0.2", "worker 1 left with host 127.0.0.3"),

@@ -135,14 +135,18 @@ def test_calls_correct_what_the_walk_says(hosts: tuple[tuple[int, ...], ...], be
     assert timed.among([1]).calls == ()
 
 
-def test_what_large_calls_take_more_than_the_walk_says_between_hosts_grows_with_their_bytes() -> None:
-    two = costs((0,), (1,))
-    small, large = 1 << 10, 1 << 20
-    taken = tuple((n, predict(two, "allreduce", "ring", n, 1 << 20) + (n - small)) for n in (small, large))
+@pytest.mark.parametrize("share", [0.4, 1.5])
+def test_beyond_a_large_call_between_hosts_the_walk_is_off_by_the_same_share(share: float) -> None:
+    two, small, large = costs((0,), (1,)), 1 << 10, 1 << 20
+
+    def said(nbytes: int, by: Costs = two) -> float:
+        return predict(by, "allreduce", "ring", nbytes, 1 << 20)
+
+    taken = (small, said(small)), (large, share * said(large))
     timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
-    for nbytes in (large // 2, 3 * large):
-        said = predict(two, "allreduce", "ring", nbytes, 1 << 20)
-        assert predict(timed, "allreduce", "ring", nbytes, 1 << 20) == pytest.approx(said + nbytes - small)
+    assert said(64 * large, timed) == pytest.approx(share * said(64 * large))
+    part = (large // 2 - small) / (large - small)
+    assert said(large // 2, timed) == pytest.approx(said(large // 2) + part * (share - 1) * said(large))
 
 
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:

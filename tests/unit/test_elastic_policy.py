@@ -182,7 +182,7 @@ def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
     (said,) = policy.decide(10)
     assert isinstance(said, Say)
     (end,) = policy.decide(10 + Elastic.timeout_s)
-    assert end == End((1,), f"no epoch could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
+    assert end == End((1,), f"no world could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
 
 
 def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
@@ -227,7 +227,7 @@ def test_as_many_changes_as_are_allowed() -> None:
     policy.exited(2, -9, now=10)
     policy.departed(0, LOST, now=10)
     policy.departed(1, LOST, now=10)
-    assert policy.decide(10) == [End((2,), "epoch 0 is the last one that --reset-limit allows")]
+    assert policy.decide(10) == [End((2,), "world 0 is the last one that --reset-limit allows")]
 
 
 class Jobs(RuleBasedStateMachine):

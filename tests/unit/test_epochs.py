@@ -25,20 +25,24 @@ def test_a_worker_waits_for_an_epoch_as_long_as_the_launcher_does() -> None:
     worker.leave()
 
 
-def test_a_worker_learns_what_its_epoch_has_lost_and_not_what_the_next_one_has() -> None:
+def test_a_worker_learns_what_its_epoch_has_lost_and_not_what_another_one_has() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     epochs = Epochs(store)
-    epochs.begin(Epoch(0, (3, 5, 8), (0, 1, 1)))
     worker = Worker({WORKER: "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}, 10.0)
-    worker.take_place(10.0)
-    assert worker.lost_ranks() == ()
-    epochs.lose(0, (5, 8))
-    end = time.monotonic() + 10.0
-    while not worker.lost_ranks() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert worker.lost_ranks() == (1, 2)
-    worker.leave()
-    epochs.begin(Epoch(1, (3,), (0,)))
-    worker.take_place(10.0)
-    assert worker.lost_ranks() == ()
+
+    def lost_in(epoch: Epoch, lost: tuple[int, ...]) -> tuple[int, ...]:
+        epochs.begin(epoch)
+        worker.take_place(10.0)
+        assert worker.losses is not None
+        epochs.lose(7, (3,))
+        time.sleep(0.5)
+        assert worker.losses.ranks() == ()
+        epochs.lose(epoch.number, lost)
+        end = time.monotonic() + 10.0
+        while not worker.losses.ranks() and time.monotonic() < end:
+            time.sleep(0.01)
+        return worker.losses.ranks()
+
+    assert lost_in(Epoch(0, (3, 5, 8), (0, 1, 1)), (5, 8)) == (1, 2)
+    assert lost_in(Epoch(1, (9, 3), (1, 0)), (9,)) == (0,)
     worker.leave()

@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -89,6 +91,16 @@ def test_notice() -> None:
         "of Horovod's environment variables, used are HOROVOD_FUSION_THRESHOLD=1024, HOROVOD_TIMELINE=t.json; "
         "ignored are HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
     )
+
+
+def test_a_level_that_is_asked_for_shows_lines_also_where_no_logging_is_configured() -> None:
+    program = (
+        "import logging, gradwire as hvd; hvd.init(); logging.getLogger('gradwire').info('a line'); hvd.shutdown()"
+    )
+    environment = {**os.environ, "HOROVOD_LOG_LEVEL": "info"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines().count("a line") == 1
 
 
 def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -68,6 +68,27 @@ def test_the_same_bits_as_without_the_wrapper(name: str, scaled: bool) -> None:
     assert_equal(*weights)
 
 
+@pytest.mark.parametrize(
+    ("options", "megabytes"),
+    [
+        ({}, (2, 4, 4)),
+        ({"compression": "fp16"}, (2, 4, 4)),
+        ({"compression": "int8"}, (2, 8)),
+        ({"compression": "int8", "overlap": "next_forward"}, (2, 4, 4)),
+        ({"compression": "int8", "bucket_bytes": 6 << 20}, (2, 6, 2)),
+    ],
+)
+def test_buckets_are_small_unless_a_codec_encodes_them(options: dict[str, Any], megabytes: tuple[int, ...]) -> None:
+    """Five gradients of 2 MB: the first bucket is full with one of them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1 << 10, 1 << 9, bias=False) for _ in range(5)))
+    if "overlap" in options:
+        options = {**options, "model": model}
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+    buckets = optimizer._rule.bucketing.buckets
+    optimizer.close()
+    assert tuple(sum(p.nbytes for p in bucket.parameters) >> 20 for bucket in buckets) == megabytes
+
+
 def test_it_is_the_wrapped_optimizer() -> None:
     inner = sgd(perceptron())
     optimizer = hvd.DistributedOptimizer(inner)

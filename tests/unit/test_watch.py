@@ -87,19 +87,18 @@ def test_everyone_hears_of_a_rank_that_ends_without_a_word(size: int) -> None:
 
 
 def test_a_loss_that_a_launcher_has_noted_is_news_though_no_connection_ends() -> None:
-    connections = joined(3)
-    first, second = (Watch(rank, 3, connections[rank]) for rank in range(2))
-    noted: list[int] = []
-    try:
+    with watches(4) as all_watches:
+        first, second, third, left = all_watches
+        noted: list[int] = []
         first.look_at(lambda: noted)
-        noted.append(2)
-        assert_all_see((first, second), lambda watch: set(watch.lost) == {2} and watch.has_news)
-    finally:
-        for watch in (first, second):
-            watch.close(after_failure=True)
-            watch.join()
-        for connection in connections[2].values():
-            connection.close()
+        left.report_leaving(7)
+        assert_all_see(all_watches, lambda watch: watch.left == {3: 7})
+        noted += [0, 2, 3]  # this rank itself, one that would answer, and one that has left
+        others = first, second, left
+        assert_all_see(others, lambda watch: set(watch.lost) == {2} and watch.has_news and 3 in watch.done)
+        assert third.wait_for(lambda: 3 in third.done, DEADLINE_S)
+        end_abruptly(third)
+        assert not first.wait_for(lambda: set(first.lost) != {2} or bool(first.cut), 0.5)
 
 
 @pytest.mark.parametrize("size", [3, 8])

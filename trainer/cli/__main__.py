@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     if name == "check":
         return _module("gradwire.trainer.cli.check", rest)
     if name in ("bench", "simulate"):
-        if missing := [package for package in _FOR_BENCH if importlib.util.find_spec(package) is None]:
+        missing = [package for package in _FOR_BENCH if importlib.util.find_spec(package) is None]
+        if missing and (name, *rest) not in (("bench",), ("bench", "-h"), ("bench", "--help")):
             print(f"gradwire: {name} needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
             return 2
         return _module("gradwire.bench", given[name == "bench" :])

@@ -20,6 +20,9 @@ _PREFIXES = ("COLLECTIVES_", "GLOO_", "HOROVOD_", "NCCL_")
 _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
 _NOT = (HOST_ID,)
 
+#: When ssh gives a host up that does not answer: after ten seconds, before the connections of the ranks do.
+_SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
+
 
 class AgentProcess:
     """Holds the process that is the agent of one host, or the ssh that leads to it, and its output so far. Raises OSError where
@@ -104,7 +107,7 @@ def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str,
     if host.is_here:
         return agent
     settings = [f"{name}={value}" for name, value in handed_on(job, environment).items()]
-    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={job.start_timeout_s}", "-o", "ServerAliveInterval=15"]
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={job.start_timeout_s}", *_SSH_GIVES_UP]
     if job.ssh_port is not None:
         ssh += ["-p", str(job.ssh_port)]
     if job.ssh_identity_file is not None:

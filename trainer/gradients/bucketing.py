@@ -167,10 +167,10 @@ class Bucketing:
 
     def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
         items = []
-        for parameter, code, is_chosen in zip(self.parameters, encodings, self._is_chosen, strict=True):
+        for parameter, code in zip(self.parameters, encodings, strict=True):
             held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
-            is_small = held.is_cpu and (is_chosen or not isinstance(code, Encoding))
+            is_small = held.is_cpu and isinstance(code, Cast)
             most = self._setup.bucket_bytes or (SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES)
             items.append(Item(held.numel(), held.element_size(), kind, most, grouped=group is not None))
         return items

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-LARGE_BUCKET_BYTES = 25 * 1024 * 1024
 SMALL_BUCKET_BYTES = 4 * 1024 * 1024
-"""For exchanges that are long beside their latency: those of numbers as they are, in the memory of a host. The exchange of
-small buckets begins earlier in backward. And where a module waits for the buckets of its parameters, these must not hold those
-of many other modules."""
+"""The usual size of a bucket of gradients on the CPU that no codec encodes. The exchange of a small bucket begins earlier in
+backward, and where modules wait for the buckets of their parameters, each waits for few others."""
+LARGE_BUCKET_BYTES = 25 * 1024 * 1024
+"""The usual size of all other buckets: exchanges of codes, and on GPUs, are short beside their latency."""
 FIRST_BUCKET_BYTES = 1024 * 1024
 """The first bucket is smaller, so that communication starts soon after backward has."""
 ALIGNMENT_BYTES = 64

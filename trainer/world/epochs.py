@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.link.asking import connections, shut
 from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 
@@ -138,6 +139,12 @@ class Epochs:
         """Return whether want_update() was called for an epoch."""
         return bool(self._store.check([f"update/{epoch}"]))
 
+    def hang_up(self) -> None:
+        """End this process's connections to the store: calls that wait there raise RuntimeError."""
+        store = self._store.underlying_store
+        assert isinstance(store, TCPStore)
+        shut(connections(store.host, store.port))
+
     def end(self, reason: str) -> None:
         """Note that no epoch follows, and why: workers that wait for one raise it."""
         self._store.set("end", json.dumps(reason))
@@ -153,7 +160,7 @@ class Epochs:
                 raise RuntimeError(f"the job has ended: {reason}")
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"the launcher has begun no epoch after {after}{'' if worker is None else f' with worker {worker}'}"
+                    f"the launcher has begun no world after {after}{'' if worker is None else f' with worker {worker}'}"
                 )
             time.sleep(_LOOK_AGAIN_S)
 

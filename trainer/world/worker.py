@@ -19,7 +19,8 @@ _ASK_S, _ANSWER_S = 0.1, 1.0
 class Worker:
     """A process that is a rank of one epoch after the other.
 
-    number: as Epochs count workers. epoch: the one that this process is in, or was in last; None before the first. is_late:
+    number: as Epochs count workers. epoch: the one that this process is in, or was in last, and losses: its lost ranks; None
+    before the first. is_late:
     whether the job had begun when this process came. It is alone then, in a world of one, while it builds what it trains, and
     no other rank waits for that; take_place() is what it calls when it is ready.
     """
@@ -31,7 +32,7 @@ class Worker:
         self.is_late = False
         self._environment = environment
         self._epochs: Epochs = epochs_of(environment, timeout_s)
-        self._losses: _Losses | None = None
+        self.losses: Losses | None = None
         self._comes_first = True
 
     def take_place(self, timeout_s: float) -> None:
@@ -41,6 +42,8 @@ class Worker:
         timeout_s: how long it waits beyond the time after which the launcher ends a job that lacks workers: a survivor that
         ended before would take its commit with it.
         """
+        if self.losses is not None:
+            self.losses.close()
         deadline = time.monotonic() + self._epochs.longest_wait_s() + timeout_s
         if self._comes_first:
             self._comes_first = False
@@ -59,15 +62,13 @@ class Worker:
         self.epoch = self._epochs.await_epoch(self.number, after, deadline)
         self.is_late = False
         self._environment.update(self.epoch.environment(self.number))
-        self._losses = _Losses(self._epochs, self.epoch)
+        self.losses = Losses(self._epochs, self.epoch)
 
     def leave(self, error: BaseException | None = None, lost: Iterable[int] = ()) -> None:
         """Tell the launcher that this process has left its epoch. error: by which; None: because the launcher wanted it. lost:
         the ranks that no longer answer. Raises RuntimeError where the launcher is gone."""
         if self.epoch is None:
             return
-        if self._losses is not None:
-            self._losses.close()
         reason = "" if error is None else reason_of(error)
         blamed = tuple(self.epoch.workers[rank] for rank in lost)
         self._epochs.leave(self.number, self.epoch.number, Departure(error is None, reason, blamed))
@@ -76,10 +77,6 @@ class Worker:
         """Tell the launcher from which commit this epoch goes on. Raises as leave."""
         assert self.epoch is not None
         self._epochs.resume(self.epoch.number, commit)
-
-    def lost_ranks(self) -> tuple[int, ...]:
-        """Return the ranks of this epoch whose processes have ended, as the launcher has noted by now. Asks nobody."""
-        return () if self._losses is None else self._losses.ranks
 
     def is_update_wanted(self) -> bool:
         """Return whether the launcher wants the ranks to leave this epoch. Raises as leave."""
@@ -90,31 +87,41 @@ class Worker:
         self._epochs.end(reason)
 
 
-class _Losses:
-    """Asks the launcher's store which ranks an epoch has lost, on a thread of its own: the store may answer late. ranks: what it
-    has answered last."""
+class Losses:
+    """The ranks that one epoch has lost, as the launcher notes them. A thread asks for them, since the store may answer late."""
 
     def __init__(self, epochs: Epochs, epoch: Epoch) -> None:
-        self.ranks: tuple[int, ...] = ()
         self._epochs, self._epoch = epochs, epoch
+        self._ranks: tuple[int, ...] = ()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="gradwire-losses", daemon=True)
         self._thread.start()
-        atexit.register(
-            self.close
-        )  # a thread that returns from the store while the interpreter ends aborts the process
+        atexit.register(self._end)
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose processes have ended or were given up, by the last answer. Does not wait."""
+        return self._ranks
 
     def close(self) -> None:
-        """End the thread, and wait for that."""
-        atexit.unregister(self.close)
+        """Let the thread end, and wait for that for _ANSWER_S seconds at most."""
+        atexit.unregister(self._end)
         self._is_over.set()
         self._thread.join(_ANSWER_S)
 
+    def _end(self) -> None:
+        """End the thread: if it returned from the store while the interpreter ends, it would abort the process."""
+        self.close()
+        if self._thread.is_alive():
+            self._epochs.hang_up()
+            self._thread.join(_ANSWER_S)
+
     def _ask(self) -> None:
-        with suppress(RuntimeError):  # where the launcher has gone, whatever this process asks it next raises that
+        with suppress(
+            RuntimeError
+        ):  # the launcher is gone, which this process learns when it asks for something itself
             while not self._is_over.wait(_ASK_S):
                 lost = self._epochs.lost(self._epoch.number)
-                self.ranks = tuple(self._epoch.workers.index(worker) for worker in lost)
+                self._ranks = tuple(self._epoch.workers.index(worker) for worker in lost)
 
 
 def reason_of(error: BaseException) -> str:

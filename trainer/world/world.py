@@ -103,6 +103,8 @@ def init(
         _hint()
     if settings.log_level is not None:
         _log.setLevel(settings.log_level)
+        if not _log.hasHandlers():  # where a program configures no logging, Python shows warnings only
+            _log.addHandler(logging.StreamHandler())
     if settings.interface is not None:  # which torch's gloo reads nowhere else
         os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
     world = _join(settings, ranks, static, owns=owns)
@@ -125,7 +127,7 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
             worker.take_place(settings.timeout_s)
         launch = read_launch(os.environ)
         try:
-            lost = None if worker is None else worker.lost_ranks
+            lost = None if worker is None or worker.losses is None else worker.losses.ranks
             meeting = (
                 start_torch_distributed(launch, settings.timeout_s, left=_holder.left, lost=lost) if owns else None
             )

@@ -147,7 +147,7 @@ class _Run:
             case Begin(epoch, news):
                 self._epochs.begin(epoch)
                 ranks = f"{len(epoch.workers)} rank{'s' * (len(epoch.workers) > 1)}"
-                _say(f"epoch {epoch.number}: {'; '.join([ranks, *news])}")
+                _say(f"world {epoch.number}: {'; '.join([ranks, *news])}")
             case Update(epoch):
                 self._epochs.want_update(epoch)
             case Say(text):
@@ -156,7 +156,7 @@ class _Run:
                 self._end = action
 
     def _tell_lost(self) -> None:
-        """Have the ranks of an epoch that still meet learn for whom they need not wait."""
+        """Note for the ranks of an epoch, which may still meet, for whom they need not wait."""
         epoch, lost = self._policy.epoch, self._policy.lost
         if epoch is not None and lost and self._told_lost != (epoch.number, lost):
             self._told_lost = epoch.number, lost

@@ -174,7 +174,7 @@ class Policy:
         if not survivors and (not self._new.is_struck or self._new_starts == NEW_STARTS):
             return self._end("no rank survived")
         if self._is_last:
-            return self._end(f"epoch {epoch.number} is the last one that --reset-limit allows")
+            return self._end(f"world {epoch.number} is the last one that --reset-limit allows")
         joining, least = self._joining, self._wanted.min_ranks
         if not survivors and len(joining) >= least and not self._are_together(now):
             return []
@@ -222,7 +222,7 @@ class Policy:
         is_first = self._new.waits_since is None
         self._new.waits_since = now if self._new.waits_since is None else self._new.waits_since
         if now >= self._new.waits_since + timeout_s:
-            return self._end(f"no epoch could begin within {timeout_s} s: {few} found")
+            return self._end(f"no world could begin within {timeout_s} s: {few} found")
         dying = [worker for worker in self.workers.of.values() if worker.is_running and not worker.is_alive]
         coming = [number for number in self.workers.coming() if self.workers.of[number].is_welcome]
         possible = found + len(coming) + len(self.workers.free_slots()) + len(dying)
