@@ -216,14 +216,8 @@ def predictions(folder: str) -> str:
         cells = (
             f"{100 * median(errors):.1f} %, {100 * max(errors):.0f} %",
             f"{median(over):.3f}, {max(over):.2f}",
-            *(
-                (
-                    f"{median(codec_over):.3f}, {max(codec_over):.2f}",
-                    *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
-                )
-                if any(row.codec != "none" for row in found)  # earlier runs measured none
-                else [""] * (1 + len(CODECS))
-            ),
+            f"{median(codec_over):.3f}, {max(codec_over):.2f}",
+            *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
         )
         rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
     pay = (f"`{codec}` pays from" for codec in CODECS)
