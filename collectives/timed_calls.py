@@ -48,7 +48,8 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
     """
     inside = len(costs.hosts) == 1
     calls: dict[tuple[str, int], int] = {}
-    for nbytes in _INSIDE if inside else _BETWEEN:
+    sizes = _INSIDE if inside else _BETWEEN
+    for nbytes in sizes:
         longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
         predicted = {
             name: predict(costs, "allreduce", name, nbytes, segment_bytes)
@@ -58,7 +59,7 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
         own = min(predicted.values(), default=longest_s) / _OWN_FASTER
         for name in names:
             seconds = predicted.get(name, own)
-            if seconds <= longest_s or nbytes == _INSIDE[0]:
+            if seconds <= longest_s or nbytes == sizes[0]:
                 calls[name, nbytes] = _number(seconds, nbytes)
     return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
 

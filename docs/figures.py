@@ -32,7 +32,7 @@ _SIZES = "allreduce -b 1K -e 16M -f 4 -n {} --algorithm auto,torch"
 _PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorithm auto,torch,mpi"
 _TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
-#: How each run is measured, by its name, in about thirty minutes together. Those of one table are of one commit.
+#: How each run is measured, by its name, in about thirty minutes together. All are of one commit.
 RUNS: dict[str, str] = {
     "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 20",
     "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --steps 2 --rounds 15",

@@ -79,13 +79,19 @@ class Asking:
 def _unblock(answer: Future[Any], store: Store) -> None:
     """End a call that still waits, and wait until it returns: a thread that returns from it while the interpreter exits aborts
     the process."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
     end = time.monotonic() + _UNBLOCK_S
     while not answer.done() and time.monotonic() < end:
-        if isinstance(store, TCPStore):  # calls to other stores end soon after their deadline
-            shut(connections(store.host, store.port))
+        hang_up(store)
         wait([answer], _LOOK_AGAIN_S)
+
+
+def hang_up(store: Store) -> None:
+    """Shut down this process's connections to a TCPStore: calls that wait there raise RuntimeError. Calls to other stores end
+    soon after their deadline."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        shut(connections(store.host, store.port))
 
 
 def shut(descriptors: Collection[int]) -> None:

@@ -80,12 +80,14 @@ def corrected(
     seconds = walk(nbytes)
     if not measured:
         return seconds
-    missed = [took / walk(size) if scales else took - walk(size) for size, took in measured]
     sizes = [size for size, _ in measured]
+    walked = [walk(size) for size in sizes]
+    shares = [took / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
     if scales:
-        return seconds * float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], missed))
+        return seconds * float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], shares))
     if nbytes > sizes[-1] >= _MANY_BYTES:
-        return seconds * measured[-1][1] / walk(sizes[-1])
+        return seconds * shares[-1]
+    missed = [took - walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
     return max(least_s, seconds + float(numpy.interp(nbytes, sizes, missed)))
 
 

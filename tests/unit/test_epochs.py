@@ -35,7 +35,7 @@ def test_a_worker_learns_what_its_epoch_has_lost_and_not_what_another_one_has() 
         worker.take_place(10.0)
         assert worker.losses is not None
         epochs.lose(7, (3,))
-        time.sleep(0.5)
+        time.sleep(0.5)  # long enough for some questions, none of which may find the loss of another epoch
         assert worker.losses.ranks() == ()
         epochs.lose(epoch.number, lost)
         end = time.monotonic() + 10.0

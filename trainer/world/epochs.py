@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.environment import AGENT_STORE
-from gradwire.collectives.link.asking import connections, shut
+from gradwire.collectives.link.asking import hang_up
 from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 
@@ -141,9 +141,7 @@ class Epochs:
 
     def hang_up(self) -> None:
         """End this process's connections to the store: calls that wait there raise RuntimeError."""
-        store = self._store.underlying_store
-        assert isinstance(store, TCPStore)
-        shut(connections(store.host, store.port))
+        hang_up(self._store)
 
     def end(self, reason: str) -> None:
         """Note that no epoch follows, and why: workers that wait for one raise it."""

@@ -77,7 +77,7 @@ def meet(
     left: the keys of the meetings that this process has left. A store may outlive a world: torchrun's agent keeps one
     for all, and rank 0 keeps its own for as long as anything in its process holds it. So rank 0 opens each meeting anew,
     and the others do not enter one that they have left. lost: returns, without waiting, the ranks that the launcher of an
-    elastic job counts as lost, so that nobody waits for them, now or in later operations.
+    elastic job counts as lost, so that neither this meeting nor a later operation waits for them.
 
     Raises ValueError where the environment does not say how to find rank 0. Within timeout_s seconds and at most four it raises
     CollectiveError, which says what was found at the meeting point: PeerLost where a rank has ended, CollectiveTimeout with
