@@ -30,9 +30,10 @@ from types import FrameType
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_HOSTS = 200
-BURST_BYTES = 128 * 1024
-"""What a link may send at once after a pause. As small as keeps the rate: below the kernel's 64 KiB offload packets,
-tbf cuts them up in software, and allreduce gets half of a 1 Gbit/s link."""
+LEAST_BURST_BYTES, BURST_BYTES, BURST_S = 16 * 1024, 128 * 1024, 0.001
+"""What a link may send at once after a pause: as much as in this time at its rate, but neither less nor more than these bytes.
+The most is as small as keeps 1 Gbit/s: below the kernel's 64 KiB offload packets, tbf cuts them up in software, and
+allreduce gets half of that rate. Slower links keep their rate with less; 128 KiB would take 100 Mbit/s ten milliseconds."""
 QUEUE_S = 0.05
 """How long a link's queue is, at its rate: what an ordinary switch port buffers at 1 Gbit/s, a few megabytes."""
 MASTER_PORT = 29500
@@ -104,8 +105,9 @@ def address(host: int) -> str:
 
 def link_shape(rate: str) -> str:
     """Return the arguments of `tc qdisc add` for both ends of a link."""
-    limit_bytes = BURST_BYTES + int(rate_bits_per_s(rate) / 8 * QUEUE_S)
-    return f"root tbf rate {rate} burst {BURST_BYTES} limit {limit_bytes}"
+    bytes_per_s = rate_bits_per_s(rate) / 8
+    burst_bytes = max(LEAST_BURST_BYTES, min(BURST_BYTES, int(bytes_per_s * BURST_S)))
+    return f"root tbf rate {rate} burst {burst_bytes} limit {burst_bytes + int(bytes_per_s * QUEUE_S)}"
 
 
 def host_table() -> str:

@@ -27,7 +27,6 @@ from gradwire.bench.results import software_and_machine, write_json
 from gradwire.collectives import Communicator
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.selection import Measured
-from gradwire.collectives.plan.trial import COUNTED, SKIPPED
 from gradwire.collectives.timed_calls import spend_bursts
 
 #: A turn makes calls for about so long, and at most so many.
@@ -77,9 +76,10 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     tensor = comm.empty(nbytes // 4).zero_()
     costs = measured.costs
     predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
-    if comm.predict(nbytes // 4) <= _CORRECTED_S:
+    trial = measured.trial(nbytes)
+    if trial is not None and comm.predict(nbytes // 4) <= _CORRECTED_S:
         spend_bursts(comm, costs)
-        for _ in range((SKIPPED + COUNTED) * 4):  # which correct what 'auto' runs, as the first steps of a training do
+        while not trial.settled:  # calls correct what 'auto' runs, as the first steps of a training do
             comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
     predicted |= {("auto", codec): comm.predict(nbytes // 4, codec=codec) for codec in CODECS}

@@ -24,13 +24,13 @@ _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S, _LONGEST_LARGE_S = 0.006, 0.0002, 0.005
 of more. The least size is always timed. Longer calls between hosts follow the links, which the probe has measured, and which may
 save up for bursts meanwhile."""
 
-_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 4 << 20)
+_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 1 << 20, 4 << 20)
 """The same with a codec, of float32. Inside a host the walk misses a share of each call's time. Between hosts it misses the time
 that Python takes between messages, which is the same for all sizes once every rank encodes a part: the first two sizes show it,
 at which the links have little to do. If the links are quick, it also misses a time per byte: codes are copied and numbers are
-read from memory."""
+read from memory. If many ranks share cores, it expects more wake-ups of large calls than there are."""
 _LONGEST_CODED_S = 0.02
-"""What a call of the largest size may be predicted to take. If it takes longer, the links are slow and decide its time."""
+"""What a large call between hosts may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor fewer than the
 #: least if they are small: the first calls of a row wake up ranks. The first turns leave out what takes long.
@@ -74,13 +74,12 @@ def time_codecs(
     """
     named = {codec.identity: codec for codec in codecs}
     inside = len(costs.hosts) == 1
-    *sizes, largest = _CODED_INSIDE if inside else _CODED_BETWEEN
     calls: dict[tuple[str, int], int] = {}
     for name, codec in named.items():
-        seconds = {nbytes: predict(nbytes // 4, codec) for nbytes in (*sizes, largest)}
-        if not inside and seconds[largest] > _LONGEST_CODED_S:
-            del seconds[largest]
-        calls |= {(name, nbytes): _number(each, nbytes) for nbytes, each in seconds.items()}
+        for nbytes in _CODED_INSIDE if inside else _CODED_BETWEEN:
+            seconds = predict(nbytes // 4, codec)
+            if inside or nbytes <= _SMALL or seconds <= _LONGEST_CODED_S:
+                calls[name, nbytes] = _number(seconds, nbytes)
     return _call_costs(
         _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0))
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-#: Calls after a change that are not timed, since they touch memory and make plans, and calls that are timed.
-SKIPPED, COUNTED = 2, 7
+#: Calls after a change that are not timed, since they touch memory and make plans, and calls that are timed: three times as
+#: many if they are predicted to take less than _SHORT_S, since wake-ups make short calls differ most.
+SKIPPED, COUNTED, _SHORT_S = 2, 7, 0.001
 
-#: A prediction with a relative error of at most this is not corrected.
+#: A prediction with a relative error of at most this is not corrected, unless a rival's is as close to the measured time.
 _CLOSE = 0.1
 
-#: How many rivals are tried; a rival's predicted time may be at most this multiple of the choice's measured time.
+#: How many rivals are tried at most; a rival's predicted time may be at most this multiple of the choice's measured time.
 _RIVALS, _HOPELESS = 2, 2.0
 
 #: A rival replaces the choice if its calls take less than this share of the choice's time: near equals must not change from run
@@ -22,18 +23,20 @@ _BETTER = 0.95
 class Trial:
     """Tries choices for calls of one size, the same on all ranks.
 
-    If the calls of the first choice take as long as predicted, it stays. Otherwise the next calls use it and the rivals with the
-    best predictions in turns, since what else a network or a host does changes with time, and the fastest stays.
+    If the calls of the first choice take as long as predicted, and each rival is predicted to take longer, it stays. Otherwise
+    the next calls use it and the rivals with the best predictions in turns, since what else a network or a host does changes
+    with time, and the fastest stays.
 
     ranked: the choices with their predicted seconds, the fastest first. choice: what the next call uses; one of them. call: the
-    name of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice stays. All ranks make the
-    same calls, so each goes on after the same call.
+    name of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice stays. counted: how many
+    calls of each choice are timed. All ranks make the same calls, so each goes on after the same call.
     """
 
     def __init__(self, ranked: Sequence[tuple[float, str]], choice: str, call: str = "") -> None:
         self.choice = choice
         self._call = call
         self.settled = len(ranked) < 2
+        self.counted = COUNTED if ranked[0][0] >= _SHORT_S else 3 * COUNTED
         self._ranked = ranked
         self._tried = [choice]
         self._calls: list[float] = []
@@ -46,7 +49,7 @@ class Trial:
         self._calls.append(seconds)
         number = len(self._tried)
         self.choice = self._tried[self._place(len(self._calls))]
-        if len(self._calls) < (SKIPPED + COUNTED) * number:
+        if len(self._calls) < (SKIPPED + self.counted) * number:
             return None
         taken: list[list[float]] = [[] for _ in self._tried]
         for call, each in enumerate(self._calls):
@@ -71,8 +74,10 @@ class Trial:
         said = f"{self._call}: " + ", ".join(
             f"{name} takes {1e3 * each:.3g} ms ({1e3 * predicted[name]:.3g} predicted)" for name, each in taken.items()
         )
-        if len(taken) == 1 and abs(first_s - predicted[first]) > _CLOSE * predicted[first]:
-            rivals = [name for expected, name in self._ranked if expected <= _HOPELESS * first_s and name != first]
+        if len(taken) == 1:
+            is_close = abs(first_s - predicted[first]) <= _CLOSE * predicted[first]
+            most_s = (1 + _CLOSE if is_close else _HOPELESS) * first_s
+            rivals = [name for expected, name in self._ranked if expected <= most_s and name != first]
             if rivals:
                 self._tried += rivals[:_RIVALS]
                 return f"{said}; now in turns: {', '.join(self._tried)}"

@@ -65,3 +65,5 @@ def test_bursts_are_spent_before_calls_are_timed(monkeypatch: pytest.MonkeyPatch
     assert list(dict(ring.measured)) == [1 << 10, 4 << 10, 16 << 10, 1 << 20]
     [coded] = timed_calls.time_codecs(verbs, COSTS, [make_codec("int8")], lambda numel, codec: numel / BYTES_S)
     assert dict(coded.measured) == pytest.approx({1 << 10: ENCODING_S, 8 << 10: ENCODING_S})
+    [coded] = timed_calls.time_codecs(verbs, COSTS, [make_codec("int8")], lambda numel, codec: 1e-3)
+    assert list(dict(coded.measured)) == [1 << 10, 8 << 10, 1 << 20, 4 << 20]

@@ -30,6 +30,7 @@ def tried(taken: dict[str, float], choice: str = "ring") -> tuple[Trial, list[st
     ("taken", "used", "stays"),
     [
         ({"ring": 1.09}, ["ring"], "ring"),
+        ({"ring": 1.095, "rsag": 1.0}, ["ring", "rsag"], "rsag"),  # a rival's prediction is as close
         ({"ring": 2.0, "rsag": 1.5, "tree": 3.0}, ["ring", "rsag", "tree"], "rsag"),
         ({"ring": 2.0, "rsag": 1.91, "tree": 3.0}, ["ring", "rsag", "tree"], "ring"),
         ({"ring": 0.5}, ["ring"], "ring"),  # it is faster than predicted, and no rival is predicted to come near
@@ -47,6 +48,12 @@ def test_the_default_may_be_the_first_choice_and_one_choice_is_no_trial() -> Non
     trial, used = tried({"tree": 3.0, "ring": 4.0, "rsag": 2.0}, choice="tree")
     assert (used, trial.choice) == (["tree", "ring", "rsag"], "rsag")
     assert Trial(RANKED[:1], "ring").settled
+
+
+def test_short_calls_are_timed_more_often() -> None:
+    trial = Trial([(1e-4, "ring"), (2e-4, "rsag")], "ring")
+    medians = [trial.note(1e-4) for _ in range(SKIPPED + 3 * COUNTED)]
+    assert (medians[:-1], medians[-1]) == ([None] * (SKIPPED + 3 * COUNTED - 1), [1e-4])
 
 
 def test_a_finding_is_said_in_words() -> None:
