@@ -17,7 +17,7 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import speed_of
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
 from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink
 from gradwire.collectives.plan.fitting import fit, fitted, legs, root, scaled
 from gradwire.collectives.plan.program import Program
@@ -49,6 +49,9 @@ _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
 _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
+
+#: How many bulk messages follow the first one; where several ranks of a host take part, which wake up late, there are more.
+_FOLLOWING, _FOLLOWING_OF_MANY = 2, 6
 
 #: How long small allreduces in a row may take, of which there are at most eight.
 _ROW_S = 0.004
@@ -239,22 +242,23 @@ class Probe:
             nbytes *= 2
 
     def _steady(self, programs: Sequence[Program]) -> Callable[[Iterable[int]], float]:
-        """Return a function of ranks, which returns the seconds that their programs take right after another call: three calls
-        less one, since a rank that wakes up late after the first would find the second half done."""
+        """Return a function of ranks, which returns the seconds that their programs take right after another call: several
+        calls less the first, since a rank that wakes up late after the first would find the second half done."""
         mine = programs[self._rank]
-        ones, threes = [], []
+        following = _FOLLOWING if self._lanes == 1 else _FOLLOWING_OF_MANY
+        first, all_of_them = [], []
         for _ in range(2):
             self._engine.meet(self._turn)
             began = _CLOCK()
             self._follow(mine)
-            ones.append(_CLOCK() - began)
-            self._follow(mine, 2)
-            threes.append(_CLOCK() - began)
-        table = self._engine.table(self._turn, [min(ones), min(threes)])
+            first.append(_CLOCK() - began)
+            self._follow(mine, following)
+            all_of_them.append(_CLOCK() - began)
+        table = self._engine.table(self._turn, [min(first), min(all_of_them)])
 
         def seconds(ranks: Iterable[int]) -> float:
-            one_ns, three_ns = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
-            return float(three_ns - one_ns) / 2e9
+            first_ns, all_ns = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
+            return float(all_ns - first_ns) / 1e9 / following
 
         return seconds
 
@@ -301,7 +305,10 @@ class Probe:
         factor = root(lambda x: price(messages(x), legs(many)) - price(messages(x), legs(few)), more_s, 1.0)
         costs = messages(factor)
         costs = replace(costs, call_s=max(0.0, costs.call_s + few_s - price(costs, legs(few))))
-        name = "hierarchical" if self._lanes > 1 and len(self._hosts) > 1 else "ring"
+        nested = self._lanes > 1 and len(self._hosts) > 1
+        if nested:
+            costs = self._inside_hosts(costs)
+        name = "hierarchical" if nested else "ring"
         most = _SEGMENTS * self._size * self._engine.plans.segment_bytes
         nbytes = min(4 * _MOST_BYTES, self._size * self._bulk_bytes, most)
         if (byte_s := max(costs.uplinks)) > 0:
@@ -323,6 +330,21 @@ class Probe:
         is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), legs(large)) >= large_s
         made = of_cores if is_of_cores or (busy and large_s > 1.3 * wire_s) else of_wires
         return made(fit(made, large, large_s, 1.0))
+
+    def _inside_hosts(self, costs: Costs) -> Costs:
+        """Fit the costs of messages inside hosts, or of their bytes, by large additions on all hosts at once."""
+        places = [Place(rank, self._size, 0, self._hosts) for rank in range(self._size)]
+        schedules = [Schedule(place.rank, self._size, self._lanes, hierarchical.inside(place)) for place in places]
+        segments = segments_of_buffer(_MOST_BYTES // 4, self._lanes, self._engine.plans.segment_bytes // 4)
+        programs = [Program(schedule, segments) for schedule in schedules]
+        seconds = self._steady(programs)(range(self._size))
+
+        def messages(factor: float) -> Costs:
+            link = costs.inside
+            latency_s, message_cpu_s = factor * link.latency_s, factor * link.message_cpu_s
+            return replace(costs, inside=replace(link, latency_s=latency_s, message_cpu_s=message_cpu_s))
+
+        return fitted(messages(fit(messages, programs, seconds, 1.0)), "inside", "byte_cpu_s", programs, seconds)
 
     def _allreduce(self, algorithm: str, nbytes: int) -> list[Program]:
         planner = PLANNERS["allreduce"][algorithm]
