@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
 from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, Policy
 from gradwire.trainer.cli.elastic.ranks import next_epoch
-from gradwire.trainer.cli.elastic.workers import HOST_FAILURES
+from gradwire.trainer.cli.elastic.workers import HOST_FAILURES, LONGEST_PAUSE_S, LOST_PAUSE_S
 from gradwire.trainer.cli.options import Elastic
 from gradwire.trainer.world.epochs import Departure, Epoch
 
@@ -171,6 +172,51 @@ def test_a_host_whose_workers_always_fail_is_left_alone() -> None:
     assert start.node == 2
 
 
+def test_a_host_that_was_lost_is_tried_again_less_and_less_often() -> None:
+    policy = begun(Elastic(max_ranks=2), {"a": 1, "b": 1})
+    policy.host_lost(1, "silent", now=10)
+    policy.departed(0, LOST, now=10)
+    (begin,) = policy.decide(10)
+    assert isinstance(begin, Begin)
+    assert begin.news[0] == "host b was lost, and is tried again in 10 s: silent"
+    now, pauses = 10.0, [10, 20, 40, 80, 120, 120, 120, 120]
+    for worker, (pause_s, next_pause_s) in enumerate(pairwise(pauses), start=2):
+        assert policy.decide(now + pause_s - 0.01) == []
+        now += pause_s
+        assert policy.decide(now) == [Start(worker, 1, 0)]
+        policy.host_lost(1, "no route", now)
+        assert policy.decide(now) == [Say(f"host b was lost, and is tried again in {next_pause_s} s: no route")]
+    now += next_pause_s
+    (start,) = policy.decide(now)
+    assert isinstance(start, Start)
+    policy.arrived(start.worker)
+    assert policy.decide(now) == [Update(1)]
+    policy.departed(0, UPDATE, now)
+    (begin,) = policy.decide(now)
+    assert isinstance(begin, Begin)
+    assert begin.epoch.workers == (0, start.worker)
+    assert begin.news == (f"worker {start.worker} on host b joined as rank 1",)
+    now += LONGEST_PAUSE_S
+    policy.host_lost(1, "silent", now)
+    policy.departed(0, LOST, now)
+    (begin,) = policy.decide(now)
+    assert isinstance(begin, Begin)
+    assert "tried again in 10 s" in begin.news[0]
+
+
+def test_a_host_that_was_lost_and_taken_away_is_not_tried_again() -> None:
+    policy = begun(Elastic(discovery_script=SCRIPT), {"a": 1, "b": 1})
+    policy.set_hosts({"a": 1})
+    assert policy.decide(5) == [Update(0)]
+    policy.host_lost(1, "silent", now=10)
+    policy.departed(0, LOST, now=10)
+    begin, release = policy.decide(10)
+    assert isinstance(begin, Begin)
+    assert begin.news == ("host b was lost: silent", "worker 1 on host b was lost with its host")
+    assert release == Release(1)
+    assert policy.decide(10 + LONGEST_PAUSE_S) == []
+
+
 def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
     policy = begun(Elastic(min_ranks=2, max_ranks=2), {"a": 1, "b": 1})
     policy.host_lost(1, "by ssh: no route", now=10)
@@ -181,8 +227,10 @@ def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
     policy.departed(0, LOST, now=10)
     (said,) = policy.decide(10)
     assert isinstance(said, Say)
+    assert policy.decide(10 + LOST_PAUSE_S) == [Start(2, 1, 0)]
+    policy.host_lost(1, "by ssh: no route", now=10 + LOST_PAUSE_S)
     (end,) = policy.decide(10 + Elastic.timeout_s)
-    assert end == End((1,), f"no world could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
+    assert end == End((1, 2), f"no world could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
 
 
 def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
@@ -256,6 +304,7 @@ class Jobs(RuleBasedStateMachine):
         self.running: set[int] = set()
         self.arrived: set[int] = set()
         self.given_up: set[int] = set()
+        self.lost_at: dict[int, float] = {}
         self.epoch: Epoch | None = None
         self.departed: set[int] = set()
         self.asked = self.has_finished = self.was_struck = False
@@ -275,6 +324,7 @@ class Jobs(RuleBasedStateMachine):
                     assert not self.has_finished
                     assert (node, slot) not in [self.slots[each] for each in self.running]
                     assert slot < self.policy.workers.hosts[node].slots
+                    assert self.now >= self.lost_at.get(node, -LOST_PAUSE_S) + LOST_PAUSE_S
                     self.slots[worker] = node, slot
                     self.running.add(worker)
                 case Kill(worker):
@@ -399,7 +449,7 @@ class Jobs(RuleBasedStateMachine):
             self.commit, self.new_starts = commit, 0
         self.policy.resumed(commit)
 
-    @rule(seconds=st.sampled_from([0.1, BLAMED_S, TOGETHER_S, START_S]))
+    @rule(seconds=st.sampled_from([0.1, BLAMED_S, TOGETHER_S, START_S, LONGEST_PAUSE_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.decide()
@@ -418,8 +468,22 @@ class Jobs(RuleBasedStateMachine):
             lost = {worker for worker in self.running if self.slots[worker][0] == node}
             self.running -= lost
             self.was_struck |= not lost.isdisjoint(self.members)
+            self.lost_at[node] = self.now
             self.policy.host_lost(node, "it fell silent", self.now)
             self.decide()
+
+    @invariant()
+    def hosts_that_were_lost_are_used_again(self) -> None:
+        """Where ranks are trained, and there may be more of them."""
+        is_training = self.epoch is not None and self.end is None and not self.has_finished
+        if not is_training or self.epoch.number == self.wanted.reset_limit:
+            return
+        welcome = [worker for worker in self.policy.workers.of.values() if worker.is_welcome]
+        if self.wanted.max_ranks is None or len(welcome) < self.wanted.max_ranks:
+            for node, lost_at in self.lost_at.items():
+                host = self.policy.workers.hosts[node]
+                if self.now >= lost_at + LONGEST_PAUSE_S and not (host.is_failed or host.is_released):
+                    assert sum(self.slots[worker][0] == node for worker in self.running) >= host.slots
 
     @invariant()
     def an_end_is_told(self) -> None:

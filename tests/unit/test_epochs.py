@@ -6,8 +6,10 @@ import threading
 import time
 from datetime import timedelta
 
+import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gradwire.trainer.world import epochs as epochs_module
 from gradwire.trainer.world.epochs import WORKER, Epoch, Epochs
 from gradwire.trainer.world.worker import Worker
 
@@ -46,3 +48,17 @@ def test_a_worker_learns_what_its_epoch_has_lost_and_not_what_another_one_has() 
     assert lost_in(Epoch(0, (3, 5, 8), (0, 1, 1)), (5, 8)) == (1, 2)
     assert lost_in(Epoch(1, (9, 3), (1, 0)), (9,)) == (0,)
     worker.leave()
+
+
+def test_a_rank_without_which_the_next_epoch_has_begun_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host was lost, and is used by others now. One that was no rank yet may still become one."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    epochs = Epochs(store)
+    monkeypatch.setattr(epochs_module, "_LEFT_OUT_S", 0.1)
+    epochs.begin(Epoch(1, (5, 8), (0, 1)))
+    with pytest.raises(TimeoutError, match="no world after 0 with worker 3"):
+        epochs.await_epoch(3, 0, time.monotonic() + 60)
+    begins = threading.Timer(0.5, lambda: epochs.begin(Epoch(2, (5, 8, 9), (0, 1, 1))))
+    begins.start()
+    assert epochs.await_epoch(9, -1, time.monotonic() + 60).number == 2
+    begins.join()

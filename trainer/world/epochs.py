@@ -29,6 +29,8 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 _PREFIX = "gradwire.elastic"
 _LOOK_AGAIN_S = 0.005
+#: How long a rank waits once an epoch has begun without it. If the launcher can still reach its agent, the agent ends it sooner.
+_LEFT_OUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,16 @@ class Epochs:
         self._store.set("end", json.dumps(reason))
 
     def await_epoch(self, worker: int | None, after: int, deadline: float) -> Epoch:
-        """Return the first epoch after a number of which a worker is a rank, None for whoever its ranks are; after: -1 for any.
-        deadline: time.monotonic() seconds. Raises TimeoutError, and RuntimeError where the job has ended."""
+        """Return the first epoch after a number of which a worker is a rank, None for whoever its ranks are; after: the epoch of
+        which it was one, -1 for none. deadline: time.monotonic() seconds. Raises TimeoutError, earlier if it was a rank and an
+        epoch begins without it, since the launcher has given it up; and RuntimeError if the job has ended."""
+        is_left_out = False
         while True:
             epoch = self.current()
             if epoch is not None and epoch.number > after and (worker is None or worker in epoch.workers):
                 return epoch
+            if not is_left_out and epoch is not None and epoch.number > after >= 0:
+                is_left_out, deadline = True, min(deadline, time.monotonic() + _LEFT_OUT_S)
             if (reason := self._read("end")) is not None:
                 raise RuntimeError(f"the job has ended: {reason}")
             if time.monotonic() >= deadline:

@@ -167,8 +167,8 @@ class _Run:
         self._policy.set_hosts({host.name: host.slots for host in hosts})
 
     def _start(self, worker: int, node: int, slot: int) -> None:
-        if node in self._lost:
-            return  # by an attempt to start another one there
+        if not self._policy.workers.of[worker].is_running:
+            return  # lost with its host, by an attempt to start another one there
         if node not in self._agents:
             host = self._known[self._policy.workers.hosts[node].name]
             script = [sys.executable, "-I", "-S", agent_script.__file__, *self._job.command]
@@ -196,7 +196,7 @@ class _Run:
             agent.leave()
         host = self._policy.workers.hosts[node]
         if not self._is_ending and not host.is_released:
-            self._lost[node] = Failure(host.name, None, None, why)
+            self._lost |= dict.fromkeys(self._policy.workers.running_on(node), Failure(host.name, None, None, why))
             self._policy.host_lost(node, why, time.monotonic())
 
     def _end_all(self, signals: list[int]) -> None:
@@ -230,9 +230,9 @@ class _Run:
 
     def _failure(self, worker: int) -> Failure:
         """Return how a worker has failed, or its host."""
-        node, host = self._policy.workers.of[worker].node, self._policy.workers.host_of(worker)
-        if node in self._lost:
-            return self._lost[node]
+        if worker in self._lost:
+            return self._lost[worker]
+        host = self._policy.workers.host_of(worker)
         return Failure(host.name, worker, self._exit_codes.get(worker, -signal.SIGKILL), self._output.words(worker))
 
 

@@ -59,6 +59,7 @@ class Policy:
         self._finished_since: float | None = None
         self._new_starts = self._commit = 0
         self._new = _Happened()
+        self._untold: list[Action] = []
 
     # What has happened
 
@@ -67,14 +68,25 @@ class Policy:
         self.workers.set_hosts(slots)
 
     def host_lost(self, node: int, why: str, now: float) -> None:
-        """Note that the agent of a host has ended, and with it all its workers."""
-        host = self.workers.hosts[node]
-        host.is_failed = True
-        self._new.news.append(f"host {host.name} was lost: {why}")
-        for number in self.workers.running_on(node):
+        """Note that the agent of a host has ended, and with it all its workers. The log says so with the next epoch, or at once
+        if none of them is a rank, as after a failed attempt to use the host again."""
+        self.workers.lose_host(node, now)
+        host, lost = self.workers.hosts[node], self.workers.running_on(node)
+        again = f", and is tried again in {host.pause_s:g} s" if host.slots else ""
+        news = f"host {host.name} was lost{again}: {why}"
+        if set(lost) & set(self._ranks):
+            self._new.news.append(news)
+        else:
+            self._untold.append(Say(news))
+        for number in lost:
             self.workers.of[number].is_running = False
-            if self.workers.of[number].is_alive:
+            if not self.workers.of[number].is_alive:
+                continue
+            if number in self._ranks:
                 self._lose(number, "was lost with its host", now, is_struck=True)
+            else:
+                self.workers.fail(number)
+                self._new.failed.append(number)
 
     def arrived(self, worker: int) -> None:
         """Note that a worker can become a rank."""
@@ -127,7 +139,8 @@ class Policy:
     def decide(self, now: float) -> list[Action]:
         """Return what is to be done next, in this order, because of what has happened. After an End there is nothing."""
         actions: list[Action] = []
-        for step in (self._kills, self._turn, self._stops, self._starts, self._releases):
+        self.workers.try_again(now)
+        for step in (self._kills, self._turn, self._stops, self._starts, self._releases, self._says):
             if not self.is_over:
                 actions += step(now)
         return actions
@@ -252,6 +265,10 @@ class Policy:
                 host.is_released = True
                 released.append(Release(node))
         return released
+
+    def _says(self, now: float) -> list[Action]:
+        said, self._untold = self._untold, []
+        return said
 
     # What that follows from
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: After how many failures in a row, of workers that were no rank yet, a host is not used any more.
 HOST_FAILURES = 3
+#: How long a host that was lost is left alone, the first time, and at most: each further loss doubles it.
+LOST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 120.0
 
 
 @dataclass
 class Host:
     """slots: how many workers it may have now. is_failed: whether it gets no more. failures: in a row, of workers that were no
-    rank. is_released: whether its agent has been let go, so that the name, if it comes again, is another host."""
+    rank. is_lost: whether its agent has ended and the host waits to be tried again, at again_at, pause_s after the loss.
+    is_released: whether its agent has been let go, so that the name, if it comes again, is another host."""
 
     name: str
     slots: int
     is_failed: bool = False
     failures: int = 0
+    is_lost: bool = False
+    pause_s: float = 0.0
+    again_at: float = -math.inf
     is_released: bool = False
 
 
@@ -79,9 +86,8 @@ class Workers:
         """Return host and slot of each worker that could be started, those of lost workers first."""
         used = {(worker.node, worker.slot) for worker in self.of.values()}
         taken = {(worker.node, worker.slot) for worker in self.of.values() if worker.is_running}
-        usable = [
-            (node, host.slots) for node, host in self.hosts.items() if not host.is_failed and not host.is_released
-        ]
+        unusable = {node for node, host in self.hosts.items() if host.is_failed or host.is_lost or host.is_released}
+        usable = [(node, host.slots) for node, host in self.hosts.items() if node not in unusable]
         free = [(node, slot) for node, slots in usable for slot in range(slots) if (node, slot) not in taken]
         free.sort(key=lambda place: place not in used)
         return free[: self._most_more]
@@ -96,11 +102,23 @@ class Workers:
         """Note that a worker is lost; return what is new because of that, in words, or nothing."""
         worker, host = self.of[number], self.host_of(number)
         worker.is_alive = False
-        host.failures += not worker.was_rank
+        host.failures += not worker.was_rank and not host.is_lost
         if host.failures < HOST_FAILURES or host.is_failed:
             return ""
         host.is_failed = True
         return f"host {host.name} gets no more workers, since {HOST_FAILURES} failed in a row"
+
+    def lose_host(self, node: int, now: float) -> None:
+        """Note that the agent of a host has ended. The pauses begin anew once the host has lasted longer than the longest."""
+        host = self.hosts[node]
+        has_lasted = now >= host.again_at + LONGEST_PAUSE_S
+        host.pause_s = LOST_PAUSE_S if has_lasted else min(2 * host.pause_s, LONGEST_PAUSE_S)
+        host.is_lost, host.again_at = True, now + host.pause_s
+
+    def try_again(self, now: float) -> None:
+        """Let those hosts be used again that were lost long enough ago."""
+        for host in self.hosts.values():
+            host.is_lost = host.is_lost and now < host.again_at
 
     def become_rank(self, number: int) -> None:
         """Note that a worker is a rank."""
