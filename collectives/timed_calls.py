@@ -47,20 +47,20 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
     names: of the algorithms. The number of calls follows from predictions; for a link's own algorithm, see _OWN_FASTER.
     """
     inside = len(costs.hosts) == 1
-    calls: dict[tuple[str, int], int] = {}
     sizes = _INSIDE if inside else _BETWEEN
-    for nbytes in sizes:
+
+    def seconds_of(name: str, nbytes: int) -> float:
+        if name in PLANNERS["allreduce"]:
+            return predict(costs, "allreduce", name, nbytes, segment_bytes)
+        others = [seconds_of(other, nbytes) for other in names if other in PLANNERS["allreduce"]]
+        return min(others, default=_LONGEST_INSIDE_S) / _OWN_FASTER
+
+    def number(name: str, nbytes: int) -> int:
         longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
-        predicted = {
-            name: predict(costs, "allreduce", name, nbytes, segment_bytes)
-            for name in names
-            if name in PLANNERS["allreduce"]
-        }
-        own = min(predicted.values(), default=longest_s) / _OWN_FASTER
-        for name in names:
-            seconds = predicted.get(name, own)
-            if seconds <= longest_s or nbytes == sizes[0]:
-                calls[name, nbytes] = _number(seconds, nbytes)
+        seconds = seconds_of(name, nbytes)
+        return _number(seconds, nbytes) if seconds <= longest_s or nbytes == sizes[0] else 0
+
+    calls = _numbers(verbs, names, sizes, number)
     return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
 
 
@@ -74,12 +74,12 @@ def time_codecs(
     """
     named = {codec.identity: codec for codec in codecs}
     inside = len(costs.hosts) == 1
-    calls: dict[tuple[str, int], int] = {}
-    for name, codec in named.items():
-        for nbytes in _CODED_INSIDE if inside else _CODED_BETWEEN:
-            seconds = predict(nbytes // 4, codec)
-            if inside or nbytes <= _SMALL or seconds <= _LONGEST_CODED_S:
-                calls[name, nbytes] = _number(seconds, nbytes)
+
+    def number(name: str, nbytes: int) -> int:
+        seconds = predict(nbytes // 4, named[name])
+        return _number(seconds, nbytes) if inside or nbytes <= _SMALL or seconds <= _LONGEST_CODED_S else 0
+
+    calls = _numbers(verbs, list(named), _CODED_INSIDE if inside else _CODED_BETWEEN, number)
     return _call_costs(
         _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0))
     )
@@ -91,6 +91,16 @@ def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
     if costs.burst_bytes:
         # A ring loads every link in both directions.
         verbs.allreduce(torch.zeros(2 * costs.burst_bytes // 4), algorithm="ring")
+
+
+def _numbers(
+    verbs: SharedTensors, names: Sequence[str], sizes: Sequence[int], number: Callable[[str, int], int]
+) -> dict[tuple[str, int], int]:
+    """Return how many calls of each name and size a turn makes, if any. Rank 0 computes the predictions that this takes."""
+    cases = [(name, nbytes) for nbytes in sizes for name in names]
+    numbers = torch.tensor([number(*case) if verbs.rank == 0 else 0 for case in cases], dtype=torch.int64)
+    verbs.broadcast(numbers, algorithm="tree")
+    return {case: each for case, each in zip(cases, numbers.tolist(), strict=True) if each}
 
 
 def _number(seconds: float, nbytes: int) -> int:

@@ -188,6 +188,30 @@ def losses(name: str) -> str:
     return _table(heading, cells, f"---{'|---:' * (len(heading) - 1)}")
 
 
+def rules(*names: str) -> str:
+    """Return a table of update rules, of one run or several with the same seed: ratios to the first row of all."""
+    runs = [figures(name) for name in names]
+    first, first_every = runs[0]["rows"][0], runs[0]["meta"]["every"]
+    rows = []
+    for run in runs:
+        every = run["meta"]["every"]
+        for row in run["rows"]:
+            differs = [f"every {every} steps"] if every != first_every else []
+            differs += [f"{row['world_size']} ranks"] if row["world_size"] != first["world_size"] else []
+            is_beside = run is runs[0] and row is not first
+            cells = (
+                ", ".join([f"`{row['competitor'].partition('@')[0]}`", *differs]),
+                f"{row['loss'] / first['loss']:.3f}",
+                _number(row["seconds"] / first["seconds"]),
+                _number(row["tokens_per_s"] / first["tokens_per_s"]),
+                _number(row["sent_bytes"] / first["sent_bytes"]) if first["sent_bytes"] else "",
+                "" if not is_beside else "not reached" if row["reach_time"] is None else _number(row["reach_time"]),
+            )
+            rows.append(cells)
+    heading = ("rule", "loss", "time", "tokens per second", "bytes sent per rank", "time to the loss of the first row")
+    return _table(heading, rows, f"---{'|---:' * 5}")
+
+
 def _size(nbytes: int) -> str:
     text = format_size(nbytes)
     return f"{text[:-1]} {text[-1]}B"
@@ -256,6 +280,7 @@ VIEWS: dict[str, Callable[..., str]] = {
     "compressed": compressed,
     "codecs": codecs,
     "losses": losses,
+    "rules": rules,
     "command": command,
     "predictions": predictions,
     "failures": failures,

@@ -30,9 +30,10 @@ _HOSTS = "python -m gradwire.bench hosts --hosts {} --ranks {} --rate {} --"
 _STEP = "step --preset 13m --batch 1"
 _SIZES = "allreduce -b 1K -e 16M -f 4 -n {} --algorithm auto,torch"
 _PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorithm auto,torch,mpi"
+_LOCAL = "--preset 13m --batch 1 --context 128 --warmup-steps 60 --every 5"
 _TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
-#: How each run is measured, by its name, in about thirty minutes together. All are of one commit.
+#: How each run is measured, by its name, in about an hour together.
 RUNS: dict[str, str] = {
     "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 20",
     "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --steps 2 --rounds 15",
@@ -51,6 +52,18 @@ RUNS: dict[str, str] = {
     "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
     "codecs": "python -m gradwire.bench codec --iters 5",
     "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
+    "rules-slow-link": f"{_HOSTS.format(4, 4, '100mbit')} rules synchronous+powersgd average+onebit {_LOCAL} --seconds 240"
+    " --warmup-codec powersgd",
+    "rules-gigabit": f"{_HOSTS.format(4, 4, '1gbit')} rules ddp synchronous+powersgd average+int4 {_LOCAL} --seconds 180"
+    " --warmup-codec int8",
+    "rules-tokens-2-hosts": f"{_HOSTS.format(2, 2, '1gbit')} rules alone average+chunktopk ddp@0.3 --preset 13m --batch 1"
+    " --context 128 --warmup-steps 0 --steps 150",
+    "rules-equal-tokens": f"{_TORCHRUN.format(4)} rules synchronous diloco average+chunktopk --steps 600",
+    "rules-equal-tokens-every-10": f"{_TORCHRUN.format(4)} rules average+chunktopk --every 10 --steps 600",
+    "rules-slow-rank": f"{_TORCHRUN.format(4)} rules synchronous quorum@0.6 stale@0.7 asynchronous@0.6 --seconds 45"
+    " --slow 3:0.2 --staleness 96 --late drop",
+    "rules-without-slow-rank": f"{_TORCHRUN.format(3)} rules synchronous --seconds 27",
+    "rules-hogwild": f"{_TORCHRUN.format(2)} rules synchronous hogwild --seconds 20",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }

@@ -4,13 +4,139 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from gradwire.collectives.plan.cost import Costs, LinkCost
+from gradwire.collectives.plan.cost import Costs, LinkCost, SlowLink
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.walk import Leg, price
 
 #: The relative error at which a fit ends.
 _CLOSE = 0.002
+
+#: A link has bursts if a pause shortens a bulk message by more than this share.
+_BURST = 0.05
+
+
+class Timed(NamedTuple):
+    """The programs of all ranks, and the seconds that they took together."""
+
+    programs: Sequence[Program]
+    seconds: float
+
+
+class Pair(NamedTuple):
+    """The measurement of two ranks of a kind, inside a host or between hosts, while all others are idle.
+
+    swaps: of an empty message in turns; stream: of as many messages, `messages` in all, one after the other; bulk: of a message
+    of bulk_bytes each. saved_s: how many fewer seconds the bulk takes after a pause. moving_byte_s: a processor's seconds to
+    send a byte or to receive one; None inside a host, where nothing else takes time.
+    """
+
+    swaps: Timed
+    stream: Timed
+    messages: int
+    bulk: Timed
+    bulk_bytes: int
+    saved_s: float
+    moving_byte_s: float | None
+
+
+class Uplinks(NamedTuple):
+    """The measurement of all hosts' uplinks: seconds, seconds a byte of each, slow connections, and whether one rank of each
+    host took part, which is then as fast as its uplink."""
+
+    byte_s: tuple[float, ...]
+    slow_links: tuple[SlowLink, ...]
+    of_one_rank: bool
+
+
+class Together(NamedTuple):
+    """The measurement of all ranks at once.
+
+    few, many: small allreduces of few and of many messages. inside: large additions inside hosts, on all hosts; None with one
+    host or with one rank a host. large: a large allreduce.
+    """
+
+    few: Timed
+    many: Timed
+    inside: Timed | None
+    large: Timed
+
+
+def costs_of(
+    alone: Costs, inside: Pair | None, between: Pair | None, uplinks: Uplinks | None, all_ranks: Together | None
+) -> Costs:
+    """Return the costs that explain the measurements. alone: what each rank has measured by itself."""
+    costs = alone
+    if inside is not None:
+        costs = _of_pair(costs, "inside", inside)
+    if between is not None:
+        costs = _of_pair(costs, "between", between)
+    if uplinks is not None:
+        byte_s = min(costs.between.byte_s, *uplinks.byte_s) if uplinks.of_one_rank else costs.between.byte_s
+        link = replace(costs.between, byte_s=byte_s)
+        costs = replace(costs, uplinks=uplinks.byte_s, slow_links=uplinks.slow_links, between=link)
+    return costs if all_ranks is None else _of_all(costs, all_ranks)
+
+
+def _of_pair(costs: Costs, name: str, pair: Pair) -> Costs:
+    per_message_s = max(0.0, pair.stream.seconds - costs.call_s) / (pair.messages + 3)
+    costs = replace(costs, **{name: replace(getattr(costs, name), message_cpu_s=per_message_s)})
+    for _ in range(4):  # each fit changes the other
+        costs = fitted(costs, name, "latency_s", *pair.swaps)
+        costs = fitted(costs, name, "message_cpu_s", *pair.stream)
+    if pair.moving_byte_s is None:
+        return fitted(costs, name, "byte_cpu_s", *pair.bulk)
+    if pair.saved_s > _BURST * pair.bulk.seconds:
+        costs = replace(costs, burst_bytes=round(pair.saved_s / pair.bulk.seconds * pair.bulk_bytes))
+    all_of_cores = getattr(fitted(costs, name, "byte_cpu_s", *pair.bulk), name).byte_cpu_s
+    link = getattr(costs, name)
+    byte_cpu_s = min(max(link.byte_cpu_s, pair.moving_byte_s), all_of_cores)
+    return fitted(replace(costs, **{name: replace(link, byte_cpu_s=byte_cpu_s)}), name, "byte_s", *pair.bulk)
+
+
+def _of_all(costs: Costs, measured: Together) -> Costs:
+    """Fit the costs that rise when all ranks work at once: those of messages by small allreduces, those of bytes by a large
+    one."""
+    few, many = legs(measured.few.programs), legs(measured.many.programs)
+
+    def messages(factor: float) -> Costs:
+        return scaled(costs, factor, "latency_s", "message_cpu_s")
+
+    # The time that both allreduces have in common, such as waking up, is a cost of the call.
+    more_s = max(0.0, measured.many.seconds - measured.few.seconds)
+    costs = messages(root(lambda x: price(messages(x), many) - price(messages(x), few), more_s, 1.0))
+    costs = replace(costs, call_s=max(0.0, costs.call_s + measured.few.seconds - price(costs, few)))
+    if measured.inside is not None:
+        costs = _of_additions(costs, measured.inside)
+    large, large_s = legs(measured.large.programs), measured.large.seconds
+
+    def of_cores(factor: float) -> Costs:
+        return scaled(costs, factor, "byte_cpu_s")
+
+    def of_wires(factor: float) -> Costs:
+        return replace(scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
+
+    # Small allreduces wake up ranks that wait; messages that follow each other do so less often.
+    if len(costs.hosts) > 1 and price(messages(0.0), large) < large_s < price(costs, large):
+        return messages(fit(messages, *measured.large, 1.0))
+    # If the modelled time without wires exceeds the measured time, the wires cannot be what is wrong in the model.
+    is_of_cores = len(costs.hosts) == 1 or price(of_wires(0.0), large) >= large_s
+    shares_cores = any(cores.number < len(cores.ranks) for cores in costs.cores)
+    is_slower = shares_cores and large_s > 1.3 * price(of_cores(0.0), large)
+    made = of_cores if is_of_cores or is_slower else of_wires
+    return made(fit(made, *measured.large, 1.0))
+
+
+def _of_additions(costs: Costs, measured: Timed) -> Costs:
+    """Fit the costs of messages inside hosts, or of their bytes."""
+    link = costs.inside
+
+    def messages(factor: float) -> Costs:
+        latency_s, message_cpu_s = factor * link.latency_s, factor * link.message_cpu_s
+        return replace(costs, inside=replace(link, latency_s=latency_s, message_cpu_s=message_cpu_s))
+
+    return fitted(messages(fit(messages, *measured, 1.0)), "inside", "byte_cpu_s", *measured)
 
 
 def legs(programs: Sequence[Program]) -> list[list[Leg]]:

@@ -297,6 +297,16 @@ class Engine:
         rows: list[list[int]] = everything.tolist()
         return rows
 
+    def text_of_rank_0(self, turn: Turn, text: str | None) -> str:
+        """Return the text of rank 0; None on the other ranks."""
+        mine = (text or "").encode()
+        length = self.table(turn, [len(mine)])[0][0]
+        sent = torch.zeros(length, dtype=torch.uint8, device=self.control_device)
+        if self.rank == 0:
+            sent.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        self.over_buffer(turn, "broadcast", "tree", sent, is_own=True)
+        return bytes(sent.tolist()).decode()
+
     def choose_by(self, costs: Costs, *, corrects: bool) -> None:
         """Let 'auto' choose by measured costs from now on, also in remembered calls. See Measured."""
         self.plans.choose_by(costs, corrects=corrects)

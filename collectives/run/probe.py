@@ -1,9 +1,8 @@
 """A measurement of what messages cost between the ranks of a Communicator, by programs like those that it runs.
 
 All of it is one operation, so that a rank that is lost, stops or calls something else is noticed as in any other. Each rank
-measures how long its own part of each program took. The ranks then exchange these times, and each computes the same Costs from
-them, to the bit. Costs that cannot be measured alone are fitted, so that the model (plan.walk) predicts the measured times of
-the programs.
+measures how long its own part of each program took. The ranks then exchange these times. Rank 0 computes the Costs from them
+(plan.fitting), and all ranks take its Costs, to the bit.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
 from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink
-from gradwire.collectives.plan.fitting import fit, fitted, legs, root, scaled
+from gradwire.collectives.plan.fitting import Pair, Timed, Together, Uplinks, costs_of
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
 from gradwire.collectives.plan.topology import Machine, Topology
-from gradwire.collectives.plan.walk import price
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
@@ -36,10 +34,7 @@ _TIMES, _ENOUGH_S, _STREAM = 8, 0.05, 16
 #: A bulk message grows from the least to the most bytes until it takes this long, when a link with bursts has used them up.
 _LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
 
-#: A link has bursts if a pause shortens a bulk message by more than this share.
-_BURST = 0.05
-
-#: The pause in which such a link saves up for a burst.
+#: The pause in which a link with bursts saves up for one.
 _PAUSE_S = 0.02
 
 #: With how many other hosts each host is measured at most, and how long the bulk messages of several ranks may take.
@@ -49,6 +44,9 @@ _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
 _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
+
+#: Bytes of the additions inside hosts.
+_ADDED_BYTES = 1 << 20
 
 #: How many bulk messages follow the first one; where several ranks of a host take part, which wake up late, there are more.
 _FOLLOWING, _FOLLOWING_OF_MANY = 2, 6
@@ -99,17 +97,14 @@ class Probe:
 
     def _links(self) -> Costs:
         self._timed(self._allreduce("ring", _LEAST_BYTES))  # the first use of a connection is slower
-        costs = self._alone()
-        busy = any(cores.number < len(cores.ranks) for cores in costs.cores)
-        for host in self._hosts:
-            if len(host) > 1:
-                costs = self._pair(costs, host[:2], inside=True)
-                break
-        if len(self._hosts) > 1:
-            costs = self._uplinks(self._pair(costs, self._leaders[:2], inside=False))
-        if self._size > 1:
-            costs = self._together(costs, busy=busy)
-        return costs
+        alone = self._alone()
+        inside = next((self._pair(host[:2], inside=True) for host in self._hosts if len(host) > 1), None)
+        between = self._pair(self._leaders[:2], inside=False) if len(self._hosts) > 1 else None
+        uplinks = self._uplinks(between) if between is not None else None
+        pair = between or inside
+        together = self._together(pair.bulk_bytes, uplinks) if pair is not None else None
+        mine = costs_of(alone, inside, between, uplinks, together).to_json() if self._rank == 0 else None
+        return Costs.from_json(self._engine.text_of_rank_0(self._turn, mine), "of rank 0")
 
     # What ranks know of each other
 
@@ -181,7 +176,7 @@ class Probe:
 
         return self._programs([nbytes, nbytes], rounds)
 
-    def _pair(self, costs: Costs, pair: Sequence[int], *, inside: bool) -> Costs:
+    def _pair(self, pair: Sequence[int], *, inside: bool) -> Pair:
         """Measure what a message costs between two ranks while all others are idle."""
         one, other = pair
         block = (Span(0, 1),)
@@ -198,27 +193,12 @@ class Probe:
             return [(), ()]
 
         swapping, streaming = self._programs([4], swaps), self._programs([8] * 2 * _STREAM, stream)
-        swap_s, stream_s = self._timed(swapping), self._timed(streaming)
-        name = "inside" if inside else "between"
-        link = replace(getattr(costs, name), message_cpu_s=max(0.0, stream_s - costs.call_s) / (_STREAM + 3))
-        costs = replace(costs, **{name: link})
-        for _ in range(4):  # each fit changes the other
-            costs = fitted(costs, name, "latency_s", swapping, swap_s)
-            costs = fitted(costs, name, "message_cpu_s", streaming, stream_s)
-        partners = {one: other, other: one}
-        self._bulk_bytes, self._bulk_s, saved_s = self._bulk(partners)
-        if not inside and saved_s > _BURST * self._bulk_s:
-            costs = replace(costs, burst_bytes=round(saved_s / self._bulk_s * self._bulk_bytes))
-        bulk = self._exchange(partners, self._bulk_bytes)
-        all_of_cores = fitted(costs, name, "byte_cpu_s", bulk, self._bulk_s)
-        if inside:
-            return all_of_cores
-        byte_cpu_s = max(costs.between.byte_cpu_s, self._moving_byte_s(bulk, pair))
-        byte_cpu_s = min(byte_cpu_s, all_of_cores.between.byte_cpu_s)
-        costs = replace(costs, between=replace(costs.between, byte_cpu_s=byte_cpu_s))
-        return fitted(costs, name, "byte_s", bulk, self._bulk_s)
+        swapped, streamed = Timed(swapping, self._timed(swapping)), Timed(streaming, self._timed(streaming))
+        nbytes, bulk, saved_s = self._bulk({one: other, other: one})
+        moving_byte_s = None if inside else self._moving_byte_s(bulk.programs, pair, nbytes)
+        return Pair(swapped, streamed, _STREAM, bulk, nbytes, saved_s, moving_byte_s)
 
-    def _moving_byte_s(self, bulk: Sequence[Program], pair: Sequence[int]) -> float:
+    def _moving_byte_s(self, bulk: Sequence[Program], pair: Sequence[int], nbytes: int) -> float:
         """Return a processor's seconds to send a byte or to receive one, by its own clock while waits sleep and do not poll: on
         a link that is slower than the processor, the time of a message does not show them, and ranks that share cores or encode
         need them."""
@@ -228,18 +208,16 @@ class Probe:
         taken = _seconds(lambda: self._follow(bulk[self._rank], 2), time.thread_time_ns)
         wait_beside_work(False)  # as does the next turn
         table = self._table(taken)
-        return min(table[rank] for rank in pair) / (4 * self._bulk_bytes)
+        return min(table[rank] for rank in pair) / (4 * nbytes)
 
-    def _bulk(self, partners: dict[int, int]) -> tuple[int, float, float]:
-        """Return the bytes of a bulk message, its seconds, and how many fewer seconds it takes after a pause."""
-        nbytes, seconds = _LEAST_BYTES, 0.0
-        while True:
-            seconds = self._timed(self._exchange(partners, nbytes), 1)
-            if seconds >= _BULK_S or nbytes >= _MOST_BYTES:
-                programs = self._exchange(partners, nbytes)
-                steady_s = self._steady(programs)(range(self._size))
-                return nbytes, steady_s, max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
+    def _bulk(self, partners: dict[int, int]) -> tuple[int, Timed, float]:
+        """Return the bytes of a bulk message, its programs, and how many fewer seconds they take after a pause."""
+        nbytes = _LEAST_BYTES
+        while self._timed(self._exchange(partners, nbytes), 1) < _BULK_S and nbytes < _MOST_BYTES:
             nbytes *= 2
+        programs = self._exchange(partners, nbytes)
+        steady_s = self._steady(programs)(range(self._size))
+        return nbytes, Timed(programs, steady_s), max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
 
     def _steady(self, programs: Sequence[Program]) -> Callable[[Iterable[int]], float]:
         """Return a function of ranks, which returns the seconds that their programs take right after another call: several
@@ -262,13 +240,13 @@ class Probe:
 
         return seconds
 
-    def _uplinks(self, costs: Costs) -> Costs:
+    def _uplinks(self, alone: Pair) -> Uplinks:
         """Measure the uplink of every host: pairs of hosts exchange bulk messages, all pairs at once, over all ranks that have
-        a partner."""
+        a partner. alone: the measurement of the first pair of hosts."""
         count = len(self._hosts)
-        alone_s = self._bulk_s / self._bulk_bytes
+        alone_s = alone.bulk.seconds / alone.bulk_bytes
         lanes, most = self._lanes, int(_SHARED_S / alone_s)  # many ranks wake up late: more bytes make that matter less
-        nbytes = max(self._bulk_bytes, min(self._lanes * self._bulk_bytes, most)) // lanes // 4 * 4
+        nbytes = max(alone.bulk_bytes, min(lanes * alone.bulk_bytes, most)) // lanes // 4 * 4
         quickest = [float("inf")] * count
         pairs: dict[tuple[int, int], float] = {}
         for against in _tournament(count)[:_OPPONENTS]:
@@ -286,65 +264,32 @@ class Probe:
             for (a, b), taken in pairs.items()
             if a < b and taken > SLOW * max(quickest[a], quickest[b])
         )
-        byte_s = min(costs.between.byte_s, *uplinks) if lanes == 1 else costs.between.byte_s
-        return replace(costs, uplinks=uplinks, slow_links=slow, between=replace(costs.between, byte_s=byte_s))
+        return Uplinks(uplinks, slow, of_one_rank=lanes == 1)
 
-    def _together(self, costs: Costs, *, busy: bool) -> Costs:
-        """Fit the costs that rise when all ranks work at once: those of messages by a small allreduce, those of bytes by a
-        large one."""
+    def _together(self, bulk_bytes: int, uplinks: Uplinks | None) -> Together:
+        """Measure all ranks at once. bulk_bytes: of a bulk message."""
         few, many = (self._allreduce(name, _SMALL_BYTES) for name in ("recursive_doubling", "ring"))
         once_s = self._timed(many, 1)
         calls = max(1, min(8, int(_ROW_S / once_s)))
         few_s, many_s = self._timed(few, calls=calls), self._timed(many, calls=calls)
-
-        def messages(factor: float) -> Costs:
-            return scaled(costs, factor, "latency_s", "message_cpu_s")
-
-        # The time that both allreduces have in common, such as waking up, is a cost of the call.
-        more_s = max(0.0, many_s - few_s)
-        factor = root(lambda x: price(messages(x), legs(many)) - price(messages(x), legs(few)), more_s, 1.0)
-        costs = messages(factor)
-        costs = replace(costs, call_s=max(0.0, costs.call_s + few_s - price(costs, legs(few))))
         nested = self._lanes > 1 and len(self._hosts) > 1
-        if nested:
-            costs = self._inside_hosts(costs)
-        name = "hierarchical" if nested else "ring"
         most = _SEGMENTS * self._size * self._engine.plans.segment_bytes
-        nbytes = min(4 * _MOST_BYTES, self._size * self._bulk_bytes, most)
-        if (byte_s := max(costs.uplinks)) > 0:
-            nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * byte_s))))
-        large = self._allreduce(name, nbytes)
-        large_s = self._steady(large)(range(self._size))
-        wire_s = price(scaled(costs, 0.0, "byte_cpu_s"), legs(large))
+        nbytes = min(4 * _MOST_BYTES, self._size * bulk_bytes, most)
+        if uplinks is not None:
+            nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * max(uplinks.byte_s)))))
+        inside = self._at_once(self._additions()) if nested else None
+        large = self._at_once(self._allreduce("hierarchical" if nested else "ring", nbytes))
+        return Together(Timed(few, few_s), Timed(many, many_s), inside, large)
 
-        def of_cores(factor: float) -> Costs:
-            return scaled(costs, factor, "byte_cpu_s")
+    def _at_once(self, programs: Sequence[Program]) -> Timed:
+        return Timed(programs, self._steady(programs)(range(self._size)))
 
-        def of_wires(factor: float) -> Costs:
-            return replace(scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
-
-        # Small allreduces wake up ranks that wait; messages that follow each other do so less often.
-        if len(self._hosts) > 1 and price(messages(0.0), legs(large)) < large_s < price(costs, legs(large)):
-            return messages(fit(messages, large, large_s, 1.0))
-        # If the modelled time without wires exceeds the measured time, the wires cannot be what is wrong in the model.
-        is_of_cores = len(self._hosts) == 1 or price(of_wires(0.0), legs(large)) >= large_s
-        made = of_cores if is_of_cores or (busy and large_s > 1.3 * wire_s) else of_wires
-        return made(fit(made, large, large_s, 1.0))
-
-    def _inside_hosts(self, costs: Costs) -> Costs:
-        """Fit the costs of messages inside hosts, or of their bytes, by large additions on all hosts at once."""
+    def _additions(self) -> list[Program]:
+        """Return programs that add buffers inside hosts, on all hosts."""
         places = [Place(rank, self._size, 0, self._hosts) for rank in range(self._size)]
         schedules = [Schedule(place.rank, self._size, self._lanes, hierarchical.inside(place)) for place in places]
-        segments = segments_of_buffer(_MOST_BYTES // 4, self._lanes, self._engine.plans.segment_bytes // 4)
-        programs = [Program(schedule, segments) for schedule in schedules]
-        seconds = self._steady(programs)(range(self._size))
-
-        def messages(factor: float) -> Costs:
-            link = costs.inside
-            latency_s, message_cpu_s = factor * link.latency_s, factor * link.message_cpu_s
-            return replace(costs, inside=replace(link, latency_s=latency_s, message_cpu_s=message_cpu_s))
-
-        return fitted(messages(fit(messages, programs, seconds, 1.0)), "inside", "byte_cpu_s", programs, seconds)
+        segments = segments_of_buffer(_ADDED_BYTES // 4, self._lanes, self._engine.plans.segment_bytes // 4)
+        return [Program(schedule, segments) for schedule in schedules]
 
     def _allreduce(self, algorithm: str, nbytes: int) -> list[Program]:
         planner = PLANNERS["allreduce"][algorithm]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError
-from gradwire.collectives.plan.fitting import fitted, legs
+from gradwire.collectives.plan.fitting import Pair, Timed, Together, Uplinks, costs_of, fitted, legs
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Schedule, receive, send
 from gradwire.collectives.plan.selection import default_table
-from gradwire.collectives.plan.spans import Span
+from gradwire.collectives.plan.spans import Span, segments_of_buffer
 from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.walk import Leg, predict, price
 from gradwire.collectives.run.plans import Plans, legal_algorithms
@@ -220,3 +220,51 @@ def test_a_fitted_number_has_the_walk_take_what_was_measured(begun: float) -> No
     )
     free = fitted(wrong, "between", "latency_s", exchange, seconds / 1e3)
     assert free.between.latency_s == 0.0
+
+
+@pytest.mark.parametrize("hosts", [((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)])
+def test_costs_fitted_to_times_that_the_walk_takes_predict_them_again(hosts: tuple[tuple[int, ...], ...]) -> None:
+    link = LinkCost(2e-5, 1e-9, 3e-6, 1e-10)
+    actual = replace(
+        costs(*hosts),
+        inside=LinkCost(1e-6, 0.0, 2e-6, 2e-10),
+        between=link,
+        uplinks=(1e-9,) * len(hosts),
+        call_s=1e-5,
+        reduce_byte_s=1e-10,
+    )
+
+    def timed(programs: list[Program]) -> Timed:
+        return Timed(programs, price(actual, legs(programs)))
+
+    def swaps(pair: tuple[int, int], nbytes: int, times: int) -> Timed:
+        peers = dict([pair, pair[::-1]])
+        rounds = {rank: (send(peer, ALL) + receive(peer, ALL),) * times for rank, peer in peers.items()}
+        schedules = [Schedule(rank, 4, 1, rounds.get(rank, ())) for rank in range(4)]
+        return timed([Program(schedule, [(Span(0, nbytes // 4),)]) for schedule in schedules])
+
+    def stream(one: int, other: int) -> Timed:
+        sent, taken = sum((send(other, ALL) for _ in range(16)), ()), sum((receive(one, ALL) for _ in range(16)), ())
+        rounds = {one: (sent, receive(other, ALL)), other: (taken, send(one, ALL))}
+        schedules = [Schedule(rank, 4, 1, rounds.get(rank, ())) for rank in range(4)]
+        return timed([Program(schedule, [(Span(0, 2),)]) for schedule in schedules])
+
+    def measured(pair: tuple[int, int], moving_byte_s: float | None) -> Pair:
+        bulk = swaps(pair, 1 << 20, 1)
+        return Pair(swaps(pair, 4, 16), stream(*pair), 16, bulk, 1 << 20, 0.0, moving_byte_s)
+
+    def allreduce(name: str, nbytes: int) -> list[Program]:
+        schedules = [PLANNERS["allreduce"][name](actual.place(rank)) for rank in range(4)]
+        segments = segments_of_buffer(nbytes // 4, schedules[0].blocks, 24 << 10)
+        return [Program(schedule, segments) for schedule in schedules]
+
+    alone = replace(actual, inside=FREE, between=FREE, uplinks=(0.0,) * len(hosts))
+    inside = measured((0, 1), None) if len(hosts) < 4 else None
+    between = measured((hosts[0][0], hosts[1][0]), link.byte_cpu_s) if len(hosts) > 1 else None
+    uplinks = Uplinks(actual.uplinks, (), of_one_rank=len(hosts) == 4) if between else None
+    few, many = (timed(allreduce(name, 1 << 10)) for name in ("recursive_doubling", "ring"))
+    found = costs_of(alone, inside, between, uplinks, Together(few, many, None, timed(allreduce("ring", 4 << 20))))
+    for name in ("recursive_doubling", "rsag", "ring", "tree"):
+        for nbytes in (1 << 10, 256 << 10, 16 << 20):
+            programs = legs(allreduce(name, nbytes))
+            assert price(found, programs) == pytest.approx(price(actual, programs), rel=0.1), (name, nbytes)
