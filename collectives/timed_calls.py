@@ -29,7 +29,7 @@ _CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10,
 that Python takes between messages, which is the same for all sizes once every rank encodes a part: the first two sizes show it,
 at which the links have little to do. If the links are quick, it also misses a time per byte: codes are copied and numbers are
 read from memory. If many ranks share cores, it expects more wake-ups of large calls than there are."""
-_LONGEST_CODED_S = 0.02
+_LONGEST_CODED_S = 0.03
 """What a large call between hosts may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor fewer than the
@@ -137,5 +137,5 @@ def _in_turns(
                 run(part, name)
             taken[name, nbytes].append((time.perf_counter() - began) / number)
     slowest = torch.tensor([sorted(times)[len(times) // 4] for times in taken.values()], dtype=torch.float64)
-    verbs.allreduce(slowest, "max")
+    verbs.allreduce(slowest, "max", algorithm="recursive_doubling")
     return dict(zip(taken, slowest.tolist(), strict=True))

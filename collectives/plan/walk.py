@@ -7,6 +7,7 @@ free one. So contention, pipelining and idle links follow from the programs them
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import defaultdict, deque
@@ -30,7 +31,7 @@ _OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
 #: the rest is extrapolated.
 _SHORT, _LONG = 5, 9
 
-#: Beyond a measured call of this size, the walk is off by the same share as there.
+#: Beyond a measured call of this size, the walk is off by the same share as there, but for what it misses in each call.
 _MANY_BYTES = 1 << 20
 
 
@@ -74,20 +75,22 @@ def corrected(
     """Return how long a call takes: what the walk says, corrected by what calls of the nearest sizes took.
 
     measured: bytes and seconds of calls, ascending. walk: returns what it says for so many bytes. least_s: what a call takes at
-    least. scales: whether the walk misses a share of its time. Else it misses a time per call, and for more than _MANY_BYTES a
-    share.
+    least. scales: whether the walk misses a share of its time. Else it misses a time per call, and beyond the largest call of
+    at least _MANY_BYTES also a share of the rest.
     """
     seconds = walk(nbytes)
     if not measured:
         return seconds
     sizes = [size for size, _ in measured]
     walked = [walk(size) for size in sizes]
-    shares = [took / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
     if scales:
+        shares = [took / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
         return seconds * float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], shares))
-    if nbytes > sizes[-1] >= _MANY_BYTES:
-        return seconds * shares[-1]
     missed = [took - walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
+    if nbytes > sizes[-1] >= _MANY_BYTES:
+        per_call_s = missed[bisect.bisect_left(sizes, _MANY_BYTES) - 1] if sizes[0] < _MANY_BYTES else 0.0
+        share = (measured[-1][1] - per_call_s) / walked[-1]
+        return max(least_s, per_call_s + share * seconds)
     return max(least_s, seconds + float(numpy.interp(nbytes, sizes, missed)))
 
 
