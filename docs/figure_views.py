@@ -139,7 +139,7 @@ def compressed(name: str) -> str:
     gloo = next(row for row in rows if row["algorithm"] == "torch")
     found = (
         (
-            "without" if row["codec"] == "none" else f"`{row['codec']}`",
+            f"`{row['codec']}`",
             f"**{_number(gloo['time_us'] / row['time_us'])}**",
             f"{row['wire_bytes'] / 1e6:.1f} MB",
             _number(row["ratio"]),
@@ -147,7 +147,7 @@ def compressed(name: str) -> str:
         for row in rows
         if row is not gloo
     )
-    heading = ("codec", "times as fast as gloo", "bytes sent per rank", "times fewer than float32")
+    heading = ("codec", "times as fast as gloo", "bytes sent per rank", "float32 bytes / bytes sent")
     return _table(heading, found, "---|---:|---:|---:")
 
 
@@ -167,8 +167,8 @@ def codecs(name: str) -> str:
         )
         for codec, of in rows.items()
     )
-    encode, *others = ("encode", "encode, ef", "decode", "decode, add")
-    heading = ("codec", f"of copy: {encode}", *others, f"times as fast as torch: {encode}", *others)
+    operations = ("encode", "encode, ef", "decode", "decode, add")
+    heading = ("codec", *(f"{measure}: {each}" for measure in ("of copy", "speedup") for each in operations))
     return _table(heading, found, f"---{'|---:' * 8}")
 
 
@@ -180,11 +180,11 @@ def losses(name: str) -> str:
     for model in models:
         of_model = [row for row in rows if row["model"] == model]
         has_accuracy = of_model[0]["accuracy"] is not None
-        heading += [f"`{model}`: times fewer bytes", "accuracy" if has_accuracy else "loss, over that without"]
+        heading += [f"`{model}`: times fewer bytes", "accuracy" if has_accuracy else "loss / loss without compression"]
         for row in of_model:
             result = f"{100 * row['accuracy']:.1f} %" if has_accuracy else f"{row['validation_over_none']:.3f}"
             found.setdefault(row["codec"], []).extend((_number(row["ratio"]), result))
-    cells = (("without" if codec == "none" else f"`{codec}`", *of) for codec, of in found.items())
+    cells = ((f"`{codec}`", *of) for codec, of in found.items())
     return _table(heading, cells, f"---{'|---:' * (len(heading) - 1)}")
 
 

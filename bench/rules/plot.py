@@ -56,7 +56,8 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
         panel.set_xscale(scale)
         panel.set_xlabel(label, fontsize=9, color=QUIET)
         if scale == "log":
-            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            low, high = panel.get_xlim()
+            panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1, 3)))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: f"{value:g}{unit}"))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Training that goes on after a rank was lost, by the names of Horovod's documentation: `hvd.elastic`.
+"""Training that continues after a rank is lost, with Horovod's names: `hvd.elastic`.
 
     state = hvd.elastic.TorchState(model, optimizer, epoch=0)
 
@@ -10,8 +10,9 @@
 
     train(state)
 
-Started by gradwire run --min-np N, the other ranks go on when one is lost; started by torchrun --max-restarts N, all of them are
-started again. They go on from the newest commit, which outlives a process in the memory of its host. docs/guides/elastic.md.
+Under gradwire run --min-np N, the other ranks continue when one is lost. Under torchrun --max-restarts N, torchrun restarts all
+ranks. Both continue from the newest commit. Commits are in the memory of the hosts, and survive the end of a process. The guide
+is docs/guides/elastic.md.
 """
 
 from gradwire.trainer.elastic.failures import GaveUp as GaveUp

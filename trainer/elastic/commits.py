@@ -1,4 +1,4 @@
-"""Commits: copies of what ranks train, in the memory of their host and of the next one; and the way back."""
+"""Commits: write copies of the ranks' training state to the memory of their host and of the next one, and restore them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from gradwire.trainer.elastic.parts import Found, Part, newest, takers
 from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
 from gradwire.trainer.world.world import current_world
 
-#: How long a commit may take to notice that its world has been left.
+#: How long end() waits for a running commit to fail, once this rank has left the world.
 _END_S = 2.0
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Holds what a commit has for a rank.
+    """Holds the states that a rank restores from a commit.
 
-    number: of the commit. size: of the world that made it, of which rank `rank` kept `own`. shared: what all ranks had in common.
-    also: what those kept that no longer exist, and for which this rank answers. source: where all this was, in words.
+    number: the number of the commit. size: the size of the world that made it. shared: the state that all its ranks shared.
+    own: the own state of its rank `rank`. also: the own states of its ranks that no longer exist, as far as this rank restores
+    them. source: a text that says where the states were.
     """
 
     number: int
@@ -44,12 +45,12 @@ class Restored:
 class Commits:
     """Keeps the two newest commits of the ranks of the world. Ranks whose memory has the same key are a host.
 
-    Of what all ranks have in common, each rank of a host keeps an equal share. What is its own it keeps as a whole, and sends it
-    to a rank of the next host while training goes on. Collective, as are all methods.
+    Each rank of a host stores an equal part of the state that all ranks share. It stores all of its own state, and sends a copy
+    to a rank of the next host while training continues. The constructor and all methods are collective.
     """
 
     def __init__(self, memory: Memory, wants_update: Callable[[], bool] = bool) -> None:
-        """wants_update: asked once for each commit, on another thread, whether this rank wants the ranks to stop."""
+        """wants_update: returns whether this rank wants the ranks to stop. Each commit calls it once, on another thread."""
         self.memory = memory
         self._wants_update = wants_update
         self._world = current_world()
@@ -64,8 +65,8 @@ class Commits:
         self._thread = DaemonThread("gradwire.commits")
         self._finished: Future[bool] | None = None
         self.update_is_due = False
-        """Whether, when the commit before the last one was complete, any rank wanted the ranks to stop; the same on all ranks."""
-        self._turns: dict[int, int] = {}  # which slot of a rank's two is written next
+        """Whether any rank wanted the ranks to stop when the commit before the last one was complete; the same on all ranks."""
+        self._turns: dict[int, int] = {}  # by rank: which of its two slots the next part goes to
         self._leftovers: set[str] = set()
         self._has_written = False
         self._era, self._number = 1, 0
@@ -76,15 +77,15 @@ class Commits:
         return self._topology.hosts[self._topology.host_of(self._world.rank)]
 
     def write(self, shared: Any, own: Any) -> None:
-        """Commit a tree of what all ranks have in common, and one of what is this rank's own.
+        """Commit a tree of the state that all ranks share, and a tree of this rank's own state.
 
-        Training waits for the copy. Another thread could copy while the next gradients are computed, but not know that nothing
-        is changed meanwhile: what is written by .data, NumPy or a kernel, no version of a tensor counts.
+        Training waits for the copy. Another thread could copy while the next gradients are computed, but could not detect
+        changes meanwhile: writes by .data, NumPy or a kernel do not increase the version counter of a tensor.
 
-        Raises TypeError for what a tree cannot hold, OSError where memory is short, and CollectiveError.
+        Raises TypeError for a value that a tree cannot hold, OSError if memory runs out, and CollectiveError.
         """
         common, mine = flatten(shared, "state"), flatten(own, "state")
-        self.update_is_due = self.settle()  # the last commit is whole everywhere: what came before it may go
+        self.update_is_due = self.settle()  # the last commit is complete on all ranks: the one before it is not needed
         if self._has_written and self._world.rank == self.host[0]:
             for name in self._leftovers:
                 self.memory.remove(name)
@@ -106,29 +107,29 @@ class Commits:
         self._finished = self._thread.submit(lambda: self._finish(message, names))
 
     def settle(self) -> bool:
-        """Wait until the last commit is whole everywhere, as it mostly is by now; return whether any rank wanted the ranks to
-        stop then. Raises CollectiveError, and OSError where memory was short for what another host sent."""
+        """Wait until the last commit is complete on all ranks, which it usually is. Return whether any rank wanted the ranks to
+        stop then. Raises CollectiveError, and OSError if memory ran out for a state that another host sent."""
         return self._finished is not None and self._finished.result()
 
     def ask_for_update(self) -> bool:
-        """Return whether any rank wants the ranks to stop now, or wanted it when the last commit was complete."""
+        """Return whether any rank wants the ranks to stop now, or wanted so when the last commit was complete."""
         return self.settle() or self._agreed(self._communicator)
 
     def end(self) -> None:
-        """Wait until the last commit is over, whether whole or not: the world has been left, so nothing keeps it."""
+        """Wait until the last commit is complete or has failed, and end its thread. Call it after leaving the world."""
         if self._finished is not None:
             wait([self._finished], _END_S)
         self._thread.close()
 
     def _share(self, nbytes: int) -> tuple[int, int]:
-        """Return which bytes this rank keeps of those that all have in common."""
+        """Return the start and the stop of the bytes of the shared state that this rank stores."""
         place, places = self.host.index(self._world.rank), len(self.host)
         lines = -(-nbytes // ALIGNMENT_BYTES)
         start, stop = (lines * each // places * ALIGNMENT_BYTES for each in (place, place + 1))
         return min(start, nbytes), min(stop, nbytes)
 
     def _next_name(self, rank: int) -> str:
-        """Return the name of the slot for the next part of a rank."""
+        """Return the name of the slot for the next part of a rank. The two slots of a rank alternate."""
         turn = self._turns.get(rank, 0)
         self._turns[rank] = 1 - turn
         return f"{rank}.{turn}"
@@ -140,8 +141,8 @@ class Commits:
         return bool(wanted)
 
     def _finish(self, message: list[Tensor], names: list[str]) -> bool:
-        """Send what is this rank's own to the next host, keep in slots of these names what comes from the one before, and wait
-        until all have. Return whether any rank wants the ranks to stop."""
+        """Send this rank's own state to the next host. Receive those of ranks of the previous host into the slots of these
+        names. Wait until all ranks have done so, and return whether any rank wants the ranks to stop."""
         beside = self._beside
         sizes = torch.tensor([each.numel() for each in message])
         sent = [beside.send(each, self._targets[beside.rank], async_op=True) for each in message and [sizes, *message]]
@@ -157,7 +158,8 @@ class Commits:
         return self._agreed(beside)
 
     def restore(self) -> tuple[Restored | None, list[str]]:
-        """Return what the newest commit has for this rank that is held whole, and what is wrong with others, in words."""
+        """Return what this rank restores from the newest commit that is not damaged, None if there is none; and messages about
+        damaged slots and newer, damaged commits."""
         self.settle()
         place, places = self.host.index(self._world.rank), len(self.host)
         found, faults = [], []
@@ -180,7 +182,7 @@ class Commits:
         return None if commit is None else self._load(commit), [*faults, *lacks]
 
     def _load(self, found: Found) -> Restored:
-        """Return what a commit has for this rank, and go on after it."""
+        """Return what this rank restores from a commit, and prepare for the commits after it."""
         (_, number, size), world, host_of = found.commit, self._world, self._topology.host_of
         kept: dict[int, tuple[Any, Tensor]] = {}
         moved = []
@@ -209,13 +211,13 @@ class Commits:
         return Restored(number, size, saved, shared, own, also, source)
 
     def _read(self, found: Found, saved: int) -> tuple[Any, Tensor]:
-        """Return the record, and the bytes, of what a rank kept by itself, from this host's memory."""
+        """Return the record and the bytes of a rank's own state from this host's memory."""
         record, data = self.memory.slot(found.held[self._topology.host_of(self._world.rank)][saved].name).read()
         return record, data[: record["own_bytes"]]
 
     def _common(self, found: Found) -> Tensor:
-        """Return the bytes of what all ranks have in common: from this host's memory, or where any host lacks it, from one's that
-        has it."""
+        """Return the bytes of the shared state: from this host's memory, or, if any host lacks a part of them, from a host that
+        has all."""
         mine, giver = self._topology.host_of(self._world.rank), self._topology.hosts[found.whole[0]][0]
         is_near = len(found.whole) == len(found.held)
         if not is_near and self._world.rank != giver:
@@ -228,7 +230,7 @@ class Commits:
         return common if is_near else self._given(common, giver)
 
     def _given(self, data: Tensor | None, giver: int) -> Tensor:
-        """Return the bytes that a rank gives to all."""
+        """Broadcast bytes from the rank `giver`, and return them on the CPU. data: the bytes on that rank, None on others."""
         communicator = self._communicator
         nbytes = torch.tensor([0 if data is None else data.numel()], device=communicator.control_device)
         communicator.broadcast(nbytes, giver)
@@ -238,7 +240,7 @@ class Commits:
         return given.cpu()
 
     def _go_on_after(self, found: Found) -> None:
-        """Keep the slots that hold a commit until the next one is whole, and note which are of no use after that."""
+        """Keep the slots of a commit until the next commit is complete, and record which slots can be removed then."""
         self._number = found.commit[1]
         held = found.held[self._topology.host_of(self._world.rank)].values()
         self._turns = {part.rank: 1 - int(part.name.partition(".")[2]) for part in held}

@@ -1,4 +1,4 @@
-"""How often ranks have failed without getting any further, as all of them agree when they begin: too often, and they give up."""
+"""Count failures without a new commit. When training begins, all ranks agree on the count, and give up if it is too high."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _log = logging.getLogger("gradwire")
 
 
 class GaveUp(RuntimeError):
-    """Is raised where ranks have failed as often as allowed without getting any further."""
+    """Ranks have failed as often as allowed without a new commit."""
 
 
 class Failures:
-    """Counts how often ranks have failed at one commit. memory: where commits are kept. max_failures: so often, and no more.
+    """Counts the failures of ranks since the newest commit. memory: holds the commits. max_failures: the number of failures at
+    which all ranks give up.
 
-    A derived class says where the count is kept from one world to the next, and how the job is ended.
+    A derived class defines where the count is stored between two worlds, and how to end the job.
     """
 
     def __init__(self, agent: Agent, memory: NamedMemory, max_failures: int) -> None:
@@ -35,7 +36,8 @@ class Failures:
         self._is_watched = False
 
     def begin(self, host: tuple[int, ...], commit: int) -> None:
-        """Note that ranks go on from a commit; host: those of this agent. Raises GaveUp on all ranks alike. Collective."""
+        """Record that ranks continue from a commit, and count the failure if one has happened since the last begin(). host: the
+        ranks of this host. Collective. Raises GaveUp on all ranks, and RuntimeError if they call different functions."""
         communicator = communicator_of(global_process_set)
         everyones = communicator.allgather_record([*self._before(), self.memory.number])
         numbers = [number for *_, number in everyones]
@@ -64,15 +66,17 @@ class Failures:
             _log.warning("gradwire: ranks have failed: %s", reasons[0] if reasons else "no rank reported why")
 
     def note(self, error: Exception) -> None:
-        """Keep why this rank has failed."""
+        """Record why this rank has failed."""
         self._keep_reason(reason_of(error))
 
     def _before(self) -> tuple[bool, int, int, str]:
-        """Return whether ranks have failed since the last begin(), how often they had before, at which commit, and why last."""
+        """Return whether ranks have failed since the last begin(), the number of failures before that, the commit at which they
+        were counted, and the reason of the last failure."""
         raise NotImplementedError
 
     def _keep(self, failures: int, commit: int, *, is_first: bool) -> None:
-        """Keep how often ranks have failed at a commit. is_first: whether this is the first rank of its host."""
+        """Store the number of failures at a commit, and clear the reason. is_first: whether this rank is the first of its
+        host."""
         raise NotImplementedError
 
     def _keep_reason(self, reason: str) -> None:
@@ -83,7 +87,7 @@ class Failures:
 
 
 class FailuresOfJob(Failures):
-    """Counts them where the agent starts all processes again: in files beside the commits of this host."""
+    """Counts failures of a job whose agent restarts all processes. The count is in files next to this host's commits."""
 
     def __init__(self, agent: Agent, memory: NamedMemory, max_failures: int) -> None:
         super().__init__(agent, memory, max_failures)
@@ -108,7 +112,7 @@ class FailuresOfJob(Failures):
 
 
 class FailuresOfEpochs(Failures):
-    """Counts them where processes stay: each remembers, and one that comes later is told."""
+    """Counts failures of a job whose processes stay. Each process stores the count; begin() gives it to new processes."""
 
     def __init__(self, agent: Agent, memory: NamedMemory, max_failures: int, worker: Worker) -> None:
         super().__init__(agent, memory, max_failures)
@@ -135,7 +139,7 @@ def _restarts() -> int:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file of this user; nothing where there is none."""
+    """Return the text of a file of this user. A file that does not exist is made, and is empty."""
     with os.fdopen(open_own(path), encoding="utf-8") as file:
         return file.read()
 

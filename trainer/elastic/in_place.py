@@ -1,4 +1,4 @@
-"""Training that goes on in the same processes: where a rank is lost, the others leave its world, and join the next."""
+"""Training that continues in the same processes: when a rank is lost, the others leave the world, and join the next one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ R = TypeVar("R")
 def train_in_place(
     train: Callable[[], R], state: ObjectState, worker: Worker, number: Callable[[], int], max_failures: int
 ) -> R:
-    """Call a training function until it returns, in one epoch after the other.
+    """Call a training function until it returns, in one world after another.
 
-    Before each call but perhaps the first, this process leaves its world and joins the next, with the optimizers that it has made
-    by now, and all ranks go on from the newest commit. number: draws that of the function, among those that the process calls.
+    Before each further call, this process leaves its world, joins the next one, and connects its optimizers to it. All ranks
+    then restore the newest commit. A process that joins the job late also does this before the first call. number: returns a
+    new number for the function, counted over those that the process calls.
 
-    Collective. Raises GaveUp, what the function raises, ValueError for what cannot go on in another world, and RuntimeError where
-    the launcher has ended the job.
+    Collective. Raises GaveUp, the function's errors, ValueError if the state or an optimizer cannot move to another world, and
+    RuntimeError if the launcher has ended the job.
     """
     world = current_world()
     settings, enrolled = world.settings, world.optimizers
@@ -43,7 +44,7 @@ def train_in_place(
             cpu_kernels,
             cpu_sockets,
             load_kernels,
-        ):  # which a world of one does without, and the others would wait for
+        ):  # a world of one has not loaded them; in the next world, the other ranks would wait for that
             load()
         _leave(state, optimizers, None)
         is_first = False
@@ -72,7 +73,7 @@ def train_in_place(
             except CollectiveError as failure:
                 error = failure
         except CollectiveError as failure:
-            if isinstance(failure, ValueError):  # a caller's mistake, which would come again
+            if isinstance(failure, ValueError):  # a caller's mistake, which would happen again
                 raise
             since_s = time.perf_counter()
             error = failure
@@ -83,9 +84,9 @@ def train_in_place(
 
 
 def _leave(state: ObjectState, optimizers: Sequence[DistributedOptimizer], error: CollectiveError | None) -> None:
-    """Leave the epoch, by an error or because an update is wanted, and let go of all that belongs to its world."""
+    """Leave the world because of an error, or for an update if error is None, and release all objects that belong to it."""
     if error is not None:
-        traceback.clear_frames(error.__traceback__)  # or what they hold on to would lie in memory beside what comes
+        traceback.clear_frames(error.__traceback__)  # or their local variables would stay in memory in the next world
     leave_epoch(error)
     if state.has_begun:
         state.commits.end()
@@ -94,7 +95,7 @@ def _leave(state: ObjectState, optimizers: Sequence[DistributedOptimizer], error
 
 
 def _failures(state: ObjectState, worker: Worker, number: Callable[[], int], max_failures: int) -> FailuresOfEpochs:
-    """Return what counts failures, with the memory of a state's commits."""
+    """Return the FailuresOfEpochs that uses the memory of a state's commits, or new memory if the state has not begun."""
     agent = find_agent()
     if agent is None:
         raise RuntimeError(
@@ -106,7 +107,7 @@ def _failures(state: ObjectState, worker: Worker, number: Callable[[], int], max
 
 
 def _check(state: ObjectState, optimizers: Sequence[DistributedOptimizer]) -> None:
-    """Raise ValueError for what cannot go on in another world."""
+    """Raise ValueError unless the state and the optimizers can move to another world."""
     found = state.unmovable()
     bound = [type(each).__name__ for each in optimizers if not each.can_rebind]
     if bound and not found:

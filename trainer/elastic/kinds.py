@@ -1,4 +1,4 @@
-"""How each kind of thing in a state is kept, restored, and given to all ranks."""
+"""How each kind of value in a state is committed, restored, and synchronized from rank 0."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from gradwire.trainer.world.world import size
 
 
 class Value:
-    """Keeps a value that is nothing more, or has state_dict() and load_state_dict()."""
+    """Handles a plain value, or an object with state_dict() and load_state_dict()."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self._has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
     def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
-        """Return what all ranks have in common, and what is this rank's own. are_replicas: whether all ranks hold the same
-        parameters and the same states of optimizers."""
+        """Return the state that all ranks share, and this rank's own state. are_replicas: whether all ranks hold the same
+        parameters and optimizer states."""
         return None, self.value.state_dict() if self._has_state else self.value
 
     def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
-        """Go on from what captured() returned, `also` of ranks that no longer exist, and return the value. Collective.
-        is_same_size: whether there are as many ranks as then."""
+        """Restore the states that captured() returned, and return the value. also: the own states of ranks that no longer
+        exist. is_same_size: whether the number of ranks is that of the commit. Collective."""
         return self._set(own if is_same_size else broadcast_object(own, 0))
 
     def sync(self) -> Any:
-        """Go on from rank 0's, and return the value. Collective."""
+        """Set the value to that of rank 0, and return it. Collective."""
         _, own = self.captured(are_replicas=True)
         return self._set(broadcast_object(own, 0))
 
@@ -51,7 +51,7 @@ class Value:
 
 
 class Model(Value):
-    """Keeps a module: its parameters, and its buffers, which may be each rank's own."""
+    """Handles a module: its parameters, and its buffers, which may differ between ranks."""
 
     def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
         names = {name for name, _ in self.value.named_parameters(remove_duplicate=False)} if are_replicas else set()
@@ -67,7 +67,7 @@ class Model(Value):
 
 
 class Optimizer(Value):
-    """Keeps an optimizer: the state of the wrapped one, and what a rule or error feedback adds, which is each rank's own."""
+    """Handles an optimizer: its state, and the states of a rule and of error feedback, which are each rank's own."""
 
     def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
         return _divided(self.value.state_dict(), {"state", "param_groups"} if are_replicas else set())
@@ -86,7 +86,7 @@ class Optimizer(Value):
 
 
 class Sampler(Value):
-    """Keeps how far a sampler has come. On another number of ranks, the rest of the epoch is divided anew."""
+    """Handles the progress of a sampler. If the number of ranks has changed, the rest of the epoch is divided again."""
 
     def captured(self, *, are_replicas: bool) -> tuple[Any, Any]:
         return None, self.value.progress()
@@ -109,7 +109,7 @@ class Sampler(Value):
 
 
 class RandomNumbers(Value):
-    """Keeps the states of Python's, NumPy's and torch's random numbers, which are this rank's own."""
+    """Handles the states of the random number generators of Python, NumPy and torch, which are this rank's own."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -135,7 +135,7 @@ class RandomNumbers(Value):
 
 
 def kind_of(value: Any) -> Value:
-    """Return what keeps a value."""
+    """Return the Value, or the derived class for its type, that handles a value."""
     for kind, keeper in ((nn.Module, Model), (torch.optim.Optimizer, Optimizer), (ElasticSampler, Sampler)):
         if isinstance(value, kind):
             return keeper(value)
@@ -143,8 +143,8 @@ def kind_of(value: Any) -> Value:
 
 
 def what_binds(value: Any) -> str | None:
-    """Return what a value is that holds on to the ranks with which it was made, so that it cannot go on with others; None for all
-    else."""
+    """Return the name of a value's kind if the value is tied to the ranks with which it was made, so that it cannot move to
+    another world; None otherwise."""
     modules = value.modules() if isinstance(value, nn.Module) else ()
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
         return "a DistributedDataParallel"
@@ -156,8 +156,8 @@ def what_binds(value: Any) -> str | None:
 
 
 def are_replicas(values: list[Any]) -> bool:
-    """Return whether all ranks hold the same parameters and the same states of optimizers after each step, of a state of these
-    values: where its optimizers see to that."""
+    """Return whether, for a state of these values, all ranks hold the same parameters and optimizer states after each step: if
+    there are optimizers, and each of them ensures that among all ranks."""
     optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
     return bool(optimizers) and all(
         isinstance(each, DistributedOptimizer) and each.keeps_replicas and each.communicator.size == size()
@@ -166,6 +166,6 @@ def are_replicas(values: list[Any]) -> bool:
 
 
 def _divided(state: dict[str, Any], names: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the entries of these names, and the others."""
+    """Return the entries with these names, and the other entries."""
     own = {name: each for name, each in state.items() if name not in names}
     return {name: each for name, each in state.items() if name in names}, own

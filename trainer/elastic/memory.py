@@ -1,4 +1,4 @@
-"""Memory in which commits outlive the process that made them: files in /dev/shm, in pairs of which one is always whole."""
+"""Memory in which commits survive the process that made them: pairs of files in /dev/shm, one of which is always complete."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ _log = logging.getLogger("gradwire")
 
 _NAME = "gradwire-elastic"
 
-#: What torchrun's agent, and nobody else, sets in the environment of the ranks that it starts.
+#: The environment variable that only torchrun's agent and gradwire run --min-np set for the ranks that they start.
 OF_AGENT = "TORCHELASTIC_RUN_ID"
 
-#: Of a file: what it is; the bytes of its layout and of its data; the checksum of both and of its name. Written last.
+#: The header of a file: magic, size of the layout and of the data in bytes, checksum of both and of the name. Written last.
 _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"gradwir2"
 _BODY = LINE_BYTES
-"""Where the layout begins, after the header; the data begins at the next multiple of this."""
+"""The offset of the layout, which follows the header. The data begins at the next multiple of this."""
 
 
 class Unfinished(ValueError):
-    """Is raised where a slot holds no commit, as when a process ended before it was whole."""
+    """A slot holds no complete commit, for example because a process ended while it wrote one."""
 
 
 class Slot:
-    """Holds one commit of one rank, or nothing that is whole. name: what the checksum depends on, too."""
+    """Holds one rank's part of a commit, or nothing complete. descriptor: of the file; the slot closes it. name: the checksum
+    includes it."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self._descriptor = descriptor
@@ -60,14 +61,15 @@ class Slot:
         os.close(self._descriptor)
 
     def begin(self, layout: Tensor, data_bytes: int) -> Tensor:
-        """Return room for a commit's data, uint8. What the slot held is whole no more. Raises OSError where memory is short."""
+        """Write the layout of a commit, and return a view, uint8, for its data. The slot's previous contents become invalid.
+        Raises OSError if memory runs out."""
         whole = _data_start(layout.numel()) + data_bytes
         self._sizes = 0, 0
         self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64)
         if self._map is not None:
             self._map[: _HEADER.size] = bytes(_HEADER.size)
         if self._map is None or len(self._map) < whole:
-            nbytes = whole + whole // 16 + mmap.PAGESIZE  # for what grows from commit to commit
+            nbytes = whole + whole // 16 + mmap.PAGESIZE  # spare room for commits that grow
             try:
                 os.posix_fallocate(self._descriptor, 0, nbytes)
             except OSError as error:
@@ -83,13 +85,13 @@ class Slot:
         return self._data
 
     def append(self, pieces: Sequence[Tensor]) -> None:
-        """Copy pieces of memory, contiguous and on the CPU, to the room, behind those before, each to the next multiple of 64
-        bytes. What the caller writes to the room by itself must be all of it."""
+        """Append contiguous CPU tensors to the data, each at the next multiple of 64 bytes. A caller must write all of the data
+        by append(), or all of it to the view that begin() returned."""
         cpu_or_reference("copying").add_pieces(self._sums, pieces, self._data[self._filled :])
         self._filled += sum(-(-piece.nbytes // LINE_BYTES) * LINE_BYTES for piece in pieces)
 
     def complete(self) -> None:
-        """Make what begin() was given room for a whole commit."""
+        """Mark the commit as complete: write the header, with the checksum."""
         assert self._map is not None
         assert self._filled in (0, self._sizes[1])
         if not self._filled:
@@ -97,8 +99,8 @@ class Slot:
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, *self._sizes, self._checksum(self._sums))
 
     def read(self) -> tuple[Any, Tensor]:
-        """Return the layout, and the data, uint8, which later commits overwrite. Raises Unfinished where the slot holds no
-        commit, and ValueError where it holds something else."""
+        """Return the decoded layout and a view of the data, uint8, which later commits overwrite. Raises Unfinished if the slot
+        holds no complete commit, and ValueError if its contents are damaged or not a commit."""
         if self._map is None:
             nbytes = os.fstat(self._descriptor).st_size
             if nbytes < _BODY:
@@ -134,14 +136,14 @@ class Slot:
         return sums
 
     def _checksum(self, sums: Tensor) -> int:
-        """Return a number that stands for name, sizes and content, of which the sums of the data were added up already."""
+        """Return the checksum of the name, the sizes, the layout, and the data. sums: those of the data."""
         return hash_of((self.name, *self._sizes, hash_of(self._layout), sums.tolist()))
 
 
 class Memory:
-    """Makes and finds slots by their names. These are nobody else's, and end with the process.
+    """Makes and finds slots by their names. They are private to the process, and end with it.
 
-    key: the same on the ranks that find each other's slots, and on no others.
+    key: equal on ranks that find each other's slots, and different on other ranks.
     """
 
     def __init__(self) -> None:
@@ -149,17 +151,17 @@ class Memory:
         self._slots: dict[str, Slot] = {}
 
     def names(self) -> list[str]:
-        """Return the names of the slots that there are, sorted."""
+        """Return the names of the existing slots, sorted."""
         return sorted(self._slots)
 
     def slot(self, name: str) -> Slot:
-        """Return the slot of this name, which is made where there is none. Raises OSError where it must not be used."""
+        """Return the slot of this name, made if it does not exist. Raises OSError if its file cannot be used."""
         if name not in self._slots:
             self._slots[name] = Slot(self._open(name), f"{self.key}{name}")
         return self._slots[name]
 
     def remove(self, name: str) -> None:
-        """Remove a slot, whose memory is free when nobody uses it any more."""
+        """Remove a slot. Its memory is freed once no process uses it."""
         self._slots.pop(name, None)
 
     def _open(self, name: str) -> int:
@@ -168,18 +170,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Agent:
-    """The process that has launched this host's ranks, and would launch them again: id, and start as watcher has it."""
+    """The process that has started this host's ranks, and restarts them. pid: its id. start: see watcher.started_at."""
 
     pid: int
     start: int
 
     @property
     def prefix(self) -> str:
-        """Return how the names of all files begin that live as long as this process: user, PID namespace, process."""
+        """Return the prefix of the names of all files that live as long as this process: user, PID namespace, process."""
         return f"{_of_user()}.{self.pid}.{self.start}."
 
     def watch(self) -> None:
-        """Have another process remove the files when this one has ended; and remove those of agents that have."""
+        """Start a process that removes this agent's files when the agent ends. Remove the files of agents that have ended."""
         for path in watcher.FOLDER.glob(f"{_of_user()}.*"):
             match = re.match(rf"{re.escape(_of_user())}\.(\d+)\.(\d+)\.", path.name)
             if match and watcher.started_at(int(match[1])) != int(match[2]):
@@ -191,13 +193,14 @@ class Agent:
 
 
 def find_agent() -> Agent | None:
-    """Return the process that launches this host's ranks again where they fail: torchrun's agent; None where there is none."""
+    """Return the process that restarts this host's ranks if they fail, such as torchrun's agent; None if there is none."""
     process = launching_process(OF_AGENT)
     return None if process is None else Agent(process[0], watcher.started_at(process[0]))
 
 
 class NamedMemory(Memory):
-    """Slots that are files, for the ranks of one agent. number: tells apart what one job trains one after the other."""
+    """Makes and finds slots that are files, for the ranks of one agent. number: that of the training function in the job; each
+    has its own slots."""
 
     def __init__(self, agent: Agent, number: int) -> None:
         super().__init__()
@@ -207,7 +210,7 @@ class NamedMemory(Memory):
         self.key = f"{host_id()}/{self._prefix}"
 
     def reopened(self) -> NamedMemory:
-        """Return the same memory, as it is now: other processes may have made slots anew that this one has open."""
+        """Return the same memory with no slot open: other processes may have replaced files that this process has open."""
         return NamedMemory(self._agent, self.number)
 
     def names(self) -> list[str]:
@@ -215,7 +218,7 @@ class NamedMemory(Memory):
         return sorted(name for name in names if name[:-2].isdecimal())
 
     def path(self, name: str) -> Path:
-        """Return the file of a slot, or of anything else that is to live as long."""
+        """Return the path of a slot's file, or of another file with the same lifetime."""
         return watcher.FOLDER / f"{self._prefix}{name}"
 
     def remove(self, name: str) -> None:
@@ -228,13 +231,13 @@ class NamedMemory(Memory):
 
 
 def load_kernels() -> None:
-    """Load, or compile, what copies commits and checks them."""
+    """Load or compile the kernel that copies commits and computes their checksums."""
     cpu_or_reference("copying").add_pieces(torch.zeros(SUMS, dtype=torch.int64), [])
 
 
 def open_own(path: Path) -> int:
-    """Open a file for reading and writing, or make it, and return its descriptor. Raises PermissionError unless it is a plain
-    file of this user, which nobody else may open and which has no other name."""
+    """Open a file for reading and writing, made if it does not exist, and return its descriptor. Raises PermissionError unless
+    it is a regular file of this user with mode 600 and one name."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     found = os.fstat(descriptor)
     is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
@@ -248,7 +251,7 @@ def open_own(path: Path) -> int:
 
 
 def _of_user() -> str:
-    """Return how all names of this user's files begin, in this PID namespace, where the ids of processes mean something."""
+    """Return the prefix of all names of this user's files in this PID namespace; process ids are unique in a namespace only."""
     return f"{_NAME}.{os.geteuid()}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 

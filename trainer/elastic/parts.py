@@ -1,4 +1,4 @@
-"""Which commit ranks go on from: the newest of which some host or other still holds every part."""
+"""Find the commit that ranks restore: the newest one of which every part is still held by some host."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gradwire.collectives.errors import ranks_text
 
 
 class Part(NamedTuple):
-    """What rank `rank` of `size` kept of the commit `number`: all that is its own, and bytes start to stop of the `total` that
-    all ranks have in common. era: how often ranks had been restored before. name: of the slot that holds it."""
+    """The part of commit `number` from rank `rank` of `size`: all of the rank's own state, and bytes start to stop of the
+    `total` bytes of the shared state. era: greater than in all parts that the last restore() found. name: that of the slot."""
 
     era: int
     number: int
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """A commit that is held whole. held: by host, its parts by rank. whole: the hosts that hold all that ranks have in common."""
+    """A commit without missing parts. held: by host, its parts by rank. whole: the hosts that hold all of the shared state."""
 
     commit: tuple[int, int, int]
     held: tuple[dict[int, Part], ...]
@@ -37,7 +37,8 @@ class Found:
 
 
 def newest(parts: Sequence[Iterable[Part]]) -> tuple[Found | None, list[str]]:
-    """Return the newest commit that is held whole, of the parts by host; and for each newer one what of it is lost."""
+    """Return the newest commit without missing parts, or None, and a message on what is missing of each newer commit. parts:
+    those that each host holds."""
     lacks: list[str] = []
     for commit in sorted({part.commit for theirs in parts for part in theirs}, reverse=True):
         held = tuple({part.rank: part for part in theirs if part.commit == commit} for theirs in parts)
@@ -51,13 +52,13 @@ def newest(parts: Sequence[Iterable[Part]]) -> tuple[Found | None, list[str]]:
 
 
 def takers(saved: int, size: int, now: int) -> set[int]:
-    """Return which of the ranks of now go on with what rank `saved` of `size` kept: each of them with one rank's at least, and
-    what every rank kept goes to one of them at least."""
+    """Return which of `now` ranks restore the own state of rank `saved` of `size`. Each of the `now` ranks restores at least
+    one state, and at least one rank restores each state."""
     return {saved % now, *(rank for rank in range(size, now) if rank % size == saved)}
 
 
 def _is_covered(parts: Iterable[Part]) -> bool:
-    """Return whether parts of one commit together hold all that its ranks have in common."""
+    """Return whether parts of one commit together hold all of the shared state."""
     reached, total = 0, None
     for part in sorted(parts, key=lambda part: (part.start, part.stop)):
         total = part.total

@@ -1,4 +1,4 @@
-"""How ranks begin to train: from the newest commit, or where there is none, from the state of rank 0."""
+"""How ranks begin to train: from the newest commit, or from the state of rank 0 if there is none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _log = logging.getLogger("gradwire")
 
 
 def begin(state: ObjectState, failures: Failures | None, since_s: float, *, is_reset: bool = False) -> None:
-    """Have all ranks go on from the newest commit, or else from rank 0's state. since_s: time.perf_counter() of what they go on
-    after. is_reset: whether this process has trained in another world, so that reset callbacks have something to do either way.
-    Collective. Raises GaveUp on all ranks alike, and RuntimeError where what was committed cannot be loaded."""
+    """Restore the newest commit on all ranks, or synchronize rank 0's state if there is none. since_s: the time.perf_counter()
+    from which the logged duration counts. is_reset: whether this process has trained in another world, so that reset callbacks
+    are called in both cases. Collective. Raises GaveUp on all ranks, and RuntimeError if a commit cannot be loaded."""
     worker = elastic_worker()
     wanted = None if worker is None else lambda: rank() == 0 and worker.is_update_wanted()
     state.begin(Memory() if failures is None else failures.memory, wanted)

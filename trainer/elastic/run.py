@@ -1,4 +1,4 @@
-"""elastic.run: a training function that goes on after a failure, where the launcher starts its ranks again."""
+"""elastic.run: decorate a training function so that it continues after a failure, in the same processes or in new ones."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Training = Callable[Concatenate[S, P], R]
 
-#: What a rank has to leave once another is lost: its launcher waits for it to start all again.
+#: How long a rank may take to end once another is lost. The launcher waits for that before it restarts all ranks.
 _LEAVE_S = 1.0
 
-#: Of training functions that this process has run, which on all ranks come in the same order.
+#: Numbers for the training functions that this process calls. All ranks call them in the same order.
 _numbers = itertools.count(1)
 
 
@@ -39,24 +39,28 @@ def run(*, max_failures: int = ...) -> Callable[[Training[S, P, R]], Training[S,
 
 
 def run(func: Any = None, *, max_failures: int = 3) -> Any:
-    """Decorate a training function, whose first argument is a state, so that training goes on from the state's last commit.
+    """Decorate a training function, whose first argument is a state, so that training continues from the state's last commit.
 
-    When the function is called, all ranks restore the newest commit of which every part is still held, in the memory of a host
-    or of the next one, and call the state's reset callbacks; where there is none, they get the state of rank 0.
+    When the function is called, all ranks restore the newest commit of which no part is lost, and call the state's reset
+    callbacks. If there are several hosts, two of them hold the state of each rank. If there is no such commit, all ranks get
+    the state of rank 0.
 
-    Started by gradwire run --min-np, ranks that lose another one go on in the same processes: the function is left by the
-    error of that, or by HostsUpdatedInterrupt, all restore the newest commit with the ranks of then, and call the function
-    again. A process that comes later runs the script alone, as rank 0 of a world of one, until it calls the function.
+    Under gradwire run --min-np, ranks continue in the same processes when another one is lost. The function ends with
+    CollectiveError, or with HostsUpdatedInterrupt if ranks are to be added or removed. The ranks of the new world then restore
+    the newest commit and call the function again. A process that joins later runs the script alone, as rank 0 of a world of
+    one, until it calls the function.
 
-    Started by torchrun --max-restarts N, a rank that loses another one raises the error of that, and is gone within a second.
-    torchrun then starts all of them again, which come here, and go on. HostsUpdatedInterrupt ends the rank like that, too.
+    Under torchrun --max-restarts N, the other ranks raise CollectiveError when one is lost, and end within a second. torchrun
+    then restarts all ranks, which continue when they call the function. HostsUpdatedInterrupt ends a rank in the same way.
 
-    max_failures: after how many failures with no commit between them the ranks raise GaveUp, with the reason of the last one, and
-    the job is ended, whatever the launcher allows. Where the ranks were started by neither, nobody would start them again:
-    commits lie in memory that ends with the process, and errors are raised as they are.
+    Under other launchers, nothing restarts a rank: commits are in memory that ends with the process, and errors are raised
+    unchanged.
 
-    Collective. Raises what the function raises, and RuntimeError where what was committed cannot be loaded. Where processes stay,
-    raises ValueError for what cannot go on with other ranks: a DistributedDataParallel in the state, servers, and optimizers of
+    max_failures: the number of failures without a new commit at which all ranks raise GaveUp, with the reason of the last
+    failure, and end the job, whatever the launcher allows.
+
+    Collective. Raises the function's errors, and RuntimeError if a commit cannot be loaded. Under gradwire run --min-np, raises
+    ValueError for objects that cannot move to another world: a DistributedDataParallel in the state, servers, and optimizers of
     some of the ranks or of a Communicator.
     """
     if func is None:
@@ -95,14 +99,14 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
 
 
 def _completed(func: Training[S, P, R], state: S, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a training function, and return when its last commit is complete on all hosts: the process may end then."""
+    """Call a training function, and return its result once its last commit is complete on all hosts: the process may end."""
     returned = func(state, *args, **kwargs)
     state.commits.settle()
     return returned
 
 
 def _leave_soon(failures: Failures | None) -> None:
-    """Have this process end within a second, whatever else would keep it, where it is going to be started again."""
+    """End this process within a second, whatever else it waits for, if its launcher restarts it. Return at once."""
     if failures is not None:
         timer = threading.Timer(_LEAVE_S, os._exit, [1])
         timer.daemon = True

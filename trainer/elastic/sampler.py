@@ -1,4 +1,4 @@
-"""ElasticSampler: each rank's share of an epoch, which may be divided anew in the middle of it."""
+"""ElasticSampler: each rank's share of the samples of an epoch, which can be divided again within the epoch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ElasticSampler(Sampler[int]):
     changes within an epoch, or a checkpoint is loaded, load_state_dict() or reset() divides the remaining samples among the
     current ranks. As with DistributedSampler, every rank has the same number of samples, so some may be repeated.
 
-    processed_indices has what this rank has recorded. Before a change, unite it over the ranks:
+    processed_indices holds the samples recorded on this rank. Before the number of ranks changes, unite it over the ranks:
     sampler.record_indices(set().union(*hvd.allgather_object(sampler.processed_indices))).
 
     dataset: anything with a length.
-    shuffle: whether the samples are in an order drawn from seed and epoch, the same on all ranks.
+    shuffle: whether the order of the samples is random. It depends on seed and epoch, and is the same on all ranks.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -37,23 +37,23 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed."""
+        """Begin an epoch, with no samples processed."""
         self.epoch = epoch
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that this rank's batch of this number, counted from 0 since the last reset, was processed."""
+        """Record that this rank has processed batch number batch_idx, counted from 0 at the last reset."""
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Note that these samples of the dataset were processed."""
+        """Record that these samples of the dataset were processed."""
         new = array("q", indices)
         self.processed_indices.update(new)
         self._since.extend(new)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the samples of this rank's batch of this number. Raises ValueError where there can be none such."""
+        """Return the samples of this rank's batch number batch_idx. Raises ValueError if batch_idx < 0 or batch_size < 1."""
         if batch_idx < 0 or batch_size < 1:
             raise ValueError(
                 f"{here()}batch_idx must be >= 0 and batch_size >= 1, not {batch_idx!r} and {batch_size!r}"
@@ -61,30 +61,31 @@ class ElasticSampler(Sampler[int]):
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and what this rank knows to be processed of it."""
+        """Return the epoch and the set of its samples that this rank knows to be processed."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where state_dict() was taken, with as many ranks as there are now."""
+        """Continue from the state that state_dict() returned, with the current number of ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
         self.reset()
 
     def progress(self) -> dict[str, Any]:
-        """Return the epoch, what was processed of it when it was divided last, and what this rank has recorded since, in order:
-        what go_on() takes."""
+        """Return the argument of go_on(): the epoch, its samples that were processed when it was last divided, and the samples
+        that this rank has recorded since, in order."""
         since = torch.frombuffer(self._since, dtype=torch.int64).clone() if self._since else torch.empty(0).long()
         return {"epoch": self.epoch, "before": self._before, "since": since}
 
     def go_on(self, progress: dict[str, Any]) -> None:
-        """Go on with the rest of this rank's samples, in their order: where progress() was taken on the same rank of as many."""
+        """Continue with the rest of this rank's samples, in the same order. progress: what progress() returned on this rank,
+        with the same number of ranks."""
         self.load_state_dict({"epoch": progress["epoch"], "processed_indices": progress["before"].tolist()})
         self.record_indices(progress["since"].tolist())
         self.indices: list[int] = [index for index in self.indices if index not in self.processed_indices]
         self.num_samples = len(self.indices)
 
     def reset(self) -> None:
-        """Divide what is not processed yet among the ranks there are now."""
+        """Divide the samples that are not processed yet among the current ranks."""
         self._before = torch.tensor(sorted(self.processed_indices), dtype=torch.int64)
         self._since = array("q")
         self.rank, self.num_replicas = rank(), size()

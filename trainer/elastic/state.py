@@ -1,4 +1,4 @@
-"""What training goes on from: models, optimizers, samplers, random numbers and values, by Horovod's names."""
+"""The state that training continues from: models, optimizers, samplers, random numbers and values, with Horovod's names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gradwire.trainer.elastic.memory import Memory
 from gradwire.trainer.world.world import here, rank, size
 
 _RANDOM = "random numbers"
-"""What is kept beside the values, by a name that none of them can have."""
+"""The name of the random number states in a commit. It is not an identifier, so that no value has it."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Is raised where on_hosts_updated() was called: training is to stop here, and to go on with the ranks of then."""
+    """Hosts or ranks are to be added or removed. Training stops here, and continues with the new ranks."""
 
 
 class ObjectState:
-    """Holds values that all ranks are to go on with, as attributes: commit() keeps them, restore() and sync() set them.
+    """Holds the values that training continues from, as attributes. commit() saves them; restore() and sync() set them.
 
     values: numbers, strings, booleans, None and tensors, dicts, lists, tuples and sets of these, and objects with state_dict()
-    and load_state_dict(), such as a schedule of learning rates or a GradScaler. Python's, NumPy's and torch's random numbers are
-    kept with them, and are each rank's own.
+    and load_state_dict(), such as a learning rate scheduler or a GradScaler. The states of the random number generators of
+    Python, NumPy and torch are saved too; each rank has its own.
 
     commit(), save(), restore() and sync() are collective.
     """
@@ -47,34 +47,34 @@ class ObjectState:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have functions called, in order, where training goes on after ranks were started again, perhaps with others: on all
-        ranks, once the state is restored. They adapt what depends on the number of ranks, such as learning rates."""
+        """Register functions that all ranks call, in order, when training continues after a restart or in a new world, once the
+        state is restored. They adapt values that depend on the number of ranks, such as learning rates."""
         self._callbacks += callbacks
 
     def on_reset(self) -> None:
-        """Call what register_reset_callbacks() was given."""
+        """Call the functions that register_reset_callbacks() was given."""
         for callback in self._callbacks:
             callback()
 
     def on_hosts_updated(self, *_: object) -> None:
-        """Have this rank raise HostsUpdatedInterrupt at the next commit() or check_host_updates(); in a job in which processes
-        stay, as by gradwire run --min-np, have all ranks raise it, after the same one. May be called by a handler of signals,
-        such as that by which a scheduler announces the end of a host. Horovod's arguments are ignored."""
+        """Make this rank raise HostsUpdatedInterrupt in the next commit() or check_host_updates(). Under gradwire run --min-np,
+        all ranks raise it, in the same call, which is the next or the one after it. May be called by a signal handler, for
+        example when a scheduler announces the end of a host. Horovod's arguments are ignored."""
         self._is_updated = True
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt where on_hosts_updated() was called on this rank. In a job in which processes stay,
-        collective, and raised on all ranks where any of them, or the launcher, wants other processes to take part."""
+        """Raise HostsUpdatedInterrupt if on_hosts_updated() was called on this rank. Under gradwire run --min-np, this call is
+        collective, and all ranks raise it if on_hosts_updated() was called on any rank, or the launcher wants new ranks."""
         self._stop_if(self.commits.ask_for_update() if self._agrees else self._take_update())
 
     def commit(self) -> None:
-        """Save the state, and check for updates of hosts. Call it between steps, after the same ones on all ranks. In a job in
-        which processes stay, an update is found by one commit, and raised by the next."""
+        """Save the state, and check for host updates as check_host_updates() does. Call it between steps, after the same steps
+        on all ranks. Under gradwire run --min-np, one commit detects an update, and the next raises HostsUpdatedInterrupt."""
         self.save()
         self._stop_if(self.commits.update_is_due if self._agrees else self._take_update())
 
     def _take_update(self) -> bool:
-        """Return whether on_hosts_updated() was called since this was asked."""
+        """Return whether on_hosts_updated() was called since the last call of this method."""
         is_updated, self._is_updated = self._is_updated, False
         return is_updated
 
@@ -85,23 +85,23 @@ class ObjectState:
             )
 
     def save(self) -> None:
-        """Keep the state as it is now, until the one after the next is kept.
+        """Save the state as it is now, and keep it until the second save() after this one.
 
-        Raises TypeError for a value that cannot be kept; OSError where memory is short, after which what was kept before stands;
+        Raises TypeError for a value that cannot be saved; OSError if memory runs out, which leaves the previous save valid;
         CollectiveError.
         """
         shared, own = self._captured()
         self.commits.write(shared, own)
 
     def restore(self) -> None:
-        """Go back to what all ranks have kept. Raises RuntimeError where there is none."""
+        """Set the values to those of the newest commit of all ranks. Raises RuntimeError if there is none."""
         restored, faults = self.commits.restore()
         if restored is None:
             raise RuntimeError(f"{here()}there is no commit to restore{': ' if faults else ''}{'; '.join(faults)}")
         self.take(restored)
 
     def sync(self) -> None:
-        """Give all ranks the state of rank 0, and keep it."""
+        """Set the values on all ranks to those of rank 0, and save the state."""
         for name, kind in self._kinds().items():
             setattr(self, name, kind.sync())
         self.save()
@@ -112,8 +112,8 @@ class ObjectState:
         return self._has_begun
 
     def begin(self, memory: Memory, is_update_wanted: Callable[[], bool] | None = None) -> None:
-        """Have commits be kept in a memory from now on. Collective. is_update_wanted: where all ranks agree on updates of hosts,
-        whether anything but this rank wants one; it is asked on another thread."""
+        """Write commits to this memory from now on. Collective. is_update_wanted: returns whether the launcher wants new ranks;
+        None if ranks need not agree on host updates. Commits call it on another thread."""
         self._agrees = is_update_wanted is not None
         if is_update_wanted is None:
             self._commits = Commits(memory)
@@ -123,19 +123,19 @@ class ObjectState:
 
     @property
     def commits(self) -> Commits:
-        """Return where commits are kept: before begin(), in memory that ends with the process."""
+        """Return the Commits of this state. Before begin(), they are in memory that ends with the process."""
         if self._commits is None:
             self._commits = Commits(Memory())
         return self._commits
 
     def unmovable(self) -> list[str]:
-        """Return in words what of this state cannot go on in another world without its process being started again."""
+        """Return a text for each value that cannot move to another world unless its process is restarted."""
         return [
             f"{name!r} is {reason}" for name in self._names if (reason := what_binds(getattr(self, name))) is not None
         ]
 
     def take(self, restored: Restored) -> None:
-        """Go on from what was restored. A rank that did not exist then keeps its random numbers."""
+        """Set the values to the restored ones. A rank that did not exist at the commit keeps its random number states."""
         is_same_size = restored.size == size()
         kinds = self._kinds()
         if restored.rank == rank():
@@ -147,7 +147,7 @@ class ObjectState:
                 setattr(self, name, value)
 
     def _captured(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what all ranks have in common, and what is this rank's own."""
+        """Return the state that all ranks share, and this rank's own state, by name."""
         kinds = self._kinds()
         replicas = are_replicas([kind.value for kind in kinds.values()])
         kinds[_RANDOM] = RandomNumbers()
@@ -155,17 +155,17 @@ class ObjectState:
         return {name: shared for name, (shared, _) in both.items()}, {name: own for name, (_, own) in both.items()}
 
     def _kinds(self) -> dict[str, Value]:
-        """Return what keeps each value, by name: models first, since optimizers at servers copy their parameters."""
+        """Return the Value of each value, by name. Models come first, since optimizers at servers copy their parameters."""
         kinds = {name: kind_of(getattr(self, name)) for name in self._names}
         return dict(sorted(kinds.items(), key=lambda item: not isinstance(item[1], Model)))
 
 
 class TorchState(ObjectState):
-    """Holds a model, an optimizer, and whatever else training is to go on with, as attributes: see ObjectState.
+    """Holds a model, an optimizer and other values that training continues from, as attributes; see ObjectState.
 
-    model: a module. optimizer: one of any kind; of a DistributedOptimizer, the residuals of error feedback are kept, too, and on
-    another number of ranks handed over as load_state_dict() does. values: those of ObjectState, more models and optimizers, and
-    ElasticSamplers, of which on another number of ranks the rest of the epoch is divided anew.
+    model: a module. optimizer: of any kind. The residuals of error feedback of a DistributedOptimizer are saved too. If the
+    number of ranks changes, they are redistributed as by load_state_dict(). values: as for ObjectState, and further models,
+    optimizers and ElasticSamplers. If the number of ranks changes, the rest of a sampler's epoch is divided again.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:

@@ -15,17 +15,18 @@ from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.world.world import here
 
 ALIGNMENT_BYTES = LINE_BYTES
-"""Where each tensor's bytes begin: at a multiple of this."""
+"""The bytes of each tensor begin at a multiple of this."""
 
 _LIST_BYTES = 32 << 20
-"""How many bytes of pieces make a list."""
+"""Tree.pieces() yields a list once it holds this many bytes."""
 
 
 @dataclass
 class Tree:
-    """A tree without its tensors, and those by their order in it. layout: JSON, with dtype and shape in place of tensors.
+    """Holds a tree as its layout and its tensors, in the order of the tree. layout: JSON, with dtype, shape and device type in
+    place of each tensor.
 
-    starts: where the bytes of each tensor lie. nbytes: of all.
+    starts: the offset of each tensor in bytes. nbytes: the number of bytes of all tensors, with padding.
     """
 
     layout: Any
@@ -34,8 +35,8 @@ class Tree:
     nbytes: int = 0
 
     def pieces(self, start: int, stop: int) -> Iterator[list[Tensor]]:
-        """Yield what lies at bytes start to stop of the tree, on the CPU, contiguous: each piece at the next multiple of
-        ALIGNMENT_BYTES, of which start is one. The pieces come in lists, so that few copies from a GPU exist at a time."""
+        """Yield bytes start to stop of the tree as lists of contiguous CPU tensors, each beginning at the next multiple of
+        ALIGNMENT_BYTES. start: a multiple of it. The lists are short, so that few copies from a GPU exist at a time."""
         found: list[Tensor] = []
         nbytes = 0
         for tensor, first in zip(self.tensors, self.starts, strict=True):
@@ -54,9 +55,10 @@ class Tree:
 
 
 def flatten(tree: Any, name: str) -> Tree:
-    """Return a tree of dicts, lists, tuples, sets, tensors, numbers, strings, booleans and None. Its tensors are not copied.
+    """Return the Tree of dicts, lists, tuples, sets, tensors, numbers, strings, booleans and None. Tensors are not copied.
 
-    name: of the tree, for errors. Raises TypeError for a value of another kind, and for a tensor without memory of its own.
+    name: that of the tree in errors. Raises TypeError for a value of another type, and for a tensor that is not dense or has no
+    memory of its own.
     """
     found = Tree(None)
 
@@ -85,7 +87,7 @@ def flatten(tree: Any, name: str) -> Tree:
 
 
 def unflatten(layout: Any, data: Tensor) -> Any:
-    """Return the tree of which this is the layout, with copies of its bytes: data, uint8."""
+    """Return the tree of a layout. data: the bytes of its tensors, uint8, which are copied."""
     at = 0
 
     def fill(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Removes the memory of a job when the process that launched its ranks has ended. Runs as a script, with no other module of ours.
+"""Remove the memory of a job once the process that launched its ranks has ended. A script that imports nothing from gradwire.
 
-Arguments: id and start of that process, and how the names of the job's files begin.
+Arguments: the id and the start of that process, and the prefix of the names of the job's files.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
-"""Where memory outlives the process that has filled it."""
+"""The folder of files in memory, which survive the process that wrote them."""
 
 _LOOK_S = 0.5
 
 
 def started_at(pid: int) -> int:
-    """Return when a process started, in ticks of the clock since boot; 0 for one that has ended or waits to be reaped."""
+    """Return when a process started, in clock ticks since boot; 0 if it has ended, also as a zombie."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -27,14 +27,14 @@ def started_at(pid: int) -> int:
 
 
 def remove(prefix: str) -> None:
-    """Remove the files whose names begin so."""
+    """Remove the files whose names begin with a prefix."""
     for path in FOLDER.glob(f"{prefix}*"):
         with suppress(OSError):
             path.unlink()
 
 
 def main() -> None:
-    """Wait for the end of the process, and remove the files; another watcher of them leaves that to the first."""
+    """Wait until the process ends, and remove the files. Return at once if another watcher waits to remove them."""
     pid, start, prefix = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     with socket.socket(socket.AF_UNIX) as lock:
         try:

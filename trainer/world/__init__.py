@@ -1,1 +1,1 @@
-"""The processes that train together: how they are started, how they meet, and the process sets among them."""
+"""The processes that train together: how they are started, how they connect, and the process sets among them."""

@@ -1,4 +1,4 @@
-"""The settings of a world that Horovod's environment variables give, as horovodrun and job scripts set them."""
+"""The settings of a world, read from Horovod's environment variables, which horovodrun and job scripts set."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HONOURED = {
     *(f"HOROVOD_STALL_{name}" for name in ("CHECK_TIME_SECONDS", "CHECK_DISABLE", "SHUTDOWN_TIME_SECONDS")),
 }
 
-#: Variables that horovodrun sets, which gradwire.trainer.world.launch reads or nothing needs, and those for building Horovod.
+#: Variables that notice() omits: those of horovodrun, which launch.py reads or nothing needs, and those for building Horovod.
 _OF_THE_LAUNCHER = (
     *(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")),
     *(f"HOROVOD_{name}" for name in ("HOSTNAME", "CONTROLLER", "CPU_OPERATIONS", "SECRET_KEY")),
-    "HOROVOD_GLOO_TIMEOUT_SECONDS",  # 30 s, always, which would be short for an operation here
+    "HOROVOD_GLOO_TIMEOUT_SECONDS",  # always 30 s, too short for an operation of gradwire
     *(f"HOROVOD_GLOO_RENDEZVOUS_{name}" for name in ("ADDR", "PORT")),
     *("HOROVOD_WITH_PYTORCH", "HOROVOD_DYNAMIC_PROCESS_SETS"),
 )
@@ -40,18 +40,18 @@ _T = TypeVar("_T")
 
 
 DYNAMIC_TIMELINE = "DYNAMIC"
-"""Says, in the place of a file, that start_timeline() is going to begin one."""
+"""The value in place of a file name if start_timeline() will begin the timeline."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Holds the settings of a world, from the environment or the arguments of init().
 
-    fusion_bytes: size of the buckets of optimizers that are not given one; None: their default. stall_warning_s,
-    stall_shutdown_s: after which a rank that waits for others says so, and gives up; None: never. log_level: of the
-    logger `gradwire`; None: as it is. timeline: the file that one is written to, or "DYNAMIC" for one that
-    start_timeline() begins; None: none. marks_cycles: whether it shows where exchanges begin. interface: through which
-    this rank is reached; None: found out. timeout_s: what joining and each operation may take.
+    fusion_bytes: the bucket size of optimizers that are not given one; None: their default. stall_warning_s,
+    stall_shutdown_s: the time after which a rank that waits for others logs a warning, and gives up; None: never.
+    log_level: the level of the logger `gradwire`; None: unchanged. timeline: the file of the timeline, or "DYNAMIC" if
+    start_timeline() begins it; None: no timeline. marks_cycles: whether the timeline shows where exchanges begin.
+    interface: the network interface of this rank; None: detected. timeout_s: the limit for joining and each operation.
     """
 
     fusion_bytes: int | None = None
@@ -66,8 +66,8 @@ class Settings:
     def replaced(
         self, timeout_s: float | None, stall_warning_s: float | None, stall_shutdown_s: float | None
     ) -> Settings:
-        """Return these settings with those that are not None instead; a stall after 0 seconds is never. Raises ValueError
-        for invalid ones."""
+        """Return these settings with each argument that is not None in place of the old value; 0 seconds disable a stall
+        limit. Raises ValueError for invalid arguments."""
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
             raise ValueError(f"timeout_s must be a finite number of seconds > 0, not {timeout_s!r}")
         for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
@@ -82,7 +82,7 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Return what the variables say. An empty variable is none. Raises ValueError for invalid values."""
+    """Return the settings in environment variables. An empty variable counts as unset. Raises ValueError for invalid values."""
 
     def value(name: str, convert: Callable[[str], _T], allowed: str, default: _T) -> _T:
         text = environment.get(name)
@@ -99,7 +99,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     if value("HOROVOD_STALL_CHECK_DISABLE", _flag, "0 or 1", False):
         stall_warning_s = 0.0
     return Settings(
-        fusion_bytes=None if fusion_bytes < 0 else max(1, fusion_bytes),  # 0 is every gradient by itself
+        fusion_bytes=None if fusion_bytes < 0 else max(1, fusion_bytes),  # 0: one bucket for each gradient
         stall_warning_s=stall_warning_s or None,
         stall_shutdown_s=value("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _seconds, seconds, 0.0) or None,
         log_level=value("HOROVOD_LOG_LEVEL", lambda text: _LEVELS[text.lower()], f"one of {', '.join(_LEVELS)}", None),
@@ -110,7 +110,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def notice(environment: Mapping[str, str]) -> str | None:
-    """Return one line that says which of Horovod's variables count here and which do not; None where there are none."""
+    """Return one line that says which of Horovod's variables are used and which are ignored; None if there are none."""
     found = sorted(name for name in environment if name.startswith(PREFIX) and name not in _OF_THE_LAUNCHER)
     honoured = [f"{name}={environment[name]}" for name in found if name in _HONOURED]
     ignored = [name for name in found if name not in _HONOURED]

@@ -1,7 +1,8 @@
-"""Epochs of an elastic world: which processes are its ranks, as the launcher decides each time a process is lost or joins.
+"""Epochs of an elastic job: which processes are the ranks. The launcher begins one each time a process is lost or joins.
 
-`gradwire run --min-np` keeps a store. Its processes, the *workers*, have numbers that are never used twice. Each worker writes
-there that it is ready, and that it has left an epoch and why; the launcher writes the epochs. Both poll: the store calls nobody.
+The launcher, `gradwire run --min-np`, keeps a store. The processes that it starts, the *workers*, have numbers that are never
+reused. A worker writes to the store that it is ready, and later that it has left an epoch, and why. The launcher writes the
+epochs. Both poll the store.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ WORKER = "GRADWIRE_WORKER"
 """The environment variable that holds a worker's number. Only the agents of an elastic job set it."""
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-"""The environment variable of torchrun for how often all ranks were started again; here the number of the epoch."""
+"""The environment variable in which torchrun counts restarts of all ranks; in an elastic job, the number of the epoch."""
 
 _PREFIX = "gradwire.elastic"
 _LOOK_AGAIN_S = 0.005
-#: How long a rank waits once an epoch has begun without it. If the launcher can still reach its agent, the agent ends it sooner.
+#: How long a rank waits once an epoch has begun without it. An agent that the launcher can still reach ends the rank sooner.
 _LEFT_OUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Says which workers are the ranks of a world. number: counts from 0. workers: their numbers, by rank. nodes: on which
-    host each of them is, by rank; hosts count from 0, and their numbers are not used twice either."""
+    """Holds the workers that are the ranks of a world. number: that of the epoch, from 0 on. workers: the number of each
+    rank's worker. nodes: the number of each rank's host, from 0 on; it is never reused either."""
 
     number: int
     workers: tuple[int, ...]
     nodes: tuple[int, ...]
 
     def environment(self, worker: int) -> dict[str, str]:
-        """Return the variables of torchrun that place a worker in this epoch."""
+        """Return torchrun's environment variables for a worker as a rank of this epoch."""
         rank = self.workers.index(worker)
         beside = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
         return {
@@ -59,8 +60,8 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Departure:
-    """Says why a worker has left an epoch. is_update: because the launcher wanted it, between two steps. reason: the error
-    otherwise. blamed: the workers that it names as lost."""
+    """Holds the reason why a worker has left an epoch. is_update: whether it left for an update, between two steps. reason:
+    the error otherwise. blamed: the workers that the error names as lost."""
 
     is_update: bool
     reason: str = ""
@@ -68,15 +69,15 @@ class Departure:
 
 
 class Epochs:
-    """What launcher and workers write and read. store: the launcher's. Methods raise RuntimeError where the store is gone."""
+    """Writes and reads the records of launcher and workers. store: the launcher's. Methods raise RuntimeError if it is gone."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore(_PREFIX, store)
 
-    # What a worker writes, and the launcher reads
+    # Written by workers, read by the launcher
 
     def arrive(self, worker: int) -> None:
-        """Note that a worker has loaded its modules, and can become a rank."""
+        """Record that a worker has loaded its modules, and can become a rank."""
         self._store.set(f"ready/{worker}", "")
 
     def has_arrived(self, worker: int) -> bool:
@@ -84,32 +85,32 @@ class Epochs:
         return bool(self._store.check([f"ready/{worker}"]))
 
     def leave(self, worker: int, epoch: int, departure: Departure) -> None:
-        """Note that a worker has left an epoch, closed its links, and waits for the next."""
+        """Record that a worker has left an epoch, has closed its links, and waits for the next epoch."""
         record = {"is_update": departure.is_update, "reason": departure.reason, "blamed": departure.blamed}
         self._store.set(f"left/{epoch}/{worker}", json.dumps(record))
 
     def departure(self, worker: int, epoch: int) -> Departure | None:
-        """Return why a worker has left an epoch; None where it has not."""
+        """Return why a worker has left an epoch; None if it has not."""
         record = self._read(f"left/{epoch}/{worker}")
         return None if record is None else Departure(record["is_update"], record["reason"], tuple(record["blamed"]))
 
     def resume(self, epoch: int, commit: int) -> None:
-        """Note from which commit the ranks of an epoch go on; 0: from none."""
+        """Record the commit from which the ranks of an epoch continue; 0: none."""
         self._store.set(f"commit/{epoch}", json.dumps(commit))
 
     def resumed(self, epoch: int) -> int | None:
-        """Return what resume() was given for an epoch; None before."""
+        """Return the commit that resume() recorded for an epoch; None before."""
         commit: int | None = self._read(f"commit/{epoch}")
         return commit
 
-    # What the launcher writes, and workers read
+    # Written by the launcher, read by workers
 
     def limit_wait(self, timeout_s: float) -> None:
-        """Note how long the launcher waits for the workers of an epoch, before it ends the job."""
+        """Record how long the launcher waits for the workers of an epoch before it ends the job."""
         self._store.set("timeout", json.dumps(timeout_s))
 
     def longest_wait_s(self) -> float:
-        """Return what limit_wait() was given; 0 before."""
+        """Return the time that limit_wait() recorded; 0 before."""
         return float(self._read("timeout") or 0)
 
     def begin(self, epoch: Epoch) -> None:
@@ -126,7 +127,7 @@ class Epochs:
         return Epoch(number, tuple(workers), tuple(nodes))
 
     def lose(self, epoch: int, lost: tuple[int, ...]) -> None:
-        """Note all workers that an epoch has lost by now."""
+        """Record all workers that an epoch has lost so far."""
         self._store.set(f"lost/{epoch}", json.dumps(lost))
 
     def lost(self, epoch: int) -> tuple[int, ...]:
@@ -134,7 +135,7 @@ class Epochs:
         return tuple(self._read(f"lost/{epoch}") or ())
 
     def want_update(self, epoch: int) -> None:
-        """Ask the ranks of an epoch to leave it after their next commit: other workers are to take part."""
+        """Ask the ranks of an epoch to leave it after a commit, so that an epoch of other workers can begin."""
         self._store.set(f"update/{epoch}", "")
 
     def is_update_wanted(self, epoch: int) -> bool:
@@ -142,17 +143,18 @@ class Epochs:
         return bool(self._store.check([f"update/{epoch}"]))
 
     def hang_up(self) -> None:
-        """End this process's connections to the store: calls that wait there raise RuntimeError."""
+        """Shut down this process's connections to the store: calls that wait for it raise RuntimeError."""
         hang_up(self._store)
 
     def end(self, reason: str) -> None:
-        """Note that no epoch follows, and why: workers that wait for one raise it."""
+        """Record that no epoch follows, and why. Workers that wait for one raise RuntimeError with the reason."""
         self._store.set("end", json.dumps(reason))
 
     def await_epoch(self, worker: int | None, after: int, deadline: float) -> Epoch:
-        """Return the first epoch after a number of which a worker is a rank, None for whoever its ranks are; after: the epoch of
-        which it was one, -1 for none. deadline: time.monotonic() seconds. Raises TimeoutError, earlier if it was a rank and an
-        epoch begins without it, since the launcher has given it up; and RuntimeError if the job has ended."""
+        """Wait until the newest epoch is later than epoch `after` and a worker is a rank of it, and return it. worker: None for
+        any ranks. after: the worker's last epoch; -1 for none. deadline: time.monotonic() seconds. Raises TimeoutError at the
+        deadline, or earlier if the worker was a rank and an epoch begins without it, since the launcher has given it up. Raises
+        RuntimeError if the job has ended."""
         is_left_out = False
         while True:
             epoch = self.current()
@@ -173,6 +175,6 @@ class Epochs:
 
 
 def epochs_of(environment: Mapping[str, str], timeout_s: float) -> Epochs:
-    """Return the epochs of the job that this worker belongs to. Raises as TCPStore where the launcher is gone."""
+    """Return the Epochs of this worker's job. Raises the errors of TCPStore if the launcher is gone."""
     host, port = environment[MASTER_ADDR], int(environment[MASTER_PORT])
     return Epochs(left_to_parent(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))))

@@ -1,4 +1,4 @@
-"""The admission of processes to a job: ranks of two jobs may meet at one port, and must not become one world."""
+"""The admission of processes to a job. Ranks of two jobs may connect to the same port, and must not become one world."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gradwire.trainer.world.launch import SLURM, Launch, launching_process, star
 
 _log = logging.getLogger("gradwire")
 
-#: How long rank 0 waits for another process that claims the place of one that has arrived, where nothing proves that they
-#: belong together: processes that are started at once take about as long to load Python and torch.
+#: How long rank 0 waits, once all ranks have arrived, for another process that claims one of the ranks, if nothing proves that
+#: all belong to one job. Processes that start at the same time take about equally long to load Python and torch.
 _SETTLE_S = 1.0
 
 #: Variables by which launchers and schedulers distinguish jobs.
 _RUN_IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID")
 
-#: What differs between ranks of one job: variables whose names begin so.
+#: The first characters of the names of variables that may differ between ranks of one job.
 _OF_A_RANK = re.compile(
     "_|GRADWIRE_WORKER|RANK|LOCAL_|GROUP_|ROLE_|TORCHELASTIC_|OMPI_|PMI|PRTE_|MPI_|HYDRA_|HYDI_|SLURM_|HOROVOD_|COLLECTIVES_|GLOO_|NCCL_|"
     "CUDA_VISIBLE|OMP_|SSH_|TERM|SHLVL|PWD|OLDPWD"
@@ -48,15 +48,16 @@ def identity_of(environment: Mapping[str, str], launch: Launch) -> dict[str, Any
 
 
 class OneJob(Admission):
-    """Lets in the processes of rank 0's job. place: the address and port where ranks meet. card: of rank 0."""
+    """Admits the processes of rank 0's job. card: that of rank 0. place: the address and port that ranks connect to."""
 
     def __init__(self, card: Card, place: str) -> None:
         self._card = card
         self._place = place
 
     def judge(self, arriving: Card, members: Mapping[int, Card], *, is_complete: bool) -> Verdict:
-        """See Admission. Of two processes that claim one rank, that is turned away which is less like rank 0's; where both are
-        alike, nobody can go on, unless the world is complete."""
+        """See Admission. If two processes claim the same rank, the later one is refused if the world is complete or the rank is
+        0. Otherwise, the one that was started in another way than rank 0 is refused or evicted; if both or neither were, all
+        ranks fail."""
         rank = arriving["rank"]
         if reason := _stranger(arriving, self._card):
             return Verdict(self._refusal(arriving, reason))
@@ -97,7 +98,7 @@ def _named(card: Card) -> str:
 
 
 def _stranger(card: Card, first: Card) -> str:
-    """Return what proves that a process is not of the job of another one, if anything does."""
+    """Return a text that proves that two processes are not of the same job; empty if nothing proves it."""
     theirs, ours = card["identity"], first["identity"]
     for name in theirs["runs"].keys() & ours["runs"].keys():
         if theirs["runs"][name] != ours["runs"][name]:
@@ -109,7 +110,7 @@ def _stranger(card: Card, first: Card) -> str:
 
 
 def _together(card: Card, first: Card) -> bool:
-    """Return whether something proves that two processes, of which neither is a stranger, are of one job."""
+    """Return whether something proves that two processes are of one job. _stranger() must have found no proof against it."""
     theirs, ours = card["identity"], first["identity"]
     if theirs["process"] == ours["process"] or theirs["runs"].keys() & ours["runs"].keys():
         return True
@@ -118,7 +119,7 @@ def _together(card: Card, first: Card) -> bool:
 
 
 def _unlike(card: Card, first: Card) -> bool:
-    """Return whether two processes were started in different ways. Ranks of one job may be, too."""
+    """Return whether two processes were started in different ways. This can also be true of ranks of one job."""
     theirs, ours = card["identity"], first["identity"]
     if theirs["command"] != ours["command"]:
         return True

@@ -33,12 +33,12 @@ from gradwire.trainer.world.recording import Recorder
 
 _log = logging.getLogger("gradwire")
 
-#: How long a rank that leaves waits for the others, to write a timeline with them.
+#: How long a rank that leaves the world waits for the other ranks to write a timeline.
 _TIMELINE_S = 10.0
 
 
 class Enrolled(Protocol):
-    """A distributed optimizer, as far as a World is concerned with it."""
+    """The interface of a distributed optimizer that a World uses."""
 
     def settle(self) -> None:
         """Complete the update of the last step."""
@@ -47,9 +47,9 @@ class Enrolled(Protocol):
 class World:
     """Holds all ranks, with the Communicators that the verbs and the optimizers use, and the process sets.
 
-    settings.timeout_s: for joining, and for each operation of these Communicators. comm: which of the processes launched are
-    this world, in the order of their ranks; None for all. meeting: how they have met; None where torch.distributed alone joins
-    them, which must be initialized. owns_process_group: whether close() ends torch.distributed.
+    settings.timeout_s: the limit for joining, and for each operation of these Communicators. comm: the launched ranks that form
+    this world, in the order of their ranks in it; None for all. meeting: how they have connected; None if they are connected by
+    torch.distributed only, which must be initialized. owns_process_group: whether close() ends torch.distributed.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class World:
         self.process_sets: list[ProcessSet] = []
         self._registered = 0
         self.recorder = Recorder()
-        """Records the timeline of what the Communicators of this world do."""
+        """Records a timeline of the operations of this world's Communicators."""
         self._opened: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
         self._optimizers: WeakValueDictionary[int, Enrolled] = WeakValueDictionary()
-        self._numbers = count()  # in the order of which those two list what they hold
+        self._numbers = count()  # the keys of these two dictionaries, in the order of creation
         self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
         self._times_opened: Counter[int] = Counter()
         try:
@@ -104,9 +104,9 @@ class World:
         self.cross_rank, self.cross_size = cross_position(self.rank, local_ranks)
 
     def communicator(self, process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None = None) -> Communicator:
-        """Return the Communicator that the verbs share for a process set, made when all its ranks first ask for it.
+        """Return the Communicator that all verbs use for a process set. The first call is collective over the set.
 
-        Raises NotIncluded on a rank outside of it.
+        Raises NotIncluded on a rank outside of the set.
         """
         members = self._checked(process_set)
         if members not in self._communicators:
@@ -123,9 +123,9 @@ class World:
         *,
         beside_others: bool = False,
     ) -> Communicator:
-        """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set;
-        a rank outside of it gets one that joins it with nobody. timeout_s: by default that of the world. beside_others: as in
-        Membership, for a process set."""
+        """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set; a rank
+        outside of the set gets a Communicator of this rank alone. timeout_s: by default that of the world. beside_others: see
+        Membership; ignored for a torch.distributed group."""
         members = self._checked(process_set)
         joined: Membership | dist.ProcessGroup
         if isinstance(members, ProcessSet):
@@ -150,9 +150,9 @@ class World:
         return communicator
 
     def open_pair(self, first: int, second: int, name: str, timeout_s: float | None = None) -> Communicator:
-        """Return a new Communicator of two ranks of the world, in this order, for messages, closed with the world at the latest.
-        Collective over the two. name: what both say, and nobody has said before. timeout_s: of this rank's operations; by
-        default that of the world."""
+        """Return a new Communicator for messages between two ranks of the world, in this order, closed with the world at the
+        latest. Collective over the two ranks. name: the same on both, and not used before. timeout_s: the limit of each
+        operation of this rank; by default that of the world."""
         pair = replace(self._membership.subset([first, second], name), beside_others=True)
         patience_s = self.settings.timeout_s if timeout_s is None else timeout_s
         communicator = Communicator(pair, timeout_s=patience_s, stall_warning_s=None)
@@ -160,11 +160,11 @@ class World:
         return communicator
 
     def add(self, process_sets: Sequence[ProcessSet]) -> None:
-        """Register process sets. Collective over the world. Raises ValueError, on all ranks, where one cannot be, and
-        where ranks give different ones."""
+        """Register process sets. Collective over the world. Raises ValueError on all ranks if a set is invalid or registered
+        already, or if ranks give different sets."""
         self._agree("add_process_set", [process_set.ranks for process_set in process_sets])
         registered = list(self.process_sets)
-        for process_set in process_sets:  # on all ranks alike, since they are the same
+        for process_set in process_sets:  # the same on all ranks, so all raise or none
             if process_set.counts_launched and not self._is_whole:
                 raise ValueError(f"rank {self.rank}: after init(comm=), a process set is made of a list of ranks")
             check_new_set(self.rank, process_set.ranks, self.size, registered)
@@ -173,7 +173,7 @@ class World:
             self._register(process_set)
 
     def remove(self, process_set: ProcessSet) -> None:
-        """Forget a registered process set, and close the verbs' Communicator of it. Collective over the world."""
+        """Unregister a process set, and close the Communicator that the verbs use for it. Collective over the world."""
         self._agree("remove_process_set", process_set.ranks)
         self.process_sets.remove(process_set)
         process_set.unregister()
@@ -181,13 +181,13 @@ class World:
             communicator.close()
 
     def ranks_of(self, communicator: Communicator) -> list[int | None]:
-        """Return the ranks in this world of a Communicator's ranks, None for what is not in it."""
+        """Return the rank in this world of each rank of a Communicator; None for a rank that is not in this world."""
         place = {launched: rank for rank, launched in enumerate(self._membership.global_ranks)}
         return [place.get(launched) for launched in communicator.global_ranks]
 
     @property
     def communicators(self) -> list[Communicator]:
-        """Return those that were opened here and that somebody still uses, in the order in which they were opened."""
+        """Return the Communicators of this world that are still referenced, in the order in which they were opened."""
         return list(self._opened.values())
 
     @property
@@ -196,11 +196,11 @@ class World:
         return list(self._optimizers.values())
 
     def enrol(self, optimizer: Enrolled) -> None:
-        """Let join(), broadcast_parameters() and shutdown() know of a distributed optimizer."""
+        """Register a distributed optimizer for join(), broadcast_parameters() and shutdown()."""
         self._optimizers[next(self._numbers)] = optimizer
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-        """Record, on this rank, what is going to be written there by rank 0: see gradwire.start_timeline."""
+        """Start recording on this rank for a timeline that rank 0 will write to a file; see gradwire.start_timeline."""
         path = Path(file_path)
         if self.recorder.path is not None:
             raise ValueError(f"rank {self.rank}: a timeline for {self.recorder.path} is being recorded: stop it first")
@@ -211,20 +211,22 @@ class World:
         self.recorder.start(path, marks_cycles=mark_cycles)
 
     def stop_timeline(self) -> None:
-        """Have rank 0 write what all ranks have recorded. Collective."""
+        """Stop recording. Rank 0 writes the timeline of all ranks. Collective."""
         if self.recorder.path is None:
             raise ValueError(f"rank {self.rank}: no timeline is being recorded: start one first")
         self.recorder.stop(self.communicator())
 
     def has_partly_failed(self) -> bool:
-        """Return whether an operation has failed among some of the ranks: its error does not name them by their ranks here."""
+        """Return whether an operation among only some of the ranks has failed. The ranks in its error are not those of the
+        world."""
         everyone = list(range(self.size))
         failed = [each for each in self.communicators if not each.absence.is_usable]
         return any(self.ranks_of(each) != everyone for each in failed)
 
     def close(self, failure: CollectiveError | None = None) -> None:
-        """Close what was opened here, and forget the process sets. A timeline is written, if the other ranks come for
-        that soon. failure: that because of which this rank waits for nobody, and finishes nothing."""
+        """Close the Communicators of this world, and unregister the process sets. A timeline is written if the other ranks
+        take part soon. failure: the error that ended the world, if any; close() then does not wait for other ranks, and
+        completes no updates."""
         if self.recorder.path is not None:
             try:
                 self.recorder.stop(self.communicator(), _TIMELINE_S if failure is None else 0.0)
@@ -247,7 +249,8 @@ class World:
             self._launched.close()
 
     def _checked(self, process_set: object) -> ProcessSet | dist.ProcessGroup:
-        """Return what a process set is, all ranks for None. Raises ValueError for what is none, or is not registered."""
+        """Return the ProcessSet or group of a process_set argument; None means all ranks. Raises ValueError for an argument of
+        another type, and for a set that is not registered."""
         if process_set is None:
             return global_process_set
         if isinstance(process_set, DeviceMesh):
@@ -270,7 +273,7 @@ class World:
         self.process_sets.append(process_set)
 
     def _agree(self, call: str, ranks: list[Any]) -> None:
-        """Raise ValueError, on all ranks, unless all say the same."""
+        """Raise ValueError on all ranks unless all of them give the same arguments."""
         said = self.communicator().allgather_record([call, ranks])
         for rank, (other_call, other_ranks) in enumerate(said):
             if [other_call, other_ranks] != said[0]:

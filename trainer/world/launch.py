@@ -1,4 +1,4 @@
-"""The place of this process in its world, as the environment variables of its launcher say."""
+"""The place of this process in its world, read from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MASTER_PORT = "MASTER_PORT"
 
 @dataclass(frozen=True)
 class Launch:
-    """Places one process among `size`. local_rank and local_size are None where the launcher does not set them. variable: the
-    name of the one that holds the rank."""
+    """Holds the place of one process among `size`. local_rank and local_size are None if the launcher does not set them.
+    variable: the name of the environment variable that holds the rank."""
 
     launcher: str
     rank: int
@@ -35,13 +35,13 @@ ALONE = Launch("none", rank=0, size=1, local_rank=0, local_size=1)
 _MPICH_RANK = "PMI_RANK"
 _HOROVODRUN_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 
-#: What srun alone sets, and not the shell or the script of a job.
+#: Variables that only srun sets: they are missing in the shell and in the script of a job.
 _OF_SRUN = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
 
-#: Where ports that ranks derive begin, and how many there are: outside of the range that Linux gives to clients.
+#: The first of the ports that ranks derive, and their number: outside of the range from which Linux assigns ports to clients.
 _FIRST_PORT, _PORTS = 15000, 16384
 
-# In the order of trust. Slurm comes last: its variables are also there around an mpirun or torchrun inside of a job.
+# In the order of precedence. Slurm is last: its variables are also set for an mpirun or torchrun inside of a job.
 _VARIABLES = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     HOROVODRUN: tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -56,7 +56,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """Return the launch that the environment describes: torchrun's variables, else horovodrun's, Open MPI's, MPICH's
     (PMI) or Slurm's, else ALONE.
 
-    Raises ValueError where the variables are incomplete or contradict each other.
+    Raises ValueError if the variables are incomplete or contradict each other.
     """
     launcher = next((launcher for launcher, names in _VARIABLES.items() if names[0] in environment), None)
     if launcher is None:
@@ -70,14 +70,14 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, int]:
-    """Return address and port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
+    """Return the address and the port at which rank 0 listens for the others: MASTER_ADDR and MASTER_PORT.
 
-    When all run on one host, a missing address is the loopback. Under Slurm it is the first host of
-    SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. A missing port follows from what tells jobs apart: SLURM_JOB_ID,
+    If all ranks run on one host, a missing address becomes the loopback address. Under Slurm, it becomes the first host of
+    SLURM_STEP_NODELIST or SLURM_JOB_NODELIST. A missing port is derived from a value that differs between jobs: SLURM_JOB_ID,
     horovodrun's own port, Open MPI's PMIX_NAMESPACE or, on one host, the process of MPICH that has started the ranks.
     So a plain `srun python train.py` works, and on one host a plain `mpirun python train.py` and `horovodrun python
-    train.py`. Raises ValueError, saying what to set or how to start, where that leaves one unknown, and for the one
-    process of a Slurm job that srun has not started.
+    train.py`. Raises ValueError, which says what to set or how to start, if the address or the port remains unknown, and
+    for a process of a Slurm job that srun has not started.
     """
     if (
         launch.launcher == SLURM
@@ -107,8 +107,8 @@ def meeting_point(environment: Mapping[str, str], launch: Launch) -> tuple[str, 
 
 
 def slurm_hint(environment: Mapping[str, str], program: str) -> str | None:
-    """Return a hint for the user of a process that is ALONE in a Slurm job of several tasks; None elsewhere. program: what Python
-    was given to run."""
+    """Return a hint for the user of a process that is ALONE in a Slurm job of several tasks; None otherwise. program: the
+    arguments of Python that run it."""
     tasks = environment.get("SLURM_NTASKS", "")
     if "SLURM_JOB_ID" in environment and tasks.isdecimal() and int(tasks) > 1:
         return f"this process is alone in a Slurm job of {tasks} tasks; to start them all: srun python {program}"
@@ -131,10 +131,10 @@ def _first_host(node_list: str) -> str | None:
 
 
 def _derived_port(environment: Mapping[str, str], launcher: str, on_one_host: bool) -> int | None:
-    """Return a port that the ranks of one job agree on, and those of other jobs do not have; None where nothing tells jobs apart.
+    """Return a port that is equal on the ranks of one job and usually differs between jobs; None if nothing identifies a job.
 
-    That is the job step of Slurm; the port at which horovodrun listens; Open MPI's name for the job, which has its host and
-    process id; or on one host the process of MPICH that has started the ranks.
+    It is derived from Slurm's job step; the port at which horovodrun listens; Open MPI's name for the job, which contains its
+    host and process id; or, on one host, the process of MPICH that has started the ranks.
     """
     number: int | None = None
     if launcher == SLURM and "SLURM_JOB_ID" in environment:
@@ -150,9 +150,9 @@ def _derived_port(environment: Mapping[str, str], launcher: str, on_one_host: bo
 
 
 def launching_process(rank_variable: str) -> list[int] | None:
-    """Return the id and the start (in ticks of the clock since boot) of the process that started the ranks of this host: the
-    nearest ancestor that has no variable of a rank itself. A shell script between the two has one. None where the system does not
-    say, and where the variable was not there when this process started.
+    """Return the id and the start (in clock ticks since boot) of the process that started the ranks of this host: the nearest
+    ancestor without rank_variable in its environment. A shell script between the two has the variable. None if the system does
+    not provide this, or if the variable was not set when this process started.
     """
     process = "self"
     rank = f"{rank_variable}=".encode()
@@ -166,7 +166,7 @@ def launching_process(rank_variable: str) -> list[int] | None:
 
 
 def started_at(process: str) -> int:
-    """Return when a process started, in ticks of the clock since boot; 0 where the system does not say. process: its id, or
+    """Return when a process started, in clock ticks since boot; 0 if the system does not provide this. process: its id, or
     "self"."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""How the ranks of a world meet: in the store that rank 0 or torchrun keeps at an address that all know, the meeting point."""
+"""How the ranks of a world connect: by a store of rank 0 or of the launcher at an address known to all, the meeting point."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of
 from gradwire.trainer.world.launch import Launch, meeting_point
 
-#: What torch has beyond its deadline to say itself whom it waited for, and to notice that its connection is shut.
+#: How long torch may take after its deadline to raise its own error, which names the missing ranks, and to notice that its
+#: connection is shut.
 _GRACE_S = 2.0
 _KNOCK_AGAIN_S = 0.05
 
-#: How long one attempt to connect to the store takes at most, and for how long nobody listens where the store has ended.
+#: The limit of one attempt to connect to the store, and how long no process listens before the store counts as ended.
 _ATTEMPT_S, _GONE_S = 1.0, 1.0
 
-#: How long the ranks of an epoch of an elastic job may take to arrive: all of them waited for it to begin.
+#: How long the ranks of an epoch of an elastic job may take to arrive: all of them were waiting when it began.
 _EPOCH_S = 10.0
 
-#: Which rank keeps the hub, for a rank 0 that finds its port taken: none that would come later.
+#: The hub's rank for a rank 0 that finds its port taken: none, so that rank 0 makes no hub, and uses the one in the store.
 _NO_RANK = -1
 
 _Result = TypeVar("_Result")
@@ -57,8 +58,8 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Meeting:
-    """How the processes that were launched have met. store: of the meeting point, which earlier and later worlds use, too. key:
-    a name that no other meeting has."""
+    """Holds the connections of the launched processes. store: that of the meeting point, shared with earlier and later worlds.
+    key: a name that no other meeting has."""
 
     store: Store
     membership: Membership
@@ -75,13 +76,13 @@ def meet(
     """Find the other ranks, and initialize torch.distributed with them. Collective over all processes that were launched.
 
     left: the keys of the meetings that this process has left. A store may outlive a world: torchrun's agent keeps one
-    for all, and rank 0 keeps its own for as long as anything in its process holds it. So rank 0 opens each meeting anew,
-    and the others do not enter one that they have left. lost: returns, without waiting, the ranks that the launcher of an
+    store for all worlds, and rank 0's store exists as long as its process refers to it. So rank 0 opens a new meeting each
+    time, and the others ignore meetings in `left`. lost: returns, without waiting, the ranks that the launcher of an
     elastic job counts as lost, so that neither this meeting nor a later operation waits for them.
 
-    Raises ValueError where the environment does not say how to find rank 0. Within timeout_s seconds and at most four it raises
-    CollectiveError, which says what was found at the meeting point: PeerLost where a rank has ended, CollectiveTimeout with
-    the ranks that did not come. A process of another job gets one that says which job it has met.
+    Raises ValueError if the environment does not say how to find rank 0. Raises CollectiveError, at most four seconds after
+    timeout_s, that says what was found at the meeting point: PeerLost if a rank has ended, CollectiveTimeout with the ranks
+    that did not arrive. In a process of another job, the error says to which job the process has connected.
     """
     address, port = meeting_point(os.environ, launch)
     place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
@@ -122,7 +123,7 @@ def meet(
     try:
         with coming_together(launch.rank, timeout_s, membership, "init"):
             _bounded(make_group, deadline + _GRACE_S, address, port, membership.check)
-            membership.everyones("met", b"", deadline)  # who leaves from now on leaves nobody behind who still connects
+            membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting
             group = dist.group.WORLD
             assert group is not None
             return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)
@@ -133,7 +134,7 @@ def meet(
 
 @contextmanager
 def _meeting_at(place: str) -> Iterator[None]:
-    """Raise LinkError, which names the meeting point, for what goes wrong there."""
+    """Raise a LinkError that names the meeting point for errors of links, of torch.distributed and of the system."""
     try:
         yield
     except LinkError as error:
@@ -145,14 +146,14 @@ def _meeting_at(place: str) -> Iterator[None]:
 
 
 def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tuple[Store, bool]:
-    """Return the store at an address, and whether this process is the rank 0 whose job meets there: not where another program has
-    taken the port before."""
+    """Return the store at an address, and whether a rank 0 may make the hub there: not if another process already listens on
+    the port."""
     timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     if os.environ.get(AGENT_STORE) == "True":
         if launch.rank != 0:
             _knock(address, port, deadline)
         store, _, _ = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
-        if WORKER in os.environ:  # nobody ends a process that comes to what another epoch has left behind
+        if WORKER in os.environ:  # no agent ends a process that finds the hub of another epoch
             store = PrefixStore(f"epoch {os.environ[RESTART_COUNT]}", store)
         return store, True
 
@@ -171,14 +172,14 @@ def _store(launch: Launch, address: str, port: int, timeout: timedelta, *, keeps
 
 
 def _reach(launch: Launch, address: str, port: int, deadline: float) -> Store:
-    """Connect to the store that rank 0 keeps, once there is one. Raises LinkError where there is none any more, and the error of
-    the last attempt at the deadline."""
+    """Connect to rank 0's store once it exists. Raises LinkError if the store has ended, and, at the deadline, the error of the
+    last attempt."""
     last_seen = math.inf
     while True:
         try:
             _knock(address, port, min(deadline, max(time.monotonic(), last_seen + _GONE_S)))
             last_seen = time.monotonic()
-            # One attempt goes on for as long as it may, also where nobody listens any more.
+            # An attempt lasts until its timeout, even if no process listens any more.
             store = _store(launch, address, port, timedelta(seconds=_ATTEMPT_S), keeps=False)
             store.set_timeout(timedelta(seconds=max(_ATTEMPT_S, deadline - time.monotonic())))
             return store
@@ -191,9 +192,9 @@ def _reach(launch: Launch, address: str, port: int, deadline: float) -> Store:
 
 
 def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: float) -> list[int]:
-    """Return which of the processes launched are this one's world: comm, or all for None and an empty one. Collective.
+    """Return the launched ranks that form this process's world: comm, or all ranks if comm is None or empty. Collective.
 
-    Raises ValueError on all processes unless each is in what it gives, and everyone in there has given the same.
+    Raises ValueError on all processes unless each process is in its own comm, and all ranks in a comm give the same one.
     """
     with coming_together(launched.rank, timeout_s, launched, "init"):
         said = launched.everyones("comm", json.dumps(list(comm or ())).encode(), time.monotonic() + timeout_s)
@@ -209,7 +210,7 @@ def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: fl
 
 
 def _knock(address: str, port: int, deadline: float) -> None:
-    """Wait until something listens at an address. Raises the OSError of the last attempt at the deadline."""
+    """Wait until a process listens at an address. Raises the OSError of the last attempt at the deadline."""
     while True:
         try:
             socket.create_connection((address, port), max(_KNOCK_AGAIN_S, deadline - time.monotonic())).close()
@@ -224,14 +225,14 @@ def _knock(address: str, port: int, deadline: float) -> None:
 def _bounded(
     call: Callable[[], _Result], deadline: float, address: str, port: int, check: Callable[[], None] | None = None
 ) -> _Result:
-    """Return call(), which connects to an address. At the deadline its connection is shut, and ConnectionError raised.
-    check: raises LinkError where there is no use in waiting; then all connections to the address are shut.
+    """Return the result of call(), which connects to an address. At the deadline, shut its connection, and raise
+    ConnectionError. check: raises LinkError to end a useless wait. With check, all connections to the address are shut.
 
-    torch's store waits without a deadline for the first answer of whatever has accepted its connection. A thread that
-    is left waiting in there would abort the process, were it to wake while the interpreter ends.
+    torch's store waits without a deadline for the first answer after a process has accepted its connection. A thread that
+    still waits there would abort the process if it returned while the interpreter exits.
     """
     before = connections(address, port) if check is None else set()
-    # A process that has yet to arrive goes on without a thread where it cannot start one, or the others would wait for it.
+    # A process that has not arrived yet continues without a thread if it cannot start one: the others would wait for it.
     thread = DaemonThread("gradwire.init", or_callers=check is None)
     future = thread.submit(call)
     thread.close()
@@ -242,7 +243,7 @@ def _bounded(
             if time.monotonic() >= deadline:
                 raise FutureTimeoutError
         return future.result()
-    except BaseException as error:  # an interrupt, too
+    except BaseException as error:  # including KeyboardInterrupt
         end = time.monotonic() + _GRACE_S
         while not future.done() and time.monotonic() < end:
             shut(connections(address, port) - before)

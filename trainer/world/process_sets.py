@@ -1,4 +1,4 @@
-"""Sets of ranks that run collectives among themselves, as Horovod names them, and the errors of calls that do not fit one."""
+"""Sets of ranks that run collectives among themselves, with Horovod's names, and the errors of invalid calls."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gradwire.collectives import CollectiveError, Communicator
 
 
 class Refused(CollectiveError, ValueError):
-    """Is raised by a verb whose arguments are invalid, or do not fit those of other ranks. No data has moved, and the
-    Communicator goes on."""
+    """The arguments of a verb are invalid, or do not match those of other ranks. No data was moved, and the Communicator
+    remains usable."""
 
 
 class NotIncluded(Refused):
-    """Is raised by a verb that is called with a process set that this rank is not in."""
+    """A verb was called with a process set that does not include this rank."""
 
 
 def refused(communicator: Communicator, verb: str, message: str) -> Refused:
-    """Return the Refused of a verb on this rank."""
+    """Return a Refused error for a verb on this rank."""
     return Refused(message, rank=communicator.rank, operation=verb)
 
 
@@ -36,8 +36,8 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Iterable[int] | dist.ProcessGroup | Communicator) -> None:
         """Take ranks of the world, or those of a torch.distributed group, a Communicator or an mpi4py communicator.
 
-        The latter three are of no use in a world that init(comm=) made smaller, since they count all processes that were
-        launched. Raises ValueError for anything else.
+        The latter three cannot be used in a world that init(comm=) made smaller, since their rank numbers are those of all
+        launched processes. Raises ValueError for anything else.
         """
         self.ranks = sorted(ranks_of(ranks_or_comm))
         self.counts_launched = not isinstance(ranks_or_comm, Iterable)
@@ -51,7 +51,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """Return the index of this process among the ranks; None unless registered. Raises ValueError if it is not in the set.
 
-        The index says which part of an allgather is this rank's. Root ranks are ranks of the world.
+        An allgather puts this rank's part at that index. Root ranks are ranks of the world.
         """
         if self.process_set_id is None:
             return None
@@ -64,15 +64,15 @@ class ProcessSet:
         return None if self.process_set_id is None else self._rank in self.ranks
 
     def register(self, process_set_id: int, rank: int) -> None:
-        """Take the number that the world gives, and this process's rank in it."""
+        """Set the id that the world assigns to this set, and the rank of this process in the world."""
         self.process_set_id, self._rank = process_set_id, rank
 
     def unregister(self) -> None:
-        """Forget the world; the set can be registered again."""
+        """Remove the id. The set can be registered again."""
         self.process_set_id = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
-        """Return this one: a copy, as of a model that holds it, has the same members."""
+        """Return this set itself: a copy of an object that refers to it, such as a model, uses the same set."""
         return self
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ Communicator, or None for all."""
 
 
 def ranks_of(ranks: Any) -> list[int]:
-    """Return ranks as a list, in the order given: an iterable of whole numbers, or what has a rank for each member.
+    """Return ranks as a list, in the given order. ranks: whole numbers, or a group or communicator as in ProcessSet.
 
     Raises ValueError for anything else.
     """
@@ -107,8 +107,8 @@ def ranks_of(ranks: Any) -> list[int]:
 
 
 def group_along(mesh: DeviceMesh, here: int) -> dist.ProcessGroup:
-    """Return the group of a DeviceMesh of one dimension. here: this rank. Raises ValueError for one of several dimensions, and
-    where this process is not in it."""
+    """Return the group of a DeviceMesh of one dimension. here: this rank. Raises ValueError for a mesh of several dimensions,
+    and if this process is not in it."""
     if mesh.ndim != 1:
         names = [repr(name) for name in mesh.mesh_dim_names or ()]
         raise ValueError(
@@ -121,7 +121,8 @@ def group_along(mesh: DeviceMesh, here: int) -> dist.ProcessGroup:
 
 
 def check_new_set(here: int, ranks: list[int], size: int, registered: Iterable[ProcessSet]) -> None:
-    """Raise ValueError unless these are different ranks of a world, and not those of a registered set. here: this rank."""
+    """Raise ValueError unless ranks are distinct ranks of a world of this size, at least one, and no registered set has them.
+    here: this rank."""
     if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
         raise ValueError(
             f"rank {here}: a process set needs at least one rank, each once, of those from 0 to {size - 1}, not {ranks}"

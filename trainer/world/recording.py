@@ -1,4 +1,4 @@
-"""One timeline of all ranks: what each of them has recorded, brought to rank 0 and onto its clock, and written there."""
+"""One timeline of all ranks: rank 0 gathers the recordings of all ranks, converts their times to its clock, and writes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("gradwire")
 
 
 class Recorder:
-    """Records what the Communicators of a world do, from start() to stop(). path: where it is going to be written."""
+    """Records the operations of a world's Communicators from start() to stop(). path: the timeline's file; None if stopped."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -35,24 +35,24 @@ class Recorder:
         self._added = 0
 
     def add(self, communicator: Communicator) -> None:
-        """Record what one more Communicator does, too, whenever anything is recorded."""
+        """Add a Communicator to the present recording, if any, and to all later ones."""
         if communicator not in self._communicators.values():
             self._communicators[self._added] = communicator
             self._record(self._added, communicator)
             self._added += 1
 
     def start(self, path: Path, *, marks_cycles: bool) -> None:
-        """Begin to record."""
+        """Start recording."""
         self.path = path
         self._timeline = Timeline(marks_cycles=marks_cycles)
         for number, communicator in self._communicators.items():
             self._record(number, communicator)
 
     def stop(self, communicator: Communicator, timeout_s: float | None = None) -> None:
-        """Stop recording, and have rank 0 write what all ranks have recorded. communicator: of all ranks. Collective.
+        """Stop recording. Rank 0 writes the recordings of all ranks. communicator: that of all ranks. Collective.
 
-        timeout_s: how long to wait for the others, beside the operations' own deadline. Where they cannot be reached, each
-        rank writes a file of its own, path with ".rank" and its rank behind, and raises CollectiveError.
+        timeout_s: the limit of the wait for the other ranks, besides the operations' own deadline. If they cannot be reached,
+        each rank writes its own file, path followed by ".rank" and its rank, and raises CollectiveError.
         """
         assert self.path is not None
         assert self._timeline is not None
@@ -89,7 +89,7 @@ def _rows(communicator: Communicator, row: Sequence[int]) -> list[list[int]]:
 
 
 def _gathered(communicator: Communicator, recording: Recording) -> list[Recording]:
-    """Return every rank's recording on rank 0, elsewhere nothing."""
+    """Return every rank's recording on rank 0, and an empty list on the other ranks."""
     data = zlib.compress(json.dumps(recording.to_record()).encode(), 1)
     lengths = [length for (length,) in _rows(communicator, [len(data)])]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)

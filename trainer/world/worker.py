@@ -1,4 +1,4 @@
-"""This process as a worker of an elastic job: how it gets its place in each epoch, and says why it leaves one."""
+"""This process as a worker of an elastic job: how it gets its rank in each epoch, and reports why it leaves an epoch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from gradwire.trainer.world.epochs import WORKER, Departure, Epoch, Epochs, epoc
 
 _LOCAL_RANK = "LOCAL_RANK"
 _LONGEST_REASON = 2000
-#: How often the store is asked for losses, and how long a process that leaves an epoch waits for the answer.
+#: The interval between two reads of the lost workers from the store, and how long close() waits for the last read.
 _ASK_S, _ANSWER_S = 0.1, 1.0
 
 
 class Worker:
-    """A process that is a rank of one epoch after the other.
+    """Holds the place of this process in one epoch after another.
 
-    number: as Epochs count workers. epoch: the one that this process is in, or was in last, and losses: its lost ranks; None
-    before the first. is_late:
-    whether the job had begun when this process came. It is alone then, in a world of one, while it builds what it trains, and
-    no other rank waits for that; take_place() is what it calls when it is ready.
+    number: that of the worker. epoch: the present or last epoch of this process. losses: the lost ranks of that epoch. Both are
+    None before the first epoch. is_late:
+    whether the job had begun without this process. The process is then alone in a world of one while it builds its model, so
+    that no other rank waits for that. When it is ready, it calls take_place() again.
     """
 
     def __init__(self, environment: MutableMapping[str, str], timeout_s: float) -> None:
-        """environment: of the process, which take_place() changes. Raises as epochs_of."""
+        """environment: that of the process, which take_place() changes. Raises as epochs_of."""
         self.number = int(environment[WORKER])
         self.epoch: Epoch | None = None
         self.is_late = False
@@ -36,11 +36,11 @@ class Worker:
         self._comes_first = True
 
     def take_place(self, timeout_s: float) -> None:
-        """Wait for the next epoch, and write into the environment which rank of it this process is; the first time, where the job
-        has begun without it, that it is alone. Raises as Epochs.await_epoch.
+        """Wait for the next epoch, and set the environment variables of this process's rank in it. If the job has begun without
+        this process, the first call sets those of a world of one instead. Raises as Epochs.await_epoch.
 
-        timeout_s: how long it waits beyond the time after which the launcher ends a job that lacks workers: a survivor that
-        ended before would take its commit with it.
+        timeout_s: how long to wait beyond the time after which the launcher ends a job that lacks workers. A surviving process
+        must not end earlier, since its commit could be lost.
         """
         if self.losses is not None:
             self.losses.close()
@@ -54,7 +54,7 @@ class Worker:
             self.is_late = begun is not None and self.number not in begun.workers
             if self.is_late:
                 alone = Epoch(-1, (self.number,), (0,)).environment(self.number)
-                local_rank = self._environment.get(_LOCAL_RANK, "0")  # by which the script may choose a GPU
+                local_rank = self._environment.get(_LOCAL_RANK, "0")  # the script may choose a GPU by it
                 self._environment.update(alone | {_LOCAL_RANK: local_rank})
                 return
         self._epochs.arrive(self.number)
@@ -65,8 +65,8 @@ class Worker:
         self.losses = Losses(self._epochs, self.epoch)
 
     def leave(self, error: BaseException | None = None, lost: Iterable[int] = ()) -> None:
-        """Tell the launcher that this process has left its epoch. error: by which; None: because the launcher wanted it. lost:
-        the ranks that no longer answer. Raises RuntimeError where the launcher is gone."""
+        """Report to the launcher that this process has left its epoch. error: the reason; None for an update. lost: the ranks
+        that no longer answer. Raises RuntimeError if the launcher is gone."""
         if self.epoch is None:
             return
         reason = "" if error is None else reason_of(error)
@@ -74,7 +74,7 @@ class Worker:
         self._epochs.leave(self.number, self.epoch.number, Departure(error is None, reason, blamed))
 
     def resume(self, commit: int) -> None:
-        """Tell the launcher from which commit this epoch goes on. Raises as leave."""
+        """Report to the launcher from which commit this epoch continues. Raises as leave."""
         assert self.epoch is not None
         self._epochs.resume(self.epoch.number, commit)
 
@@ -83,12 +83,12 @@ class Worker:
         return self.epoch is not None and self._epochs.is_update_wanted(self.epoch.number)
 
     def end_job(self, reason: str) -> None:
-        """Have no epoch follow."""
+        """Record that no epoch follows, and why."""
         self._epochs.end(reason)
 
 
 class Losses:
-    """The ranks that one epoch has lost, as the launcher notes them. A thread asks for them, since the store may answer late."""
+    """Holds the ranks that one epoch has lost, as the launcher records them. A thread reads them, as the store may be slow."""
 
     def __init__(self, epochs: Epochs, epoch: Epoch) -> None:
         self._epochs, self._epoch = epochs, epoch
@@ -99,17 +99,17 @@ class Losses:
         atexit.register(self._end)
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks whose processes have ended or were given up, by the last answer. Does not wait."""
+        """Return the ranks whose processes have ended or were given up, according to the last read. Does not wait."""
         return self._ranks
 
     def close(self) -> None:
-        """Let the thread end, and wait for that for _ANSWER_S seconds at most."""
+        """End the thread, and wait for its end for at most _ANSWER_S seconds."""
         atexit.unregister(self._end)
         self._is_over.set()
         self._thread.join(_ANSWER_S)
 
     def _end(self) -> None:
-        """End the thread: if it returned from the store while the interpreter ends, it would abort the process."""
+        """End the thread: if its read returned while the interpreter exits, the thread would abort the process."""
         self.close()
         if self._thread.is_alive():
             self._epochs.hang_up()
@@ -118,17 +118,17 @@ class Losses:
     def _ask(self) -> None:
         with suppress(
             RuntimeError
-        ):  # the launcher is gone, which this process learns when it asks for something itself
+        ):  # the launcher is gone: this process gets the same error from its own next call
             while not self._is_over.wait(_ASK_S):
                 lost = self._epochs.lost(self._epoch.number)
                 self._ranks = tuple(self._epoch.workers.index(worker) for worker in lost)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what is kept of an error for others to read."""
+    """Return the type and the text of an error, shortened, for the reports to other processes."""
     return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
 
 
 def worker_of(environment: MutableMapping[str, str], timeout_s: float) -> Worker | None:
-    """Return the worker that the environment describes, if any. Raises as epochs_of."""
+    """Return the Worker that the environment describes; None if it describes none. Raises as epochs_of."""
     return Worker(environment, timeout_s) if WORKER in environment else None

@@ -1,4 +1,4 @@
-"""The world between init() and shutdown(), and the public functions that join it, leave it, and ask who this process is in it."""
+"""The world between init() and shutdown(), and the public functions that join it, leave it, and return this process's ranks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ _log = logging.getLogger("gradwire")
 
 
 class NotInitialized(RuntimeError, ValueError):
-    """Is raised where a world is needed before init() or after shutdown(). Horovod's programs catch a ValueError."""
+    """A world is needed before init() or after shutdown(). Horovod's programs catch it as a ValueError."""
 
 
 class _Holder:
     """Holds the world between init() and shutdown(), since Horovod's functions take no handle of it.
 
-    store: of the last world that init() made. Rank 0 keeps its server for as long as this process holds it: others may
-    still be leaving that world, or have come for the next one already. left: the keys of the meetings that this process has
-    left, or is about to. worker: what this process is in an elastic job, from init() on. names: of operations in flight.
+    store: that of the last world that init() made. On rank 0, this reference keeps the store's server running, since other
+    ranks may still be leaving that world, or already be connecting for the next one. left: the keys of the meetings that this
+    process has left or will leave. worker: the Worker of this process in an elastic job, from init() on. names: those of
+    operations in flight.
     """
 
     world: World | None = None
@@ -61,24 +62,24 @@ def init(
 ) -> None:
     """Join the world that the launcher's environment variables describe; without a launcher, a world of one.
 
-    If torch.distributed is initialized, its default group is the world. Otherwise it is initialized here: gloo, and NCCL for
-    CUDA tensors if torch has both. Collective over all processes that were launched; further calls do nothing.
+    If torch.distributed is initialized, its default group is the world. Otherwise init() initializes it: gloo, and NCCL for
+    CUDA tensors if CUDA and NCCL are available. Collective over all processes that were launched; further calls do nothing.
 
     comm: makes the world smaller: a list of launched ranks, in the order of their ranks in the world, that contains this
     process and is the same on all processes in it; or an mpi4py communicator.
     process_sets: process sets to register, or lists of their ranks, the same on all ranks; "dynamic" is accepted, as in
     Horovod.
     timeout_s: the deadline for the ranks to find each other, and for each operation of the verbs and optimizers; default 300.
-    An existing torch.distributed, and a Communicator given as process_set, keep their own.
-    stall_warning_s: after how many seconds a rank that waits for others logs which; default 60; 0: never.
-    stall_shutdown_s: after how many seconds it gives up; 0, the default: never.
+    An existing torch.distributed, and a Communicator given as process_set, keep their own deadlines.
+    stall_warning_s: the seconds after which a rank that waits for others logs which ones; default 60; 0: never.
+    stall_shutdown_s: the seconds after which such a rank gives up; 0, the default: never.
 
-    In an elastic job, as of gradwire run --min-np, the launcher says who the ranks are, and this waits until it does. A process
-    that comes when training has begun is alone until it calls a function that hvd.elastic.run decorates. After shutdown(), this
-    waits for the launcher's next world.
+    In an elastic job, as of gradwire run --min-np, the launcher decides which processes are the ranks, and init() waits for its
+    decision. A process that starts when training has begun is alone until it calls a function that hvd.elastic.run decorates.
+    After shutdown(), init() waits for the launcher's next world.
 
-    Horovod's environment variables count for arguments that are not given (docs/reference/environment.md). A warning of the
-    logger `gradwire` on rank 0 names those that are used and those that are ignored.
+    Horovod's environment variables apply to arguments that are not given (docs/reference/environment.md). A warning of the
+    logger `gradwire` on rank 0 names the variables that are used and those that are ignored.
 
     Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
     CollectiveError if the ranks do not find each other in time; in an elastic job, TimeoutError if the launcher begins no world
@@ -103,9 +104,9 @@ def init(
         _hint()
     if settings.log_level is not None:
         _log.setLevel(settings.log_level)
-        if not _log.hasHandlers():  # where a program configures no logging, Python shows warnings only
+        if not _log.hasHandlers():  # if a program configures no logging, Python shows warnings only
             _log.addHandler(logging.StreamHandler())
-    if settings.interface is not None:  # which torch's gloo reads nowhere else
+    if settings.interface is not None:  # torch's gloo gets the interface from this variable only
         os.environ.setdefault("GLOO_SOCKET_IFNAME", settings.interface)
     world = _join(settings, ranks, static, owns=owns)
     try:
@@ -119,8 +120,8 @@ def init(
 
 
 def _join(settings: Settings, ranks: list[int] | None, process_sets: list[ProcessSet], *, owns: bool) -> World:
-    """Join the world that the environment describes; in an elastic job the next epoch in which the ranks find each other.
-    Arguments: as of World and its add()."""
+    """Join the world that the environment describes; in an elastic job, the next epoch in which the ranks find each other.
+    Arguments: see World and its add()."""
     worker = _holder.worker
     while True:
         if worker is not None:
@@ -151,7 +152,7 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
 
 
 def _hint() -> None:
-    """Say how several processes are started, because a launcher may have been forgotten."""
+    """Log how to start several processes, because the user may have forgotten a launcher."""
     spec = sys.modules["__main__"].__spec__
     script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
     program = f"-m {spec.name.removesuffix('.__main__')}" if spec is not None else script
@@ -160,7 +161,7 @@ def _hint() -> None:
 
 
 def shutdown() -> None:
-    """Leave the world: close every Communicator opened here, and torch.distributed if init() made it. Never hangs."""
+    """Leave the world: close all of its Communicators, and torch.distributed if init() initialized it. Never hangs."""
     world, _holder.world = _holder.world, None
     atexit.unregister(shutdown)
     if world is not None:
@@ -168,13 +169,13 @@ def shutdown() -> None:
 
 
 def elastic_worker() -> Worker | None:
-    """Return what this process is in an elastic job; None where it is in none, and before init()."""
+    """Return the Worker of this process in an elastic job; None in other jobs, and before init()."""
     return _holder.worker
 
 
 def leave_epoch(error: CollectiveError | None) -> None:
-    """Leave the world, and the epoch of an elastic job. error: that by which, at once, whatever the others do; None: finish what
-    is under way with them, and leave because the launcher wants it. Raises RuntimeError where the launcher is gone."""
+    """Leave the world, and the epoch of an elastic job. error: the reason; this rank then leaves at once, whatever other ranks
+    do. None: complete running operations, and leave for an update. Raises RuntimeError if the launcher is gone."""
     world, worker = current_world(), _holder.worker
     assert worker is not None
     lost = () if error is None or world.has_partly_failed() else _lost_by(error)
@@ -185,12 +186,12 @@ def leave_epoch(error: CollectiveError | None) -> None:
 
 
 def join_next_epoch(settings: Settings) -> None:
-    """Join the next epoch of an elastic job, having left the world before. Raises as init()."""
+    """Join the next epoch of an elastic job, after leave_epoch(). Raises as init()."""
     _join(settings, None, [], owns=True)
 
 
 def _lost_by(error: CollectiveError) -> tuple[int, ...]:
-    """Return the ranks that do not answer any more, as an error says; not those that have said that they leave."""
+    """Return the ranks that no longer answer, according to an error, without those that announced that they leave."""
     is_lost = isinstance(error, CollectiveTimeout) or (isinstance(error, PeerLost) and not error.has_left)
     return error.ranks if is_lost else ()
 
@@ -202,9 +203,9 @@ def start_torch_distributed(
     left: Container[str] = (),
     lost: Callable[[], Collection[int]] | None = None,
 ) -> Meeting | None:
-    """Initialize torch.distributed as launched, and return how the ranks have met; None for a rank that is alone.
+    """Initialize torch.distributed for a launch, and return the Meeting of its ranks; None for a rank that is alone.
 
-    backend None: gloo, with NCCL for CUDA tensors where torch has both. left, lost: as in meet().
+    backend None: gloo, with NCCL for CUDA tensors if CUDA and NCCL are available. left, lost: as in meet().
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -215,7 +216,7 @@ def start_torch_distributed(
 
 
 def is_initialized() -> bool:
-    """Return whether this is between init() and shutdown()."""
+    """Return whether this process has called init(), and not shutdown() since then."""
     return _holder.world is not None
 
 
@@ -227,24 +228,24 @@ def current_world() -> World:
 
 
 def current_settings() -> Settings:
-    """Return the settings of the world that init() joined, and before that those of an environment that says nothing."""
+    """Return the settings of the world that init() joined; without a world, the defaults."""
     return Settings() if _holder.world is None else _holder.world.settings
 
 
 def here() -> str:
-    """Return how messages about a caller's mistake begin: this rank, where there is a world to have one in."""
+    """Return the first words of messages about a caller's mistake: this rank; nothing without a world."""
     return "" if _holder.world is None else f"rank {_holder.world.rank}: "
 
 
 def communicator_of(process_set: ProcessSetLike) -> Communicator:
-    """Return the Communicator of a process set. Raises NotIncluded where this process is not in it."""
+    """Return the Communicator of a process set. Raises NotIncluded if this process is not in it."""
     return process_set if isinstance(process_set, Communicator) else current_world().communicator(process_set)
 
 
 def root_in(communicator: Communicator, root_rank: int) -> int:
-    """Return which rank of a Communicator root_rank is, a rank of the world. Raises ValueError where it is none of them.
+    """Convert root_rank, a rank of the world, to a rank of a Communicator. Raises ValueError if root_rank does not take part.
 
-    Of a Communicator whose ranks are none of torch.distributed's, it is a rank of its own.
+    If the Communicator's ranks have no ranks in torch.distributed, root_rank is already a rank of the Communicator.
     """
     if not isinstance(root_rank, int):
         raise TypeError(f"{here()}root_rank must be a whole number, not {root_rank!r}")
@@ -258,11 +259,11 @@ def root_in(communicator: Communicator, root_rank: int) -> int:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or one with a list of ranks, and return it. Collective over the world, including ranks outside
-    of the set.
+    """Register a process set, or a new one for a list of ranks, and return it. Collective over the world, including ranks
+    outside of the set.
 
-    Raises ValueError on all ranks for ranks that are not in the world or repeated, for the ranks of a set that is registered
-    already, and if ranks give different sets. Raises RuntimeError before init().
+    Raises ValueError on all ranks if ranks are not in the world or repeated, if a registered set has the same ranks, and if
+    processes give different sets. Raises RuntimeError before init().
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     current_world().add([made])
@@ -281,28 +282,28 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def names_in_flight(communicator: Communicator) -> dict[tuple[str, str | None], object]:
-    """Return whose each name of a verb is, of the operations that a Communicator has been given and that are not done."""
+    """Return the named calls of a Communicator that are in flight, by verb and name. Callers add and remove them."""
     return _holder.names.setdefault(communicator, {})
 
 
 def record_in_timelines(communicator: Communicator) -> None:
-    """Have timelines show what a Communicator does that this package has not made."""
+    """Add a Communicator that was not made by the World to the timelines."""
     if _holder.world is not None:
         _holder.world.recorder.add(communicator)
 
 
 def rank() -> int:
-    """Return this process's place among all, 0 <= rank() < size()."""
+    """Return the rank of this process, 0 <= rank() < size()."""
     return current_world().rank
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of processes in the world."""
     return current_world().size
 
 
 def local_rank() -> int:
-    """Return this process's place among those of its host: the launcher's word where it gives one."""
+    """Return the rank of this process among those of its host, as set by the launcher if it sets one."""
     return current_world().local_rank
 
 
@@ -312,7 +313,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this host's place among those that have a process of this local_rank()."""
+    """Return the index of this host among those that have a process of this local_rank()."""
     return current_world().cross_rank
 
 
