@@ -1,7 +1,7 @@
-"""A check of planners: their schedules are run on sets instead of numbers, without a process, a tensor or a network.
+"""Check planners by running their schedules on sets instead of numbers, without processes, tensors or a network.
 
-A block holds the set of ranks whose contributions are in it, as a bit mask. At each reduction the two masks must not overlap:
-so every contribution is added exactly once.
+A block holds the set of ranks whose contributions it contains, as a bit mask. The two masks of a reduction must not overlap, so
+every contribution is added exactly once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.collectives.plan.spans import Span
 #: State of a world: masks[rank][block].
 Masks = list[list[int]]
 
-#: The most ranks among which codes are followed; more ranks follow the same rules.
+#: The largest world in which check_algorithm() also checks codes; larger worlds follow the same rules.
 _MOST_CODED = 16
 
 #: The collectives that have a root.
@@ -32,7 +32,8 @@ class ScheduleError(ValueError):
 
 
 def check_algorithm(collective: str, planner: Planner, sizes: Iterable[int] = range(1, 17)) -> None:
-    """Check a planner for worlds of these sizes, with every root that differs, and hosts of one, of four and of all ranks.
+    """Check a planner for worlds of these sizes, with hosts of one, of four and of all ranks. Rooted collectives are checked
+    with the first, the middle and the last rank as root.
 
     For allreduce among up to 16 ranks, also check that all ranks would get the same bits with a codec that loses information in
     every encoding. Raises ScheduleError, which names the world and the fault; ValueError for an unknown collective.
@@ -72,7 +73,7 @@ def _fault(given: object, rank: int, size: int) -> str:
         return f"the planner returned {given!r}, not a Schedule"
     if (given.rank, given.size) != (rank, size):
         return f"the planner returned the Schedule of rank {given.rank} of {given.size}, not {rank} of {size}"
-    blocks: Any = given.blocks  # its type is not checked before
+    blocks: Any = given.blocks  # its type is not checked yet
     rounds: Any = given.rounds
     if not isinstance(blocks, int) or blocks < 1:
         return f"the buffer is cut into {blocks!r} blocks, not 1 or more"
@@ -102,10 +103,10 @@ def _counted(count: int, what: str) -> str:
 
 
 def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None = None) -> Masks:
-    """Return the state after the schedules of all ranks. Blocks are received into `destination`: the source, if None.
+    """Return the state after all ranks have run their schedules. Receives write to `destination`; None means the source.
 
-    Raises ScheduleError when ranks disagree on the number of rounds or blocks, a peer is none, a send has no matching receive, a
-    contribution is added twice, or a receive overwrites what the same round still sends or receives.
+    Raises ScheduleError if ranks disagree on the number of rounds or blocks, a step names an invalid peer or block, a send has
+    no matching receive, a contribution is added twice, or a receive overwrites a block that the same round sends or receives.
     """
     _need(len({len(s.rounds) for s in schedules}) == 1, "ranks have different numbers of rounds")
     _need(len({s.blocks for s in schedules}) == 1, "ranks cut the buffer differently")
@@ -153,16 +154,16 @@ def run(schedules: Sequence[Schedule], source: Masks, destination: Masks | None 
 
 
 def encodings(schedules: Sequence[Schedule], *, encodes_sums: bool = True) -> int:
-    """Return how often a number is encoded on its way at most, in an allreduce of codes by the schedules of all ranks.
+    """Return the maximum number of encodings on the way of a number, in an allreduce of codes by the schedules of all ranks.
 
-    encodes_sums: see CodedProgram. Every result of an encoding or an addition is a distinct thing, identified by what it was
-    made of. Raises ScheduleError if ranks end with different things, or wait for codes that no rank sends.
+    encodes_sums: see CodedProgram. Numbers, codes and sums are symbolic things: a code or a sum is identified by the things of
+    which it was made. Raises ScheduleError if ranks end with different things, or wait for codes that no rank sends.
     """
     things = _Things()
     channels: dict[tuple[int, int], list[int]] = defaultdict(list)
     held = [[things.made("number", s.rank, block) for block in range(s.blocks)] for s in schedules]
     followers = [_follow(s, held[s.rank], channels, things, encodes_sums=encodes_sums) for s in schedules]
-    waiting: dict[int, tuple[int, int]] = {}  # by rank: the sender that it waits for, and the number of the message
+    waiting: dict[int, tuple[int, int]] = {}  # by waiting rank: the sender of the awaited message, and its number
     while True:
         before = waiting
         waits = ((rank, next(follower, None)) for rank, follower in enumerate(followers))
@@ -177,7 +178,8 @@ def encodings(schedules: Sequence[Schedule], *, encodes_sums: bool = True) -> in
 
 
 class _Things:
-    """Numbers for things, the same for those made alike. encodings: on the way to each, at most."""
+    """Gives symbolic things numbers; things made in the same way get the same number. encodings: by number, the maximum number
+    of encodings on the way to the thing."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str | int, ...], int] = {}
@@ -199,7 +201,7 @@ def _follow(
     *,
     encodes_sums: bool,
 ) -> Iterator[tuple[int, int]]:
-    """Follow one rank's program of codes. While it must wait, yield the sender, and the number of its message."""
+    """Run one rank's program of codes on things. While the rank must wait, yield the sender and the number of the message."""
     blocks = tuple(Span(block, block + 1) for block in range(schedule.blocks))
     program = CodedProgram(schedule, [blocks], 1, range(schedule.size), encodes_sums=encodes_sums)
     codes: dict[int, int] = {}
@@ -233,7 +235,7 @@ def contributions(size: int, blocks: int) -> Masks:
 def _match(
     sent: dict[tuple[int, int], list[Span]], received: dict[tuple[int, int], list[Span]], index: int, *, in_place: bool
 ) -> None:
-    """Check that each rank sends what the receiver expects: the same blocks if there is one buffer, else as many."""
+    """Check that each rank sends the blocks that the receiver expects: the same if there is one buffer, else equally many."""
     for sender, receiver in sent.keys() | received.keys():
         given, taken = sent[sender, receiver], received[sender, receiver]
         matches = given == taken if in_place else [s.length for s in given] == [s.length for s in taken]

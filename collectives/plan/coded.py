@@ -1,10 +1,10 @@
-"""A program whose messages are codes: it says which numbers are encoded, decoded, added and passed on, and when.
+"""A program whose messages are codes. It determines which numbers are encoded, decoded, added and forwarded, and when.
 
-The rules are these. A block begins as version 0, this rank's own numbers. An addition in round r makes it version r + 1. Each
-version that is sent, or added to, is encoded once, and then replaced by its decoded code, on this rank too. So is the sum over
-all ranks, on every rank that has it, unless all ranks add up the same codes. A code that arrives is decoded into its block, or
-added to it; codes of several ranks, this one's among them, are added in the order of the group. A code that is passed on is not
-encoded again. So replicas are the same to the bit, which gradwire.collectives.plan.check sees to.
+A block begins as version 0, this rank's own numbers. An addition in round r makes it version r + 1. Each version that is sent
+or added to is encoded once, and then replaced by its decoded code, on this rank too. The sum over all ranks is treated in the
+same way, on every rank that holds it, unless all ranks add the same codes. A received code is decoded into its block, or added
+to it. Codes of several ranks, including this rank's own, are added in the order of the group. A forwarded code is not encoded
+again. So replicas are the same to the bit, which gradwire.collectives.plan.check verifies.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _APART = 64
 class CodedProgram(Program):
     """The instructions of one rank for an allreduce of codes. Attribute scratch: how many bytes of scratch memory they use.
 
-    A segment takes two sweeps for a round, so that while it is encoded, the sum of the previous segment and the result of the
-    one before that are sent. A first round without messages lets receives be posted that much earlier.
+    Each round of a segment takes two sweeps, so that the sum of the previous segment and the result of the segment before that
+    are sent while a segment is encoded. An extra first round without messages allows receives to be posted one round earlier.
     """
 
     _pace = 2
@@ -42,9 +42,9 @@ class CodedProgram(Program):
     ) -> None:
         """Lay out a schedule.
 
-        segments: see Program; their blocks are encoded one by one. code_bytes: the length of the longest code. group: the ranks
-        that the ranks of the schedule stand for. encodes_sums: whether the sum over all ranks is encoded too. lookahead: see
-        Program.
+        segments: see Program; their blocks are encoded one by one. code_bytes: the length of the longest code. group: by rank
+        of the schedule, the rank of the Communicator. encodes_sums: whether the sum over all ranks is encoded too. lookahead:
+        see Program.
         """
         self._encodes_sums = encodes_sums
         self._stride = -(-max(code_bytes, 1) // _APART) * _APART
@@ -61,16 +61,16 @@ class CodedProgram(Program):
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
 
     def sent_bytes(self, wire_bytes: Callable[[int], int]) -> int:
-        """Return how many bytes this rank sends. wire_bytes: returns the length of the code of so many elements."""
+        """Return how many bytes this rank sends. wire_bytes: returns the length of the code of a number of elements."""
         return sum(wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
 
     def _posting_rounds(self) -> list[int]:
-        """Return for every round the one in which its receives are posted: codes arrive in their own places of scratch memory,
-        so nothing delays them."""
+        """Return for every round the round in which its receives are posted. Each code arrives in its own place in scratch
+        memory, so that no earlier round delays the receives."""
         return [max(0, index - self._lookahead) for index in range(len(self._schedule.rounds))]
 
     def _room(self) -> int:
-        """Return how many bytes each segment in flight needs: a place for every code, found by walking the rounds once."""
+        """Return how many bytes of scratch memory each segment in flight needs. A walk through the rounds counts the codes."""
         blocks = tuple(Span(block, block + 1) for block in range(self._schedule.blocks))
         flight = Flight(0, blocks, blocks, iter(range(2**63)))
         for index in range(len(self._schedule.rounds)):
@@ -83,7 +83,7 @@ class CodedProgram(Program):
         return self._codes * self._stride
 
     def _place(self, flight: Flight) -> int:
-        """Return the place of another code in scratch memory."""
+        """Return the place of the next code in scratch memory."""
         return (flight.segment % self._flights * self._codes + next(flight.places)) * self._stride
 
     def _receives(self, flight: Flight, index: int) -> list[Instruction]:
@@ -96,7 +96,7 @@ class CodedProgram(Program):
         ]
 
     def _sends(self, flight: Flight, steps: Round) -> Iterator[Instruction]:
-        """Yield the sends of a round, with what must be encoded for them. Each code is sent as soon as it is made."""
+        """Yield the sends of a round, and the encodings that they need. Each code is sent as soon as it is made."""
         for block in _blocks(flight, steps, Action.SEND):
             if block not in flight.codes:
                 yield self._encode(flight, block)
@@ -106,13 +106,13 @@ class CodedProgram(Program):
                     yield _about(flight, block, Kind.SEND, step.peer, flight.codes[block], flight.sent[-1])
             if self._in_turn:
                 yield Instruction(Kind.POST, segment=flight.segment)
-        for block in _blocks(flight, steps, Action.REDUCE):  # to which the others' codes will be added
+        for block in _blocks(flight, steps, Action.REDUCE):  # the codes of other ranks will be added to these
             if block not in flight.codes:
                 yield self._encode(flight, block)
         yield from self._settle(flight)
 
     def _finish(self, flight: Flight, index: int) -> Iterator[Instruction]:
-        """Decode what a round received, into its blocks or added to them."""
+        """Decode the codes that a round received into their blocks, or add them to the blocks."""
         arrivals = flight.arriving.pop(index, [])
         steps = self._schedule.rounds[index]
         for block in _blocks(flight, steps, Action.REDUCE):
@@ -150,20 +150,20 @@ class CodedProgram(Program):
         yield from self._settle(flight)
 
     def _complete(self, flight: Flight, block: int) -> Iterator[Instruction]:
-        """Encode the sum over all ranks, if encodes_sums: every rank that has it does, even if it sends it to no rank."""
+        """Encode the sum over all ranks, if encodes_sums. Every rank that holds the sum does so, even without sending it."""
         yield _about(flight, block, Kind.COMPLETE, self._rank, -1, int(self._encodes_sums))
         if self._encodes_sums:
             yield self._encode(flight, block)
             flight.unsettled.append(block)
 
     def _settle(self, flight: Flight) -> Iterator[Instruction]:
-        """Replace sums by their decoded codes, once these are being sent."""
+        """Replace sums with their decoded codes, after the sends of these codes have begun."""
         for block in flight.unsettled:
             yield self._decode(flight, block)
         flight.unsettled.clear()
 
     def _encode(self, flight: Flight, block: int) -> Instruction:
-        """Return the instruction that encodes the present version of a block."""
+        """Return the instruction that encodes the current version of a block."""
         place = flight.codes[block] = self._place(flight)
         return _about(flight, block, Kind.ENCODE, self._rank, place, flight.versions[block])
 

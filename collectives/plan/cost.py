@@ -1,4 +1,4 @@
-"""The costs of messages among the ranks of a group, measured or described, and the file that keeps them."""
+"""The costs of messages among the ranks of a group, measured or described, and the file that stores them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Cores(NamedTuple):
 
 
 class SlowLink(NamedTuple):
-    """A pair of ranks whose connection is slower than those of their hosts to others: byte_s, as of a LinkCost."""
+    """A pair of ranks whose connection is slower than other connections of their hosts. byte_s: see LinkCost."""
 
     pair: tuple[int, int]
     byte_s: float
 
 
 class CodecCost(NamedTuple):
-    """A processor's seconds to encode and to decode a byte of the numbers, float32. identity: of the codec."""
+    """A processor's seconds to encode and to decode a byte of float32 numbers. identity: of the codec."""
 
     identity: str
     encode_byte_s: float
@@ -58,8 +58,8 @@ class CodecCost(NamedTuple):
 
 
 class CallCost(NamedTuple):
-    """The measured times of calls: (bytes, seconds), ascending. They are all that is known of a link's own algorithm, which has
-    no Program to walk; for others, they correct the walk."""
+    """The measured times of calls: (bytes, seconds), ascending. A link's own algorithm has no Program to walk, so its costs are
+    only these times. For other algorithms, they correct the walk."""
 
     verb: str
     algorithm: str
@@ -68,14 +68,14 @@ class CallCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What moving bytes costs among the ranks of a group.
+    """The costs of messages among the ranks of a group.
 
-    hosts: the ranks of each, as of Topology; machines: what each host is, in words. inside, between: messages inside a host and
-    between hosts. uplinks: by host, seconds a byte of what it sends, and at the same time of what it receives, all its ranks
-    together. burst_bytes: how many bytes a traffic shaper lets an uplink move at once after a pause. slow_links: pairs that are
-    slower than their hosts' uplinks. cores: which ranks share them. slowness: by rank, its computing time as a multiple of the
-    fastest rank's. call_s: the time of a call beside its messages. reduce_byte_s: a processor's time to add a byte to another.
-    codecs: those that were measured. calls: the measured times of calls.
+    hosts: the ranks of each host, see Topology; machines: a description of each host. inside, between: of messages inside a
+    host and between hosts. uplinks: by host, seconds a byte in each direction, for all its ranks together; both directions work
+    at the same time. burst_bytes: how many bytes a traffic shaper lets an uplink move at once after a pause. slow_links: pairs
+    that are slower than their hosts' uplinks. cores: the ranks that share each group of cores. slowness: by rank, its computing
+    time as a multiple of the fastest rank's. call_s: the time of a call beside its messages. reduce_byte_s: a processor's time
+    to add a byte to another. codecs: of the measured codecs. calls: the measured times of calls.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -159,12 +159,12 @@ class Costs:
 
     @cached_property
     def slow_hosts(self) -> tuple[int, ...]:
-        """The hosts, by index, whose uplink is much slower than that of most."""
+        """The indices of the hosts whose uplink is much slower than the median."""
         usual = median(self.uplinks)
         return tuple(index for index, uplink in enumerate(self.uplinks) if uplink > SLOW * usual > 0)
 
     def place(self, rank: int, root: int = 0) -> Place:
-        """Return what a planner knows of a rank."""
+        """Return the Place of a rank, the argument of planners."""
         slow = tuple(sorted(rank for index in self.slow_hosts for rank in self.hosts[index]))
         return Place(rank, self.size, root, self.hosts, slow)
 

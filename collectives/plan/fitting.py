@@ -1,4 +1,4 @@
-"""Costs that cannot be measured alone, fitted so that the walk through programs takes as long as was measured."""
+"""Fit the costs that cannot be measured alone, so that the predicted time of programs equals their measured time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Timed(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The measurement of two ranks of a kind, inside a host or between hosts, while all others are idle.
+    """The measurement of two ranks, inside a host or between hosts, while all others are idle.
 
-    swaps: of an empty message in turns; stream: of as many messages, `messages` in all, one after the other; bulk: of a message
-    of bulk_bytes each. saved_s: how many fewer seconds the bulk takes after a pause. moving_byte_s: a processor's seconds to
-    send a byte or to receive one; None inside a host, where nothing else takes time.
+    swaps: `messages` exchanges of a small message, one after the other; stream: `messages` small messages one way, then one
+    back; bulk: an exchange of bulk_bytes each way. saved_s: how many fewer seconds the bulk takes after a pause. moving_byte_s:
+    a processor's seconds to send or to receive a byte; None inside a host, where a byte takes no other time.
     """
 
     swaps: Timed
@@ -42,8 +42,8 @@ class Pair(NamedTuple):
 
 
 class Uplinks(NamedTuple):
-    """The measurement of all hosts' uplinks: seconds, seconds a byte of each, slow connections, and whether one rank of each
-    host took part, which is then as fast as its uplink."""
+    """The measurement of all hosts' uplinks. byte_s: seconds a byte, by host. slow_links: slow connections. of_one_rank:
+    whether only one rank of each host took part; a connection is then as fast as its uplink."""
 
     byte_s: tuple[float, ...]
     slow_links: tuple[SlowLink, ...]
@@ -53,8 +53,8 @@ class Uplinks(NamedTuple):
 class Together(NamedTuple):
     """The measurement of all ranks at once.
 
-    few, many: small allreduces of few and of many messages. inside: large additions inside hosts, on all hosts; None with one
-    host or with one rank a host. large: a large allreduce.
+    few, many: small allreduces of few and of many messages. inside: large additions inside hosts, on all hosts; None if there
+    is one host, or if a host has only one rank. large: a large allreduce.
     """
 
     few: Timed
@@ -66,7 +66,7 @@ class Together(NamedTuple):
 def costs_of(
     alone: Costs, inside: Pair | None, between: Pair | None, uplinks: Uplinks | None, all_ranks: Together | None
 ) -> Costs:
-    """Return the costs that explain the measurements. alone: what each rank has measured by itself."""
+    """Return the costs that explain the measurements. alone: the costs that each rank has measured by itself."""
     costs = alone
     if inside is not None:
         costs = _of_pair(costs, "inside", inside)
@@ -96,14 +96,14 @@ def _of_pair(costs: Costs, name: str, pair: Pair) -> Costs:
 
 
 def _of_all(costs: Costs, measured: Together) -> Costs:
-    """Fit the costs that rise when all ranks work at once: those of messages by small allreduces, those of bytes by a large
-    one."""
+    """Fit the costs that rise when all ranks work at once: the costs of messages to small allreduces, and the costs of bytes to
+    a large one."""
     few, many = legs(measured.few.programs), legs(measured.many.programs)
 
     def messages(factor: float) -> Costs:
         return scaled(costs, factor, "latency_s", "message_cpu_s")
 
-    # The time that both allreduces have in common, such as waking up, is a cost of the call.
+    # The time that both allreduces share, such as waking up, is a cost of the call.
     more_s = max(0.0, measured.many.seconds - measured.few.seconds)
     costs = messages(root(lambda x: price(messages(x), many) - price(messages(x), few), more_s, 1.0))
     costs = replace(costs, call_s=max(0.0, costs.call_s + measured.few.seconds - price(costs, few)))
@@ -117,10 +117,10 @@ def _of_all(costs: Costs, measured: Together) -> Costs:
     def of_wires(factor: float) -> Costs:
         return replace(scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
 
-    # Small allreduces wake up ranks that wait; messages that follow each other do so less often.
+    # Small allreduces wake up waiting ranks; messages that follow each other closely do so less often.
     if len(costs.hosts) > 1 and price(messages(0.0), large) < large_s < price(costs, large):
         return messages(fit(messages, *measured.large, 1.0))
-    # If the modelled time without wires exceeds the measured time, the wires cannot be what is wrong in the model.
+    # If the modelled time exceeds the measured time even with free wires, the wires cannot be the error in the model.
     is_of_cores = len(costs.hosts) == 1 or price(of_wires(0.0), large) >= large_s
     shares_cores = any(cores.number < len(cores.ranks) for cores in costs.cores)
     is_slower = shares_cores and large_s > 1.3 * price(of_cores(0.0), large)
@@ -140,7 +140,7 @@ def _of_additions(costs: Costs, measured: Timed) -> Costs:
 
 
 def legs(programs: Sequence[Program]) -> list[list[Leg]]:
-    """Return by rank its program, of float32, as price() takes it."""
+    """Return by rank its program of float32, in the form that price() takes."""
     return [[Leg(program, 4)] for program in programs]
 
 
@@ -169,8 +169,8 @@ def fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: fl
 
 
 def root(seconds_at: Callable[[float], float], seconds: float, guess: float) -> float:
-    """Return x >= 0 at which an increasing function of x has the value `seconds`: 0 if it is larger there already, `guess` if
-    it never reaches it."""
+    """Return x >= 0 at which an increasing function of x has the value `seconds`: 0 if the function is larger at 0 already,
+    `guess` if it never reaches `seconds`."""
     low, high = 0.0, guess
     at_low, at_high = seconds_at(low), seconds_at(high)
     if at_low >= seconds:

@@ -1,9 +1,9 @@
-"""A schedule laid out in a buffer: one rank's instructions, as integers, in the order in which they are executed.
+"""A schedule laid out in a buffer: one rank's instructions, as integers, in the order of execution.
 
 A large buffer is cut into segments, each of which goes through all rounds of the schedule. Several segments are in flight at
 once, and receives are posted ahead of their turn. The Program decides all of that, so that a loop, in Python
-(gradwire.collectives.run.executor) or compiled, only executes it. It can also be counted, priced and drawn. This Program moves
-numbers as they are; the one in gradwire.collectives.plan.coded moves codes.
+(gradwire.collectives.run.executor) or compiled, only executes it. A Program can also be counted, priced and drawn. This Program
+moves plain numbers; the CodedProgram in gradwire.collectives.plan.coded moves codes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEPT = 1 << 14
 
 
 class Kind(IntEnum):
-    """The kind of an instruction. "The sum" is separate memory for one block, in which sums over all ranks are made."""
+    """The kind of an instruction. "The sum" is separate memory for the sum of one block over all ranks."""
 
     SEND = 0  # to `peer`, from the source at `offset`, or if `scratch` >= 0, from scratch memory there
     RECEIVE = 1  # from `peer`, to the destination at `offset`, or if `scratch` >= 0, to scratch memory there
@@ -63,7 +63,7 @@ def blocks_of(steps: Round, *actions: Action) -> list[int]:
 
 
 class Flight:
-    """One segment on its way through its rounds. layout: where its blocks lie in the destination; source: in the source."""
+    """One segment in flight through its rounds. layout, source: the places of its blocks in the destination and the source."""
 
     def __init__(self, segment: int, layout: Layout, source: Layout, numbers: Iterator[int]) -> None:
         self.segment = segment
@@ -82,9 +82,9 @@ class Flight:
 class Program:
     """The instructions of one rank.
 
-    Iterating yields them in order. All ranks walk the same fixed order of (segment, round), so nothing can deadlock: the
-    earliest unfinished round only depends on earlier ones. Segments start staggered, so that different phases (inside a host,
-    between hosts) overlap.
+    Iteration yields the instructions in order. All ranks follow the same fixed order of (segment, round), so they cannot
+    deadlock: the earliest unfinished round only depends on earlier ones. Segments start staggered, so that different phases
+    (inside a host, between hosts) overlap.
 
     Attribute scratch: how many elements of scratch memory the instructions use.
     """
@@ -93,7 +93,7 @@ class Program:
     _pace = 1
     _window = WINDOW
 
-    #: Whether messages are posted one by one, each as soon as its contents are made.
+    #: Whether messages are posted one by one, each as soon as its contents are ready.
     _in_turn = False
 
     def __init__(
@@ -107,10 +107,11 @@ class Program:
     ) -> None:
         """Lay out a schedule.
 
-        segments: where the blocks of each segment lie, in elements; empty messages are left out, at both ends alike. sources:
-        where they lie in the source, if that is another buffer than the destination. lookahead: 0 if the messages of a round
-        must be posted together on both sides, as by NCCL. answered: whether a rank that only receives from another one sends it
-        an empty message at the end, so that a call which no other rank has made does not succeed."""
+        segments: the places of the blocks of each segment, in elements. Both ends of an empty message leave it out. sources:
+        their places in the source, if the source is another buffer than the destination. lookahead: how many rounds ahead
+        receives may be posted; 0 if the messages of a round must be posted together on both sides, as NCCL requires. answered:
+        whether a rank that only receives from another one sends it an empty message at the end, so that a call that no other
+        rank has made does not succeed."""
         self._schedule = schedule
         self._segments = segments
         self._sources = sources or segments
@@ -128,12 +129,12 @@ class Program:
 
     @property
     def peers(self) -> set[int]:
-        """The ranks with which messages are exchanged."""
+        """The ranks with which this rank exchanges messages."""
         return {step.peer for steps in self._schedule.rounds for step in steps}
 
     def tables(self) -> Iterable[array[int]]:
-        """Return the instructions as 64-bit integers, one after the other, for a compiled loop; more than _KEPT come in several
-        pieces, made anew each time."""
+        """Return the instructions as 64-bit integers, one after the other, for a compiled loop. A Program of more than _KEPT
+        instructions gives several pieces, which are made anew at each call."""
         if self._kept is None:
             return self._pieces()
         if not self._tables:
@@ -180,8 +181,8 @@ class Program:
             yield from self._answer(numbers)
 
     def _answer(self, numbers: Iterator[int]) -> Iterator[Instruction]:
-        """Send an empty message to each rank of which this one has only received, and receive one from each to which it has only
-        sent."""
+        """Send an empty message to each rank from which this rank has only received, and receive one from each rank to which it
+        has only sent."""
         steps = [step for steps in self._schedule.rounds for step in steps]
         sent_to = {step.peer for step in steps if step.action is Action.SEND}
         received_from = {step.peer for step in steps if step.action is not Action.SEND}
@@ -219,7 +220,7 @@ class Program:
     # The methods that CodedProgram overrides
 
     def _posting_rounds(self) -> list[int]:
-        """Return for every round the one in which its receives are posted: at most `lookahead` earlier, never while an
+        """Return for every round the round in which its receives are posted: at most `lookahead` earlier, never while an
         unfinished round still uses the blocks that they overwrite, and in order of the rounds."""
         rounds = self._schedule.rounds
         touched = [set(blocks_of(steps, *Action)) for steps in rounds]

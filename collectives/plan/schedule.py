@@ -33,11 +33,12 @@ Round = tuple[Step, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What one rank does in a collective over `blocks` blocks.
+    """The steps of one rank in a collective over `blocks` blocks.
 
-    Within a round every send carries what the blocks held when the round began; receipts take effect at its end, in the
-    order in which they are listed (so a reduction has one order). All ranks' schedules of one collective have equally
-    many rounds, some of them empty; messages from one rank to another arrive in the order sent.
+    Within a round, every send carries the contents of its blocks at the beginning of the round. Receives and reductions take
+    effect at the end of the round, in the order listed, so the order of additions is fixed. The schedules of all ranks in one
+    collective have the same number of rounds, of which some may be empty. Messages from one rank to another arrive in the order
+    sent.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class Schedule:
         return replace(self, rounds=self.rounds + other.rounds)
 
     def embedded(self, ranks: tuple[int, ...], rank: int, size: int, first_block: int, blocks: int) -> Schedule:
-        """Return the schedule of a sub-group as part of a larger one: rank i is ranks[i], block 0 is `first_block`."""
+        """Return the schedule of a sub-group as part of a larger one. Rank i becomes ranks[i], and block 0 `first_block`."""
 
         def moved(step: Step) -> Step:
             span = Span(first_block + step.span.start, first_block + step.span.stop)

@@ -1,5 +1,5 @@
-"""The selection of an algorithm by message size: the fastest one by measured costs, or without a measurement, or if the
-environment sets a table, the one in the table."""
+"""Select an algorithm by message size: the fastest one by measured costs. Without a measurement, or if the environment sets a
+table, select the one in the table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.plan.walk import predict
 
-#: The usual algorithm stays unless another one takes at most this share of its time: near equals must not change from run to
-#: run.
+#: Another algorithm replaces the usual one only if it takes at most this share of its time, so that the choice among nearly
+#: equal algorithms does not change from run to run.
 _WORTH_IT = 0.95
 
-#: How many sizes of calls are corrected at most: more than a training has buckets.
+#: The maximum number of call sizes with a Trial: more than a training has buckets.
 _MOST_TRIALS = 64
 
 _log = logging.getLogger("gradwire")
@@ -39,7 +39,7 @@ Table = tuple[Range, ...]
 
 
 def parse_table(text: str, allowed: Sequence[str], variable: str) -> Table:
-    """Return the table that a text describes, such as 'recursive_doubling:0-16K;rsag:16K-max'. A name alone is for every size.
+    """Return the table that a text describes, such as 'recursive_doubling:0-16K;rsag:16K-max'. A name alone covers every size.
 
     Raises ValueError for an unknown name (listing `allowed`), a malformed range, gaps or overlaps.
     """
@@ -70,7 +70,7 @@ def default_table(
     measurements in docs/measurements.md. quick: see Transport.
 
     Small messages need few rounds between hosts, and few messages inside a host, where ranks share cores. Large messages need
-    the fewest bytes and neighbours that stay the same; if hosts have several ranks each, they cross between hosts only once.
+    the fewest bytes and constant neighbours; if hosts have several ranks each, only one copy of the data crosses between hosts.
     """
     if collective in preferred:
         return (Range(preferred[collective], 0, None),)
@@ -107,23 +107,23 @@ def default_table(
 
 
 def default_segment_bytes(topology: Topology, *, quick: bool) -> int:
-    """Return few bytes if messages are quick, more between hosts, where the wire would idle, and many inside a host, where each
-    message costs wake-ups. quick: see Transport."""
+    """Return the default segment size: small if messages are quick; larger between hosts, where small segments would let the
+    wire idle; largest inside a host, where each message costs wake-ups. quick: see Transport."""
     if quick:
         return 96 << 10
     return (256 << 10) if len(topology.hosts) > 1 else (4 << 20)
 
 
 def variables(collectives: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment's variables that set tables, by collective, such as COLLECTIVES_ALLREDUCE."""
+    """Return by collective the environment variables that set tables, such as COLLECTIVES_ALLREDUCE."""
     names = {collective: TABLE_PREFIX + collective.upper() for collective in collectives}
     return {collective: name for collective, name in names.items() if environment.get(name)}
 
 
 def overrides(collectives: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> dict[str, Table]:
-    """Return the tables that the environment sets, for collectives given with their legal algorithm names.
+    """Return the tables that the environment sets. collectives: the legal algorithm names of each collective.
 
-    Raises ValueError for an invalid one, such as COLLECTIVES_ALLREDUCE with an unknown algorithm.
+    Raises ValueError for an invalid table, such as COLLECTIVES_ALLREDUCE with an unknown algorithm.
     """
     return {
         collective: parse_table(environment[variable], collectives[collective], variable)
@@ -142,18 +142,18 @@ def _power_of_two(nbytes: int) -> int:
 
 
 def planned(verb: str, names: Sequence[str], hosts: Sequence[Sequence[int]]) -> list[str]:
-    """Return those of a verb's algorithms that have a planner, and that differ from the others on these hosts."""
+    """Return the verb's algorithms that have a planner and that differ from the others on these hosts."""
     nested = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
     return [name for name in names if name in PLANNERS[verb] and (nested or name not in BETWEEN_HOSTS)]
 
 
 class Measured:
-    """Chooses by measured costs the fastest algorithm for every verb and power of two of bytes. The choice is the same on all
-    ranks, which have the same costs.
+    """Chooses by measured costs the fastest algorithm for every verb and power of two of bytes. All ranks have the same costs,
+    so they make the same choices.
 
-    usual: returns the choice of the table made by hand. algorithms: the names that each verb has. segment_bytes: of a
-    segment, at most.
-    corrects: whether calls may correct predictions (see Trial). logs: whether this rank logs the choices.
+    usual: returns the choice of the hand-made table. algorithms: the algorithm names of each verb. segment_bytes: the maximum
+    size of a segment. corrects: whether the times of calls may correct predictions (see Trial). logs: whether this rank logs
+    the choices.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Measured:
         return self._trials.get(nbytes)
 
     def corrected(self, nbytes: int) -> str | None:
-        """Return the present choice of the trial for an allreduce of nbytes; None without a trial. Begins none."""
+        """Return the current choice of the Trial for an allreduce of nbytes; None if no Trial has begun."""
         trial = self._trials.get(nbytes)
         return None if trial is None else trial.choice
 

@@ -18,7 +18,7 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-#: Where each block of a schedule lies in a buffer, in elements; one Span per block.
+#: The place of each block of a schedule in a buffer, in elements; one Span per block.
 Layout = tuple[Span, ...]
 
 
@@ -51,7 +51,7 @@ def only(rank: int, size: int, length: int) -> Layout:
 
 
 def circular(start: int, count: int, size: int) -> tuple[Span, ...]:
-    """Return the `count` positions from `start` on, modulo `size`, as one span or as two where they wrap around."""
+    """Return the `count` positions from `start` on, modulo `size`, as one span, or as two if they wrap around."""
     start %= size
     if count == 0:
         return ()
@@ -63,7 +63,7 @@ def circular(start: int, count: int, size: int) -> tuple[Span, ...]:
 def segments_of_buffer(numel: int, blocks: int, segment: int) -> tuple[Layout, ...]:
     """Cut a buffer into consecutive segments, each cut into `blocks`: for operations that may choose the owner of each element.
 
-    `segment` is the wanted number of elements of one block of one segment. At least one segment, also when numel is 0.
+    segment: the wanted number of elements in one block of one segment. There is at least one segment, even if numel is 0.
     """
     count = max(1, -(-numel // (segment * blocks)))
     return tuple(split(part, blocks) for part in split(Span(0, numel), count))

@@ -39,8 +39,9 @@ def processor_name() -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank runs on. name: machine_id() without the network namespace: the same for ranks that share cores. description:
-    the processor and the number of cores that the rank may use, which survive a reboot; cores: that number."""
+    """The machine on which a rank runs. name: machine_id() without the network namespace; ranks that share cores have the same
+    name. description: the processor and the number of cores that the rank may use, which a reboot does not change. cores: the
+    number of cores."""
 
     name: str
     description: str

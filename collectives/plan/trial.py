@@ -1,35 +1,36 @@
-"""A trial of other choices, in calls that training makes anyway, after a wrong prediction."""
+"""Try other choices after a wrong prediction, in calls that training makes anyway."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-#: Calls after a change that are not timed, since they touch memory and make plans, and calls that are timed: three times as
-#: many if they are predicted to take less than _SHORT_S, since wake-ups make short calls differ most.
+#: The number of first calls that are not timed, since they touch new memory and make plans, and the number of calls that are
+#: timed: three times as many if they are predicted to take less than _SHORT_S, since wake-ups make short calls vary most.
 SKIPPED, COUNTED, _SHORT_S = 2, 7, 0.001
 
-#: A prediction with a relative error of at most this is not corrected, unless a rival's is as close to the measured time.
+#: A prediction with a relative error of at most this is not corrected, unless a rival's prediction exceeds the measured time by
+#: no more than this share.
 _CLOSE = 0.1
 
-#: How many rivals are tried at most; a rival's predicted time may be at most this multiple of the choice's measured time.
+#: The maximum number of rivals, and the maximum of a rival's predicted time, as a multiple of the choice's measured time.
 _RIVALS, _HOPELESS = 2, 2.0
 
-#: A rival replaces the choice if its calls take less than this share of the choice's time: near equals must not change from run
-#: to run.
+#: A rival replaces the choice if its calls take less than this share of the choice's time, so that the selection among nearly
+#: equal choices does not change from run to run.
 _BETTER = 0.95
 
 
 class Trial:
     """Tries choices for calls of one size, the same on all ranks.
 
-    If the calls of the first choice take as long as predicted, and each rival is predicted to take longer, it stays. Otherwise
-    the next calls use it and the rivals with the best predictions in turns, since what else a network or a host does changes
-    with time, and the fastest stays.
+    If the calls of the first choice take as long as predicted, and each rival is predicted to take longer, the first choice
+    stays. Otherwise the next calls alternate between it and the rivals with the best predictions, since other load on a network
+    or a host changes with time. The fastest choice stays.
 
-    ranked: the choices with their predicted seconds, the fastest first. choice: what the next call uses; one of them. call: the
-    name of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice stays. counted: how many
-    calls of each choice are timed. All ranks make the same calls, so each goes on after the same call.
+    ranked: the choices with their predicted seconds, the fastest first. choice: the one that the next call uses. call: the name
+    of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice is final. counted: how many calls
+    of each choice are timed. All ranks make the same calls, so they proceed after the same call.
     """
 
     def __init__(self, ranked: Sequence[tuple[float, str]], choice: str, call: str = "") -> None:
@@ -42,8 +43,8 @@ class Trial:
         self._calls: list[float] = []
 
     def note(self, seconds: float) -> list[float] | None:
-        """Note how long a call took on this rank. After the last call of a measurement return the median of each choice that was
-        tried, for judge()."""
+        """Record the seconds of a call on this rank. After the last call of a measurement, return the median of each choice
+        that was tried, for judge()."""
         if self.settled:
             return None
         self._calls.append(seconds)
@@ -59,12 +60,12 @@ class Trial:
         return [*map(median, taken)]
 
     def _place(self, call: int) -> int:
-        """Return which of the choices a call uses. The next round begins with the next choice: calls for the same bucket of each
-        step, which overlap with the same computation, must not all use the same choice."""
+        """Return the index of the choice that a call uses. Each round of calls begins with the next choice. Otherwise all calls
+        for one bucket, which overlap with the same computation in each step, could use the same choice."""
         return (call + call // len(self._tried)) % len(self._tried)
 
     def judge(self, seconds: Sequence[float]) -> str:
-        """Go on after a measurement, and return in words what was found.
+        """Proceed after a measurement, and return its result as a text for the log.
 
         seconds: for each choice that was tried, the largest of the ranks' medians.
         """

@@ -1,4 +1,4 @@
-"""The predicted time of the programs of all ranks, by a walk through them instead of a closed formula.
+"""Predict the time of the programs of all ranks, by a walk through them instead of a closed formula.
 
 The walk follows every rank's Program in the order of time. A message occupies a processor at both ends, its connection, and one
 direction of the two hosts' uplinks, which the ranks of a host share, first come first served. Ranks that share cores wait for a
@@ -24,20 +24,21 @@ from gradwire.collectives.plan.cost import Costs, LinkCost
 from gradwire.collectives.plan.program import Instruction, Kind, Program
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split
 
-#: Verbs whose algorithms may cut a buffer as they like; in all others block r belongs to rank r.
+#: Verbs whose algorithms may divide a buffer freely; in all other verbs block r belongs to rank r.
 _OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
 
-#: From this many segments on, the pipeline is full, and each further one takes the same time. Two such lengths are walked, and
-#: the rest is extrapolated.
+#: From this many segments on, the pipeline is full, and each further one takes the same time. The walk is made for two such
+#: lengths, and longer times are extrapolated.
 _SHORT, _LONG = 5, 9
 
-#: Beyond a measured call of this size, the walk is off by the same share as there, but for what it misses in each call.
+#: Beyond a measured call of at least this size, the walk is off by the same share as at that call, apart from the fixed time
+#: per call that it misses.
 _MANY_BYTES = 1 << 20
 
 
 class Leg(NamedTuple):
-    """A Program as a part of what one rank does. itemsize: bytes of an element. codec: its identity, if the Program moves
-    codes. code_bytes: returns the bytes of the code of so many elements."""
+    """One of the Programs that a rank runs in a call. itemsize: bytes of an element. codec: the codec's identity, if the
+    Program moves codes. code_bytes: returns the size of the code of a given number of elements."""
 
     program: Program
     itemsize: int
@@ -48,8 +49,8 @@ class Leg(NamedTuple):
 def predict(
     costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
 ) -> float:
-    """Return the seconds of a call that moves numbers as they are: those of the walk, corrected by measured calls of the
-    nearest sizes. Between hosts, the walk misses a time per call, and of large calls a share. Inside a host, where caches
+    """Return the seconds of a call that moves plain numbers: those of the walk, corrected by measured calls of the nearest
+    sizes. Between hosts, the walk misses a fixed time per call, and also a share of large calls. Inside a host, where caches
     matter, it misses a share.
 
     nbytes: of the buffer, or of all parts together if each rank has one. segment_bytes: see Communicator. Raises KeyError for
@@ -72,11 +73,11 @@ def corrected(
     *,
     scales: bool,
 ) -> float:
-    """Return how long a call takes: what the walk says, corrected by what calls of the nearest sizes took.
+    """Return the seconds of a call: those of the walk, corrected by measured calls of the nearest sizes.
 
-    measured: bytes and seconds of calls, ascending. walk: returns what it says for so many bytes. least_s: what a call takes at
-    least. scales: whether the walk misses a share of its time. Else it misses a time per call, and beyond the largest call of
-    at least _MANY_BYTES also a share of the rest.
+    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. least_s: the minimum
+    seconds of a call. scales: whether the walk misses a share of the time. Otherwise it misses a fixed time per call, and
+    beyond the largest measured call, if that has at least _MANY_BYTES, also a share of the rest.
     """
     seconds = walk(nbytes)
     if not measured:
@@ -107,8 +108,8 @@ def _in_segments(
 
 
 def in_segments(count: int, walk: Callable[[int], float]) -> float:
-    """Return the seconds of `count` segments. walk: returns those of so many; it is called only up to the length that fills the
-    pipeline, from which the rest is extrapolated."""
+    """Return the seconds of `count` segments. walk: returns the seconds of a number of segments. It is called for at most _LONG
+    segments, which fill the pipeline; longer times are extrapolated."""
     if count <= _LONG:
         return walk(count)
     short, long = walk(_SHORT), walk(_LONG)
@@ -146,9 +147,9 @@ Alike = Callable[[int, int], tuple[int, int]]
 def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = None) -> float:
     """Return the seconds until every rank has finished its programs, which it runs one after the other.
 
-    legs: by rank. If every rank behaves like one of the first few, those of these suffice: `alike`, given the sender (one of
-    the first) and the receiver of a message, returns the sender and receiver of the equivalent message whose receiver is one of
-    the first.
+    legs: by rank. If every rank behaves like one of the first few ranks, the legs of these suffice. `alike` then takes the
+    sender (one of the first ranks) and the receiver of a message, and returns the sender and receiver of the equivalent message
+    whose receiver is one of the first ranks.
     """
     return costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
 
@@ -168,8 +169,8 @@ class _Walk:
         self._clocks = [0.0] * len(legs)
         self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
         self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
-        # The times when shared resources are free again; cores only if they are fewer than their ranks. Links with bursts have
-        # used them up, as if calls followed each other.
+        # The times when shared resources are free again; cores only if they are fewer than their ranks. Links that allow bursts
+        # have used them up, as if calls followed each other.
         self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
         self._up, self._down = list(self._saved), list(self._saved)
         self._connections: dict[tuple[int, int], float] = defaultdict(float)
@@ -181,8 +182,8 @@ class _Walk:
         # -1, its number, channel, bytes, the time when its last byte has left).
         self._ready: list[tuple[Any, ...]] = []
         self._numbers = itertools.count()
-        # By channel (sender, receiver, leg, segment): the messages that are sent, in order, and the rank that waits for one not
-        # sent yet.
+        # By channel (sender, receiver, leg, segment): the sent messages, in order, and the rank that waits for a message that
+        # is not sent yet.
         self._arrivals: dict[tuple[int, ...], deque[tuple[float, int]]] = defaultdict(deque)
         self._blocked: dict[tuple[int, ...], int] = {}
         self._sent: list[dict[tuple[int, int], float]] = [{} for _ in legs]
@@ -206,7 +207,7 @@ class _Walk:
         return self._clocks
 
     def _advance(self, rank: int) -> bool:
-        """Follow a rank's instructions until its clock has passed the next event. Return False if it waits or has ended."""
+        """Follow a rank's instructions until its clock passes the next event. Return False if the rank waits or is done."""
         clocks, ready = self._clocks, self._ready
         instructions, sent, expected = self._instructions[rank], self._sent[rank], self._expected[rank]
         outgoing = self._outgoing[rank]

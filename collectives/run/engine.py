@@ -1,4 +1,4 @@
-"""The engine of the verbs: it moves the buffers of an operation."""
+"""The engine that runs the verbs: it moves the buffers of their operations."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _WHOLE_OF = {"reduce_shares": "allreduce", "gather_shares": "allreduce"}
 class Engine:
     """Moves the buffers of one Communicator. timeout_s, stall_warning_s: see Communicator.
 
-    Attributes: rank, size; plans, the programs that it runs; operations, which give the turns; messages, between two ranks;
-    shares_memory, routes, empty and preferred, see Transport; device_types, those whose tensors the group carries;
-    control_device, where the framework's own data (tokens, tables, pickled objects) lies; watch, the news that ranks exchange
+    Attributes: rank, size; plans, the programs that it runs; operations, which runs them in turn; messages, between two ranks;
+    shares_memory, routes, empty and preferred, see Transport; device_types, of the tensors that the engine can move;
+    control_device, of the framework's own data (tokens, tables, pickled objects); watch, which exchanges news between ranks
     beside operations.
     """
 
@@ -71,7 +71,7 @@ class Engine:
         self._lane: Lane | None = None
         self._transport = transport
         self._scratch = Scratch()
-        self._summed = Scratch()  # needed at the same time: codes that are added as they are, or sums of codes
+        self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._reducible: set[torch.dtype] = set()
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
@@ -79,7 +79,7 @@ class Engine:
     def submit(
         self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
     ) -> Work | None:
-        """Call Operations.submit outside of inference mode, so that memory which bodies keep can be used in any mode."""
+        """Call Operations.submit outside of inference mode, so that tensors that a body keeps can be used in any mode."""
         if self._lane is not None:
             body = recorded(self._lane, call, body)
         if torch.is_inference_mode_enabled():
@@ -88,8 +88,8 @@ class Engine:
         return self.operations.submit(call, body, async_op=async_op, signature=signature)
 
     def record(self, lane: Lane | None) -> None:
-        """Record later operations in a lane; None stops it. While recording, operations do not take the path without
-        preparations, nor run in one call if they have parts to record."""
+        """Record later operations in a lane; None stops the recording. While recording, run_now always returns False, since it
+        records nothing."""
         self._lane = lane
         self.run_now = self.operations.run_now if lane is None else not_now
 
@@ -117,11 +117,11 @@ class Engine:
         *,
         lengths: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> Whole | None:
-        """Let the link prepare a verb that it runs by itself or in one call, before any deadline runs; return None for one that
-        the executor runs.
+        """Let the link prepare a verb that it runs by itself or in one call, before any deadline starts. Return None for a verb
+        that the executor runs.
 
-        like: a tensor of the call's dtype and device. numel: of the source. lengths: elements to and from each rank, as in
-        Request.
+        like: a tensor of the call's dtype and device. numel: elements of the source. lengths: elements to and from each rank,
+        as in Request.
         """
         like, op = carried(like, op)
         device_type = "cpu" if self._via_host else like.device.type
@@ -151,11 +151,11 @@ class Engine:
         return Whole(run, needs_meeting=False, algorithm=algorithm)
 
     def hears_anyone(self, tensor: torch.Tensor) -> bool:
-        """Return whether such a tensor can be received from any rank."""
+        """Return whether a receive into such a tensor may name no sender."""
         return self._transport.hears_anyone and (tensor.is_cpu or self._via_host)
 
     def knows_tags(self, tensor: torch.Tensor) -> bool:
-        """Return whether messages of such a tensor are told apart by their tags."""
+        """Return whether the transport matches messages of such a tensor by their tags."""
         return self._via_host or not self._grouped(tensor)
 
     def takes_as_is(self, tensor: torch.Tensor, whole: Whole) -> bool:
@@ -171,7 +171,7 @@ class Engine:
 
     def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
         """Run a remembered allreduce of the link without the preparations, which take most of the time of a small message.
-        Return False, with nothing done, if no equal call is remembered or Operations.run_now does."""
+        Return False, with nothing done, if no equal call is remembered or Operations.run_now returns False."""
         if not self._calls or type(tensor) is not torch.Tensor:
             return False
         try:
@@ -186,7 +186,7 @@ class Engine:
     # The parts of an operation's body
 
     def buffer(self, *tensors: torch.Tensor, fill: bool = True) -> Buffer:
-        """Return the tensors, of one dtype and device, as one buffer that the transport reaches."""
+        """Return the tensors, of one dtype and device, as one buffer that the transport can use."""
         return Buffer(tensors, via_host=tensors[0].is_cuda and self._via_host, fill=fill)
 
     def over_buffer(
@@ -202,9 +202,9 @@ class Engine:
         whole: Whole | None = None,
         is_own: bool = False,
     ) -> None:
-        """Run a schedule in place on a buffer, or `whole`. layout: where block r, which belongs to rank r, lies; None if the
-        algorithm may cut the buffer as it likes. is_own: whether the buffer is the framework's own, and is not recorded in a
-        timeline."""
+        """Run a schedule, or `whole`, in place on a buffer. layout: the places of the blocks, of which block r belongs to rank
+        r; None if the algorithm may divide the buffer freely. is_own: whether the buffer is the framework's own, which a
+        timeline does not record."""
         if whole is not None:
             self.run_whole(turn, whole, buffer, buffer)
             return
@@ -245,8 +245,8 @@ class Engine:
         step: int,
         seed: int,
     ) -> None:
-        """Reduce a float32 buffer in place by codes, and divide the sum by `divisor`. If the algorithm goes by hosts and ranks
-        share hosts, only messages between hosts are coded."""
+        """Sum a float32 buffer in place by exchanging codes, and divide the sum by `divisor`. If the algorithm has rounds
+        inside hosts and ranks share hosts, only messages between hosts are coded."""
         self._note(algorithm, flat.nbytes)
         partition = self.plans.partition(codec, flat.numel(), algorithm)
         if partition.inside_hosts:
@@ -273,11 +273,11 @@ class Engine:
             self._inside(turn, flat, partition.parts, 1)
 
     def wire(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for codes that are added as they are; valid until the next call."""
+        """Return memory for codes that are added undecoded; valid until the next call."""
         return self._summed.take(nbytes, device)
 
     def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, which: int) -> None:
-        """Run the first (0) or last (1) round of hierarchical, inside the hosts, of blocks that are `parts`."""
+        """Run the first (0) or last (1) round of the hierarchical algorithm, inside the hosts. parts: its blocks."""
         buffer = self.buffer(flat)
         program = self.plans.inside_hosts(which, parts, flat.element_size(), grouped=self._grouped(buffer.flat))
         self.over_program(turn, program, buffer.flat, buffer.flat)
@@ -298,7 +298,7 @@ class Engine:
         return rows
 
     def text_of_rank_0(self, turn: Turn, text: str | None) -> str:
-        """Return the text of rank 0; None on the other ranks."""
+        """Return the text of rank 0 on all ranks. text: None on the other ranks."""
         mine = (text or "").encode()
         length = self.table(turn, [len(mine)])[0][0]
         sent = torch.zeros(length, dtype=torch.uint8, device=self.control_device)
@@ -308,21 +308,22 @@ class Engine:
         return bytes(sent.tolist()).decode()
 
     def choose_by(self, costs: Costs, *, corrects: bool) -> None:
-        """Let 'auto' choose by measured costs from now on, also in remembered calls. See Measured."""
+        """Let 'auto' choose by measured costs from now on, also for calls that repeat() remembers. See Measured."""
         self.plans.choose_by(costs, corrects=corrects)
         self._calls.clear()
 
     def trial(self, algorithm: str, like: torch.Tensor, nbytes: int) -> Trial | None:
-        """Return the Trial that corrects the algorithm of an allreduce by 'auto', or None. There is none on a GPU, where the
-        time of a call includes earlier work on its stream."""
+        """Return the Trial that corrects the choice of 'auto' for an allreduce, or None. There is none on a GPU, since there
+        the time of a call includes earlier work on its stream."""
         return self.plans.trial(nbytes) if algorithm == "auto" and like.is_cpu else None
 
     @contextmanager
     def timed(self, turn: Turn, trial: Trial) -> Iterator[None]:
-        """Time the exchange inside for a trial. After a measurement, all ranks agree on its time and on the next choice.
+        """Time the exchange inside the with block for a trial. After a measurement, all ranks agree on its time and on the next
+        choice.
 
-        The ranks meet before an exchange of a trial, which then waits neither for a rank that is late nor for one that the call
-        before it has kept longer than others: algorithms differ in who leaves first."""
+        A barrier precedes the exchange, so that its time does not include waits for a rank that is late or that left the
+        previous call late: algorithms differ in which ranks leave first."""
         if not trial.settled:
             self.meet(turn)
         began = time.perf_counter()
@@ -344,8 +345,8 @@ class Engine:
             whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 
     def prepare_to_reduce(self, dtype: torch.dtype) -> None:
-        """Let the link compile the reduction of a dtype before any deadline runs, by preparing a program that reduces. It is
-        not run."""
+        """Let the link compile the reduction of a dtype before any deadline starts, by preparing a program that reduces. The
+        program does not run."""
         if dtype in self._reducible:
             return
         program = self.plans.of_buffer("allreduce", "ring", 0, self.size, dtype.itemsize, grouped=False)
@@ -353,7 +354,7 @@ class Engine:
         self._reducible.add(dtype)
 
     def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
-        """Compile a codec's kernels before any deadline runs."""
+        """Compile a codec's kernels before any deadline starts."""
         key = (codec, device.type, with_feedback)
         if key in self._ready or not self.operations.usable:
             return
@@ -369,7 +370,7 @@ class Engine:
     def over_program(
         self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str = "sum"
     ) -> None:
-        """Run a program that takes from `source` and reduces into `destination`, usually the same buffer."""
+        """Run a program that reads `source` and writes or reduces into `destination`, usually the same buffer."""
         sums = "sum" if op == "average" else op  # the caller divides
         if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
             with self.span("exchange"):
@@ -386,7 +387,7 @@ class Engine:
         execute(program, TracedPayload(payload, self._lane), traced, tag=turn.tag, deadline=turn.deadline)
 
     def join(self) -> None:
-        """Wait until the connections that operations.part() began to end have ended, and close the transport."""
+        """Wait until the connections that operations.part() is closing are closed, and close the transport."""
         self.operations.join()
         self._transport.close()
 

@@ -1,4 +1,4 @@
-"""The one loop that runs a Program on a transport, and what its messages carry: numbers as they are, or their codes."""
+"""The one loop that runs a Program on a transport, and the contents of its messages: plain numbers, or their codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Poster(Protocol):
 
 
 def execute(program: Program, payload: Payload, transport: Poster, *, tag: int, deadline: float) -> None:
-    """Run a program: the transport moves the messages, and the payload gives and takes their contents.
+    """Run a program: the transport moves the messages, and the payload supplies the tensors that they send and fill.
 
     Segment i uses the tag `tag + i`, so that its receives can be posted early. deadline: time.monotonic() seconds. Raises
     LinkError.
@@ -63,7 +63,7 @@ class Scratch:
         self._held: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
     def take(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-        """Return a uint8 tensor of nbytes on a device, or with pinned in the host's pinned memory; valid until the next
+        """Return a uint8 tensor of nbytes on a device, or with pinned=True in pinned host memory; valid until the next
         call."""
         held = self._held.get((device, pinned))
         if held is None or held.numel() < nbytes:
@@ -86,7 +86,7 @@ class Payload(Protocol):
 
 
 class Numbers:
-    """Numbers as they are: sends read `source`, receipts and reductions write `destination`, mostly the same 1-D tensor."""
+    """Plain numbers: sends read `source`, receives and reductions write `destination`, usually the same 1-D tensor."""
 
     def __init__(
         self,
@@ -118,9 +118,10 @@ class Numbers:
 
 
 class Codes:
-    """Codes of the float32 numbers `flat`, which become the sum over the ranks, divided by `divisor`.
+    """Codes of the float32 numbers `flat`. The program replaces the numbers with their sum over the ranks, divided by
+    `divisor`.
 
-    codec: of this step. via_host: whether codes on CUDA are copied through pinned memory.
+    codec: the codec in its form for this step. via_host: whether codes on CUDA are copied through pinned memory.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Codes:
         if via_host and flat.is_cuda:
             self._messages = scratch.take(program.scratch, flat.device, pinned=True)
         self._nbytes: dict[int, int] = {}
-        # One buffer for the sums of all blocks, one after the other, so that it stays in the caches.
+        # The sums of all blocks use one buffer, one after the other, so that it stays in the caches.
         self._sum = sums.take(4 * partition.longest, flat.device).view(torch.float32)
         self._has_sum = False
 
@@ -180,7 +181,7 @@ class Codes:
         elif self._feedback is not None:
             start = offset - self._partition.shard.start
             residual = self._feedback.owner[start : start + length]
-        # Ranks that have the same sum must encode it to the same code, so its seed is that of the block's owner.
+        # Ranks that hold the same sum must encode it to the same code, so they use the seed of the block's owner.
         rank = self._partition.rank if number == 0 else self._partition.group[block % len(self._partition.group)]
         seed = rounding_seed(self._step, rank, segment, block, number, self._seed)
         self._codec.encode(numbers, code, residual=residual, seed=seed, state=state)

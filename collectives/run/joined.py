@@ -1,7 +1,8 @@
-"""Which ranks have joined: they have no more data, and take part with zeros in the operations that the others still call.
+"""The ranks that have joined: they have no more data, and contribute zeros to the operations that the other ranks still call.
 
-A joined rank does not know what the others call next, so these send it as news while any rank has joined. Before, nothing is
-sent, and an operation checks nothing but Watch.has_news. What a joined rank does itself is in `gradwire.collectives.absence`.
+A joined rank does not know the next call of the other ranks, so they send each call as news while any rank has joined. Before
+that, they send nothing, and an operation only checks Watch.has_news. `gradwire.collectives.absence` runs the operations of a
+joined rank.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ _JOINED, _CALLS = "joined", "calls for those who have joined"
 
 
 class Call(str):
-    """The text of a call, the same on all ranks, with what a joined rank needs to make the same call with zeros.
+    """The text of a call, the same on all ranks, with the data that a joined rank needs to make the same call with zeros.
 
     verb: a method of Communicator. tensors: its tensors, each as shape, dtype and kind of device. joinable: whether the result
-    is right if some rank gives zeros. arguments: the verb's other arguments, by name.
+    is correct if some rank contributes zeros. arguments: the verb's other arguments, by name.
     """
 
     __slots__ = ("arguments", "joinable", "tensors", "verb")
@@ -43,11 +44,11 @@ class Call(str):
 
 
 class Joined:
-    """The ranks of one Communicator that have joined, and what the others announce to them.
+    """The ranks of one Communicator that have joined, and the announcements of the other ranks to them.
 
     A round of joins ends when all ranks have joined. Attributes: allows, returns whether a joined rank may take part in a call;
-    refused, the number of the last operation in which it may not; absent, the ranks that had joined then; on_change, called on
-    the Watch's thread after each piece of news.
+    refused, the number of the last operation in which a joined rank may not; absent, the ranks that had joined before it;
+    on_change, which the Watch's thread calls after each piece of news.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -63,9 +64,10 @@ class Joined:
         self._begun = 0  # the number of the first operation of this round
 
     def announce(self, sequence: int, calls: Iterable[tuple[int, str]]) -> None:
-        """Announce the operation that this rank is in, once, to the ranks that joined before it.
+        """Announce this rank's running operation once to the ranks that joined before it.
 
-        calls: the operations that began last, with their numbers. A rank that only sends may be ahead of one that has joined.
+        calls: the last operations that began, with their numbers. A rank that only sends may be several operations ahead of a
+        joined rank.
         """
         with self._lock:  # the calling thread and the Watch's may both run this
             if sequence == self._announced or not (joined := self.ranks()) or self._watch.rank in joined:
@@ -96,23 +98,23 @@ class Joined:
             self.on_change()
 
     def join(self, first: int, time_s: float) -> None:
-        """Post that this rank gives zeros from operation `first` on. time_s: since the epoch."""
+        """Post that this rank contributes zeros from operation `first` on. time_s: seconds since the epoch."""
         self._watch.post(_JOINED, [self._round + 1, first, [first - self._begun, time_s]])
 
     def ranks(self) -> dict[int, tuple[int, list[float]]]:
-        """Return the ranks that have joined in this round: the number of the first operation without each, and how late that
-        was (in operations of the round, and by its clock)."""
+        """Return the ranks that have joined in this round. The value of each is the number of the first operation without its
+        data, and its time of joining: operations since the round began, and seconds since the epoch by its own clock."""
         posted = list(self._watch.posts.get(_JOINED, {}).items())
         return {rank: (first, late) for rank, (number, first, late) in posted if number > self._round}
 
     def missed(self) -> dict[int, list[list[Any]]]:
-        """Return the operations that each rank has announced last in this round: number, text, verb, tensors, arguments, and
-        whether a joined rank may take part."""
+        """Return by rank the operations in its last announcement of this round, each as number, text, verb, tensors, arguments,
+        and whether a joined rank may take part."""
         posted = list(self._watch.posts.get(_CALLS, {}).items())
         return {rank: missed for rank, (number, missed) in posted if number == self._round}
 
     def resume(self, first: int) -> None:
-        """End the round before operation `first`, when all ranks have joined and none needs its announcements any more."""
+        """End the round before operation `first`, when all ranks have joined and none needs the announcements any more."""
         self._round += 1
         self._begun = first
         self.on_change = None
@@ -121,8 +123,8 @@ class Joined:
 
 
 def _since_met(entries: list[list[Any]]) -> list[list[Any]]:
-    """Return the entries that some rank may still need. An allowed operation needs all ranks, so when another one follows it,
-    all ranks have taken part in it and in those before."""
+    """Return the entries that some rank may still need. An allowed operation needs all ranks, so if another operation follows
+    it, all ranks have taken part in it and in all before it."""
     met = [place for place, entry in enumerate(entries[:-1]) if entry[-1]]
     return entries[met[-1] + 1 :] if met else entries
 
@@ -136,7 +138,7 @@ def _entry_of(number: int, call: str, is_allowed: bool) -> list[Any]:
 
 
 def _as_json(value: object) -> Any:
-    """Return a codec or a dtype as JSON can hold it."""
+    """Return a codec or a dtype as a value that JSON can hold."""
     if isinstance(value, Codec):
         settings: Any = value
         return [value.name, {field.name: getattr(value, field.name) for field in fields(settings)}]

@@ -1,4 +1,4 @@
-"""Messages between two ranks. They have no number among the operations, but keep their order with them."""
+"""Messages between two ranks. They have no sequence number, but run in the order of issue together with the operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.collectives.run.work import Work
 
 MOST_TAG = 2**16 - 1
 
-#: Above all tags of operations, and below the tag that link/process_group.py reserves.
+#: The highest tag of a message: above all tags of operations, and below the tag that link/process_group.py reserves.
 _HIGHEST = 2**31 - 2
 
 _POLL_S = 0.0005
@@ -29,9 +29,9 @@ _log = logging.getLogger("gradwire")
 
 
 class MessageWork:
-    """Handle of one message under way, as Communicator.send and recv return it with async_op=True.
+    """Handle of one message, which Communicator.send and recv return with async_op=True.
 
-    Attribute sender: the rank that sends a received message, as soon as it is known; None for a sent message.
+    Attribute sender: the rank that sends a received message; None until the rank is known, and for a sent message.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class MessageWork:
         self._vain_since = math.inf
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        """Block until the tensor is filled, or free again.
+        """Block until the received tensor is filled, or the sent tensor may be changed.
 
         timeout: seconds, or a timedelta; None waits until the Communicator's own deadline. Raises the message's error;
-        CollectiveTimeout when `timeout` passes first (the message stays under way).
+        CollectiveTimeout when `timeout` passes first (the transfer continues).
         """
         if timeout is not None and not self._is_over:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -73,7 +73,7 @@ class MessageWork:
         self._is_over = True
 
     def is_completed(self) -> bool:
-        """Return True once wait() would return, or raise, at once. Moves this rank's messages meanwhile."""
+        """Return True once wait() would return or raise at once. The call also advances this rank's messages."""
         if self._is_over or not self._operations.usable:
             return True
         if self._beginning is not None and not self._beginning.is_completed():
@@ -89,9 +89,9 @@ class MessageWork:
         return found == [True]
 
     def start(self) -> MessageWork:
-        """Begin the message, and return while it is under way."""
-        # A message from any rank occupies its turn until it has arrived, so later calls wait: its receive cannot be posted
-        # before.
+        """Begin the message, and return without waiting for it."""
+        # A receive from any rank cannot be posted before its sender is known. It keeps its turn until the message has arrived,
+        # so later calls wait.
         knows_peer = self._peer is not None
         body = self._begin if knows_peer else self._run
         self._beginning = self._operations.submit_message(
@@ -118,7 +118,7 @@ class MessageWork:
     # The parts of a turn, which may raise LinkError
 
     def _begin(self, deadline: float) -> None:
-        """Post the message; for one from any rank, wait for the sender first."""
+        """Post the message. A receive from any rank first waits until its sender is known."""
         peer = self._peer
         if peer is None:
             peer = self.sender = self._transport.next_sender(self._tag, deadline)
@@ -154,7 +154,7 @@ class Messages:
         self.transport = transport
         self.operations = operations
         self._lock = threading.Lock()
-        self._sent: list[MessageWork] = []  # which the caller may never wait for
+        self._sent: list[MessageWork] = []  # the caller may never wait for these
         self._check_at = _FIRST_CHECK
 
     def send(self, call: str, buffer: Buffer, peer: int, tag: int, *, async_op: bool) -> MessageWork | None:

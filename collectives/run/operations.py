@@ -1,4 +1,4 @@
-"""The operations of one Communicator, one at a time: their order, numbers, deadlines and failures, and how it is closed."""
+"""The operations of one Communicator, one at a time: their order, numbers, deadlines and failures, and how to close it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ MEET_S = 2.0
 #: How long a backend may take to end the waits of an operation after abort().
 _LET_GO_S = 2.0
 
-#: How long the other hosts may take to acknowledge the news that this rank leaves. One that has not is unreachable.
+#: How long the other hosts may take to acknowledge the news that this rank leaves. After that they count as unreachable.
 _ACKNOWLEDGE_S = 0.3
 
 _ENDED = "the wait was ended, because another rank no longer takes part"
 
-#: How long an operation may go on after a peer's process has ended: it may have all the peer's messages already.
+#: How long an operation may continue after a peer's process has ended: the peer's last messages may have arrived already.
 LAST_WORDS_S = 0.5
 
 #: How many of the last operations are compared with those of other ranks, and listed in a report. The root of a broadcast can
 #: be further ahead; most ranks are one apart.
 _REMEMBERED = 16
 
-#: How often compare_calls() checks what runs, and how long one operation must have run before it is posted.
+#: How often compare_calls() checks the running operation, and how long one must have run before it is posted.
 _LOOK_S, _LONG_S = 0.25, 0.2
 
 #: The factor of a multiplicative hash (Knuth 1973, 6.4): successive numbers get tags that are far apart.
@@ -66,8 +66,8 @@ _Second = TypeVar("_Second")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One operation's turn: its number, what was called (the same on all ranks), its deadline (time.monotonic()), and the tag
-    that marks its messages.
+    """One operation's turn: its number, the text of its call (the same on all ranks), its deadline (time.monotonic()), and the
+    tag of its messages.
 
     Ranks that call different operations use different tags, so that no rank receives a message of another shape. Segment i of a
     buffer uses the tag plus i, within 31 bits.
@@ -84,8 +84,8 @@ class _InVainError(LinkError):
 
 
 class Operations:
-    """Runs operations in the order of issue. watch: belongs to the Operations from now on. timeout_s: seconds that each
-    operation may take from its start; the attribute can be changed. stall_warning_s: see Stalls."""
+    """Runs operations in the order of issue. watch: this object closes it. timeout_s: seconds that each operation may take from
+    its start; the attribute can be changed. stall_warning_s: see Stalls."""
 
     def __init__(
         self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
@@ -99,12 +99,12 @@ class Operations:
         self._sequence = -1  # of the last turn that began
         self._agreement = Agreement(watch)
         self._known = self._agreement.known
-        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # the last ones that are agreed upon or known
+        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # the last calls that are agreed upon or known
         self._running = -1
-        self._seen = (-1, 0.0)  # what ran at the last check, and when a check first saw it
+        self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
         self._where: str | int = ""  # place of the running call in the user's code, or its thread
         self._peers: frozenset[int] = frozenset()  # the other ranks of the running message
-        self._call = ""  # what was called last, if not by run_now
+        self._call = ""  # the last call that run_now did not run
         self._message: tuple[str, frozenset[int]] | None = None  # the awaited message
         self._vain_since = math.inf
         self._interrupted = False
@@ -123,7 +123,7 @@ class Operations:
 
     @property
     def usable(self) -> bool:
-        """Whether anything can still be run."""
+        """Whether an operation can still run."""
         return self._failure is None and not self._queue.sealed
 
     @property
@@ -132,8 +132,8 @@ class Operations:
         return self._queue.issued
 
     def fail(self) -> None:
-        """Raise the failure that other ranks have reported. For a rank that has joined, which calls no operation that would
-        raise it."""
+        """Raise the failure that other ranks have reported. A joined rank needs this, since it calls no operation that would
+        raise the failure."""
 
         def in_vain(turn: Turn) -> None:
             raise _InVainError(None, timed_out=False, detail="known before it began")
@@ -153,9 +153,9 @@ class Operations:
     def submit(
         self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
     ) -> Work | None:
-        """Run `body` when its turn comes; with async_op, return its Work at once. Turns are numbered in the order of issue;
-        that of calls from several threads is arbitrary. signature: the part of `call` by which it counts as known; None: all of
-        it."""
+        """Run `body` in its turn; with async_op, return its Work at once. Turns are numbered in the order of issue, which is
+        arbitrary for calls from several threads. signature: the part of `call` that decides whether the call is known; None
+        means all of it."""
         self._check(call)
         if not async_op:
             turn = object()
@@ -186,9 +186,9 @@ class Operations:
         async_op: bool,
         at_once: bool = True,
     ) -> Work | None:
-        """Run body(deadline), a part of a message's transfer, when its turn comes. With async_op, return its Work, or None if
-        it has run at once, which at_once=False prevents. The turn has no number: only `peers` take part in it, and only they
-        can make it fail."""
+        """Run body(deadline), a part of a message's transfer, in its turn. With async_op, return its Work, or None if the body
+        has run at once, which at_once=False prevents. The turn has no number: only `peers` take part in it, and only they can
+        make it fail."""
         self._check(call)
         if at_once and self.try_message(call, peers, body):
             return None
@@ -196,7 +196,7 @@ class Operations:
         return self._enqueue(Work(self._rank, call, turn_of_queue, counted=False), async_op)
 
     def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
-        """Run body(deadline) if its turn comes at once; else return False, with nothing done."""
+        """Run body(deadline) if no other turn runs or waits; else return False, with nothing done."""
         turn = object()
         try:
             if self._failure is not None or not self._queue.enter(turn, counted=False):
@@ -222,7 +222,7 @@ class Operations:
                 return False
             deadline = time.monotonic() + self.timeout_s
             try:
-                sequence = self._queue.number  # as _take_turn() does, without a call
+                sequence = self._queue.number  # as in _take_turn(), but inlined
                 if self._beside_work:
                     self._beside_work = False
                     self._transport.wait_beside_work(False)
@@ -245,7 +245,7 @@ class Operations:
         return True
 
     def _check(self, call: str, *, was_queued: bool = False) -> None:
-        """Raise CollectiveError, of the kind of the failure, once the Communicator is broken."""
+        """Raise a CollectiveError of the same kind as the failure if the Communicator is broken."""
         failure = self._failure
         if failure is not None:
             message = f"the Communicator is broken since an earlier failure ({failure}); make a new one"
@@ -256,9 +256,9 @@ class Operations:
     def _take_turn(
         self, call: str, signature: str, body: Callable[[Turn], None], where: str | int, *, beside_work: bool
     ) -> None:
-        """Run an operation whose turn has come. where: the place of the call in the user's code, or the thread that makes it.
-        beside_work: whether the caller computes meanwhile, so that waits leave the cores to it; a caller that waits itself
-        needs none."""
+        """Run an operation in its turn. where: the place of the call in the user's code, or the thread that makes it.
+        beside_work: whether the caller computes meanwhile, so that waits must leave the cores to it. A caller that waits for
+        the operation needs no cores."""
         self._check(call, was_queued=True)
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -313,13 +313,13 @@ class Operations:
             self._message = None
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """Set whether waits of the present turn leave the cores to others, or poll. Each turn sets it again."""
+        """Set whether waits of the current turn leave the cores to other threads, or poll. Each turn sets this again."""
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
             self._transport.wait_beside_work(beside_work)
 
     def _agree(self, call: str, signature: str, deadline: float) -> None:
-        """Compare a call that is new with what the other ranks call, before any of its data moves."""
+        """Compare a new call with the calls of the other ranks, before any of its data moves."""
         sequence = self._sequence
 
         def nudge() -> bool:  # other ranks may wait for these messages before they make this call
@@ -343,11 +343,12 @@ class Operations:
         return whereabouts.of_call(sys._getframe() if where == get_ident() else whereabouts.frame_of(where))
 
     def places(self, turn: Turn) -> dict[int, str]:
-        """Return by rank the place of a call that runs on all ranks, of those that post it in time."""
+        """Return by rank the place in the user's code of a call that runs on all ranks, for the ranks that post theirs in
+        time."""
         return self._agreement.places(Call(turn.sequence, turn.call, self._place()))
 
     def position(self) -> Position:
-        """Return this rank's current Position, with what runs in its other Communicators. Any thread may call this."""
+        """Return this rank's current Position, with the waits of its other Communicators. Any thread may call this."""
         elsewhere: tuple[str, ...] = ()
         with suppress(RuntimeError):  # while another thread makes a Communicator
             elsewhere = tuple(text for each in _all if each is not self and (text := each._position().waits_in))
@@ -366,23 +367,23 @@ class Operations:
         return calls
 
     def leave(self, why: str) -> None:
-        """Report to the other ranks the exception by which this one is about to end."""
+        """Report to the other ranks the exception that is about to end this rank."""
         self._watch.report_leaving(self._unfinished, why)
 
     def _absent(self, sequence: int) -> bool:
-        """Whether some rank takes no part in an operation: it has left before, or has failed there or earlier."""
+        """Return whether some rank takes no part in an operation, because it left before, or failed there or earlier."""
         watch = self._watch
         return any(first <= sequence for first in list(watch.left.values())) or any(
             report["sequence"] <= sequence for rank, report in list(watch.reports.items()) if rank != self._rank
         )
 
     def all_gone(self, peers: frozenset[int]) -> bool:
-        """Return whether none of these ranks will send anything more."""
+        """Return whether none of these ranks will send another message."""
         watch = self._watch
         return peers <= {*list(watch.lost), *list(watch.done), *list(watch.reports)}
 
     def _check_news(self, sequence: int) -> None:
-        """Raise LinkError if it is known before an operation that it cannot finish."""
+        """Raise LinkError if news already shows that an operation cannot finish. Else announce it to ranks that have joined."""
         watch = self._watch
         if watch.failure:
             raise _InVainError(
@@ -393,7 +394,7 @@ class Operations:
         self.joined.announce(sequence, self._recent_calls().items())
 
     def on_news(self) -> float | None:
-        """End the wait of the running operation if it waits in vain. Return in how many seconds to check again, or None."""
+        """End the wait of the running operation if it cannot succeed. Return in how many seconds to check again, or None."""
         running, peers = self._running, self._peers
         self.joined.note_news()
         if running >= 0:
@@ -413,7 +414,7 @@ class Operations:
         return left_s if 0 < left_s < math.inf else None
 
     def compare_calls(self) -> float | None:
-        """Post the running call if it takes long, and end it if some rank called something else under a number that this rank
+        """Post the running call if it takes long, and end it if some rank made another call under a number that this rank
         remembers. Return in how many seconds to check again, or None."""
         if self._failure is not None or self._interrupted:
             return None
@@ -439,8 +440,8 @@ class Operations:
     def _failed(
         self, error: BaseException, call: str, deadline: float, peers: frozenset[int] = frozenset()
     ) -> BaseException:
-        """Return the error to raise for one in a turn. All but a Mismatch or a PeerJoined break the Communicator: all ranks
-        raise these alike, with no message under way. peers: of a message."""
+        """Return the error to raise for an error inside a turn. Every error but Mismatch and PeerJoined breaks the
+        Communicator: all ranks raise these two alike, with no message in flight. peers: the other ranks of a message."""
         if self._sequence < self._queue.number:
             return error  # interrupted before the turn began
         if isinstance(error, LinkError):
@@ -451,8 +452,8 @@ class Operations:
         return error
 
     def _break(self, call: str, why: str, sequence: int, reason: str = "") -> None:
-        """Break the Communicator, and report that this rank takes no part in operations from this number on. reason: the text
-        of the exception that is to blame."""
+        """Break the Communicator, and report that this rank takes no part in operations from `sequence` on. reason: the text of
+        the exception that caused this."""
         self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
         self._watch.report_leaving(sequence, reason)
         self._transport.abort()
@@ -485,7 +486,7 @@ class Operations:
     def announce_close(self, error: BaseException | None = None) -> bool:
         """Report to the other ranks how many operations this one has issued, and that it issues no more. This is the first of
         four steps to close (drain, part and join follow), which take a few seconds at most, even after a failure. Return False,
-        with nothing done, the second time. error: the exception by which this rank leaves."""
+        with nothing done, the second time. error: the exception that makes this rank leave."""
         promised = None if self._queue.sealed else self._queue.seal()
         if promised is None:
             return False
@@ -507,10 +508,10 @@ class Operations:
         self._watch.report_done()
 
     def part(self, deadline: float) -> None:
-        """Wait until the other ranks have finished what they have queued, but not beyond the deadline (time.monotonic()).
-        Begin to end the connections that carry news: join() waits until they have ended.
+        """Wait until the other ranks have finished their queued operations, but not beyond the deadline (time.monotonic()).
+        Begin to close the connections that carry news; join() waits until they are closed.
 
-        If a rank closed its connections at once, a slow rank could lose messages that it has still to receive.
+        If a rank closed its connections at once, a slow rank could lose messages that it has yet to receive.
         """
         watch = self._watch
         all_done = self._failure is None and watch.wait_for(
@@ -522,7 +523,7 @@ class Operations:
         watch.close(after_failure=hopeless)
 
     def abandon(self, error: BaseException) -> bool:
-        """Report to the other ranks that this one takes part in no more operations, and end those under way, without waiting
+        """Report to the other ranks that this one takes part in no more operations, and end the running ones, without waiting
         for any rank. join() is the second step. Arguments and result: see announce_close()."""
         is_first = self.announce_close(error)
         if is_first:
@@ -534,11 +535,11 @@ class Operations:
         return self._watch.others <= self._watch.done | self._watch.lost.keys()
 
     def join(self) -> None:
-        """Wait until the connections that carry news have ended: the last step to close."""
+        """Wait until the connections that carry news are closed: the last step to close."""
         self._watch.join()
 
     def disown(self) -> None:
-        """Break the Communicator in a forked child, which has no threads of it, and close the child's copies of the
+        """Break the Communicator in a forked child, which lacks the Communicator's threads, and close the child's copies of the
         connections."""
         self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
         self._queue.sealed = True  # without its lock, which a thread of the parent may have held
@@ -548,7 +549,7 @@ class Operations:
         self._transport.disown()
 
     def exit(self) -> None:
-        """End the running operation without reporting a failure: the interpreter exits with the Communicator open.
+        """End the running operation without reporting a failure, when the interpreter exits with the Communicator open.
 
         A thread that is still inside the backend when the interpreter has ended would abort the process.
         """

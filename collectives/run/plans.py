@@ -1,4 +1,4 @@
-"""The plans of one rank: the algorithm of a call, and its programs, each made once."""
+"""The plans of one rank: the algorithm of each call, and its programs, which are made once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Given = ParamSpec("_Given")
 #: How many programs and partitions are kept, the most recently used ones.
 _KEPT = 256
 
-#: Verbs in which a rank may finish before others have begun. In all others, its result depends on every rank.
+#: Verbs in which a rank may finish before others have begun. In all other verbs, each rank's result depends on every rank.
 _ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
 
 
@@ -38,7 +38,8 @@ _ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
 class Shares:
     """The parts of a buffer that the ranks own between the halves of an allreduce.
 
-    algorithm: that of the halves; None if the allreduce that 'auto' runs has none. spans: of each rank's part, by rank.
+    algorithm: of both halves; None if the allreduce that 'auto' runs has no halves. spans: the spans of each rank's part, by
+    rank.
     """
 
     algorithm: str | None
@@ -46,10 +47,10 @@ class Shares:
 
 
 def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """Return the names that `algorithm=` takes for each collective, besides 'auto'. offered: those that a transport runs by
-    itself.
+    """Return the names that `algorithm=` accepts for each collective, besides 'auto'. offered: the algorithms that a transport
+    runs by itself.
 
-    Raises ValueError if it offers an unknown collective, or an algorithm whose name is taken.
+    Raises ValueError if the transport offers an algorithm of an unknown collective, or one whose name is taken.
     """
     for collective, names in offered.items():
         taken = (*RESERVED, *PLANNERS[collective]) if collective in PLANNERS else names
@@ -81,9 +82,10 @@ def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Conc
 class Plans:
     """The plans of one Communicator, for any tensors.
 
-    topology: of its ranks. algorithms: the names that each collective has. tables: the algorithms that 'auto' runs, by verb.
-    After choose_by(), measured costs choose instead, except for the verbs in by_hand. segment_bytes: see Communicator. eager,
-    share_alignment_bytes: as of a Transport. grouped, in all methods: whether both ends of a message must be posted together.
+    topology: of the Communicator's ranks. algorithms: the algorithm names of each collective. tables: by verb, the table from
+    which 'auto' chooses. After choose_by(), 'auto' chooses by measured costs instead, except for the verbs in by_hand.
+    segment_bytes: see Communicator. eager, share_alignment_bytes: see Transport. grouped, in all methods: whether both ends of
+    a message must be posted together.
     """
 
     def __init__(
@@ -106,16 +108,16 @@ class Plans:
         self._algorithms = algorithms
         self.segment_bytes = segment_bytes
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
-        self._lock = threading.RLock()  # reentrant: making a plan asks for other plans
+        self._lock = threading.RLock()  # reentrant: making a plan requires other plans
 
     def choose_by(self, costs: Costs, *, corrects: bool) -> None:
-        """Let 'auto' choose by measured costs from now on. corrects: as of Measured."""
+        """Let 'auto' choose by measured costs from now on. corrects: see Measured."""
         rank = self._place.rank
         names, segment_bytes = self._algorithms, self.segment_bytes
         with self._lock:
             self.measured = Measured(costs, names, segment_bytes, self.usual, corrects=corrects, logs=rank == 0)
             self._place = costs.place(rank)
-            self._planned.clear()  # which may depend on whose link is slow
+            self._planned.clear()  # plans may depend on which links are slow
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """Return the names of a collective's algorithms. Raises ValueError for an unknown collective."""
@@ -124,7 +126,7 @@ class Plans:
         return self._algorithms[collective]
 
     def trial(self, nbytes: int) -> Trial | None:
-        """Return the Trial that corrects the algorithm of an allreduce by 'auto', or None. All ranks must call this in the same
+        """Return the Trial that corrects the choice of 'auto' for an allreduce, or None. All ranks must call this in the same
         order."""
         if self.measured is None or "allreduce" in self.by_hand:
             return None
@@ -132,7 +134,7 @@ class Plans:
             return self.measured.trial(nbytes)
 
     def corrected(self, collective: str, algorithm: str, nbytes: int) -> str:
-        """Return what choose() does, corrected by the trials so far. Ranks may differ, as others may be a call ahead."""
+        """Return the result of choose(), corrected by the trials so far. Ranks may differ, since some may be a call ahead."""
         if algorithm == "auto" and collective == "allreduce" and self.measured is not None:
             algorithm = self.measured.corrected(nbytes) or algorithm
         return self.choose(collective, algorithm, nbytes)
@@ -147,11 +149,11 @@ class Plans:
                 f"rank {self._place.rank}: {collective} has no algorithm {algorithm!r}; allowed are {allowed}"
             )
         if chosen in PLANNERS[collective]:
-            self._schedule(collective, chosen)  # so that an error of the planner comes before anything is sent
+            self._schedule(collective, chosen)  # so that the planner raises its errors before anything is sent
         return chosen
 
     def usual(self, collective: str, nbytes: int) -> str:
-        """Return the algorithm by the table alone."""
+        """Return the algorithm that the table alone chooses."""
         return choose(self.tables[collective], nbytes)
 
     def _auto(self, collective: str, nbytes: int) -> str:
@@ -161,8 +163,8 @@ class Plans:
             return self.measured.choose(collective, nbytes)
 
     def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
-        """Return the algorithm for an allreduce of codes of nbytes. Raises ValueError, which lists those that the codec
-        supports."""
+        """Return the algorithm for an allreduce of codes of nbytes. Raises ValueError, which lists the allowed algorithms, if
+        the codec does not support `algorithm`."""
         names = algorithms_for(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
         if algorithm == "auto" and not codec.summable:
             return names[0]
@@ -210,8 +212,8 @@ class Plans:
     def of_buffer(
         self, collective: str, algorithm: str, root: int, where: int | Layout, element_size: int, *, grouped: bool
     ) -> Program:
-        """Return the program for one buffer. where: its number of elements, if the algorithm may cut it as it likes; else the
-        layout in which block r belongs to rank r."""
+        """Return the program for one buffer. where: the number of elements, if the algorithm may divide the buffer freely; else
+        the layout in which block r belongs to rank r."""
         schedule = self._schedule(collective, algorithm, root)
         segment = self._segment(element_size)
         if isinstance(where, int):
@@ -223,9 +225,9 @@ class Plans:
     def shares(self, numel: int, element_size: int) -> Shares:
         """Return the parts of a buffer that the ranks own between the halves of the allreduce that 'auto' would run.
 
-        If a planner makes that allreduce, these are the blocks of its segments, since the order in which ranks' numbers are
-        added depends on the block. If the link runs it, they are near-equal and aligned as the link requires. If it has no
-        halves, they are near-equal.
+        If a planner plans that allreduce, the parts are the blocks of its segments, since the order of the additions depends on
+        the block. If the link runs that allreduce, the parts are near-equal and aligned as the link requires. If that allreduce
+        has no halves, the parts are near-equal.
         """
         size = self._place.size
         algorithm = self.choose("allreduce", "auto", numel * element_size)
@@ -241,20 +243,21 @@ class Plans:
     def of_move(
         self, collective: str, algorithm: str, root: int, sources: Layout, layout: Layout, *, grouped: bool
     ) -> Program:
-        """Return a program that moves blocks from where they lie in one buffer to where they belong in another."""
+        """Return a program that moves blocks from their places in one buffer (sources) to those in another (layout)."""
         schedule = self._schedule(collective, algorithm, root)
         return self._program(collective, schedule, [layout], [sources], grouped=grouped)
 
     @_once
     def inside_hosts(self, which: int, parts: Layout, element_size: int, *, grouped: bool) -> Program:
-        """Return the program for the first (0) or last (1) round of hierarchical, of blocks that are `parts`."""
+        """Return the program for the first (0) or last (1) round of the hierarchical algorithm. parts: the layout of its
+        blocks."""
         steps = hierarchical.inside(self._place)[which]
         schedule = Schedule(self._place.rank, self._place.size, len(parts), (steps,))
         segments = segments_of_blocks(parts, self._segment(element_size))
         return self._program("allreduce", schedule, segments, grouped=grouped)
 
     def partition(self, codec: Codec, numel: int, algorithm: str | None = None) -> Partition:
-        """Return the Partition of a buffer: which rank encodes which part. algorithm: None is shot_of(codec)."""
+        """Return the Partition of a buffer: which rank encodes which part. algorithm: None means shot_of(codec)."""
         return self._partition(codec, numel, algorithm or shot_of(codec))
 
     @_once
@@ -264,8 +267,8 @@ class Plans:
         return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
 
     def predict(self, costs: Costs, numel: int, itemsize: int, codec: Codec | None) -> float:
-        """Return how many seconds an allreduce of so many numbers takes, the same on all ranks; as codes of float32, where there
-        is a codec. Raises KeyError for a codec, or an algorithm of the link's own, that was not measured."""
+        """Return the predicted seconds of an allreduce of `numel` numbers, the same on all ranks. With a codec, the numbers are
+        float32 and travel as codes. Raises KeyError for a codec, or an algorithm of the link's own, that was not measured."""
         if codec is None:
             return self._predict_numbers(costs, numel * itemsize, itemsize)
         measured = costs.measured("allreduce", codec.identity)
@@ -278,12 +281,12 @@ class Plans:
         return predict(costs, "allreduce", name, nbytes, self.segment_bytes, itemsize=itemsize)
 
     def _walk_codes(self, costs: Costs, codec: Codec, numel: int) -> float:
-        """Return what the walk says of a compressed allreduce of so many numbers."""
+        """Return the seconds that the walk predicts for a compressed allreduce of `numel` numbers."""
         if codec.summable:
             coding = costs.codec(codec.identity)
             coding_s = 4 * numel * (coding.encode_byte_s + coding.decode_byte_s)
             return coding_s + self._predict_numbers(costs, codec.wire_bytes(numel), codec.wire_dtype.itemsize)
-        count = len(self._of_rank(0).partition(codec, numel).chunks)  # which a rank without a part does not know
+        count = len(self._of_rank(0).partition(codec, numel).chunks)  # a rank without a part has no chunks
         return in_segments(count, lambda number: price(costs, self.legs_of_codes(codec, numel * number // count)))
 
     def legs_of_codes(self, codec: Codec, numel: int) -> list[list[Leg]]:
@@ -310,7 +313,8 @@ class Plans:
 
     @_once
     def of_codes(self, codec: Codec, numel: int, algorithm: str, code_bytes: int, *, grouped: bool) -> CodedProgram:
-        """Return the program for an allreduce of codes. code_bytes: of the partition's longest chunk, in the step."""
+        """Return the program for an allreduce of codes. code_bytes: of the code of the partition's longest chunk in the
+        step."""
         partition = self.partition(codec, numel, algorithm)
         group = partition.group
         schedule = self._schedule_of_codes(algorithm, Place(group.index(self._place.rank), len(group)))
@@ -337,7 +341,7 @@ class Plans:
         return Program(schedule, segments, sources, lookahead, answered=answered)
 
     def _segment(self, element_size: int) -> int:
-        """Return how many elements a segment has at most."""
+        """Return the maximum number of elements in a segment."""
         return max(1, self.segment_bytes // element_size)
 
     @_once

@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 
 
 class PreparedOperation:
-    """Runs an operation on a tensor that keeps its memory, as often as it is called. Communicator.prepare_allreduce returns
-    it.
+    """Runs one operation repeatedly on a tensor that keeps its memory. Communicator.prepare_allreduce returns this object.
 
-    Calling it runs the operation in place. start() runs it in the background, and wait(), of this object or of the Work that
-    start() returns, waits for it; until then the tensor belongs to the operation. Every run counts as a call of the verb: all
-    ranks run the same operations in the same order, prepared or not, and the errors are those of the verb. (MPI 4.0, 2021,
+    Calling the object runs the operation in place. start() runs it in the background; wait() of this object, or of the Work
+    that start() returns, waits for it. Do not use the tensor in between. Every run counts as a call of the verb: all ranks
+    must run the same operations in the same order, prepared or not, and the errors are those of the verb. (MPI 4.0, 2021,
     section 6.12: persistent collectives.)
 
-    whole: the verb that the link has prepared, if the link runs the operation by itself.
+    whole: the verb as the link has prepared it; None if the executor runs the operation.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""A measurement of what messages cost between the ranks of a Communicator, by programs like those that it runs.
+"""Measure the costs of messages between the ranks of a Communicator, with programs like those of its operations.
 
-All of it is one operation, so that a rank that is lost, stops or calls something else is noticed as in any other. Each rank
-measures how long its own part of each program took. The ranks then exchange these times. Rank 0 computes the Costs from them
-(plan.fitting), and all ranks take its Costs, to the bit.
+The whole measurement is one operation, so that a lost rank, a stall or a different call is detected as in any other operation.
+Each rank measures how long its own part of each program took. The ranks then exchange these times. Rank 0 computes the Costs
+from them (plan.fitting), and all ranks use the Costs of rank 0, equal to the bit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
 
-#: How often a small program is run, but not longer than about so many seconds, and how many messages it sends one after the
-#: other.
+#: How often a small program runs, for about how many seconds at most, and how many messages it sends one after the other.
 _TIMES, _ENOUGH_S, _STREAM = 8, 0.05, 16
 
-#: A bulk message grows from the least to the most bytes until it takes this long, when a link with bursts has used them up.
+#: A bulk message grows from the least to the most bytes until it takes this many seconds. By then, a link that allows bursts
+#: is at its lasting rate.
 _LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
 
-#: The pause in which a link with bursts saves up for one.
+#: The pause after which a link that allows bursts allows another one.
 _PAUSE_S = 0.02
 
-#: With how many other hosts each host is measured at most, and how long the bulk messages of several ranks may take.
+#: The maximum number of other hosts with which each host is measured, and how long the bulk messages of several ranks may take.
 _OPPONENTS, _SHARED_S = 7, 0.02
 
 _CLOCK = time.perf_counter_ns
@@ -48,10 +48,10 @@ _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
 #: Bytes of the additions inside hosts.
 _ADDED_BYTES = 1 << 20
 
-#: How many bulk messages follow the first one; where several ranks of a host take part, which wake up late, there are more.
+#: How many bulk messages follow the first one: more if several ranks of a host take part, since these wake up late.
 _FOLLOWING, _FOLLOWING_OF_MANY = 2, 6
 
-#: How long small allreduces in a row may take, of which there are at most eight.
+#: How long a row of small allreduces, at most eight, may take.
 _ROW_S = 0.004
 
 
@@ -66,11 +66,11 @@ class Probe:
         self._leaders = [host[0] for host in topology.hosts]
         self._lanes = min(len(host) for host in topology.hosts)
         self._costs: Costs | None = None
-        self._buffer = torch.zeros(_MOST_BYTES).fill_(0.0)  # of four times as many bytes, in memory of their own
+        self._buffer = torch.zeros(_MOST_BYTES).fill_(0.0)  # float32; fill_() makes the system back every page with memory
 
     def run(self, known: Costs | None = None, codecs: Sequence[Codec] = (), device: str = "cpu") -> Costs:
-        """Measure the links, unless they are known, and codecs on a device of this type. A collective call; raises what
-        operations raise."""
+        """Measure the links, unless `known` gives their costs, and codecs on a device of this type. This is a collective call
+        and raises the errors of an operation."""
         self._engine.prepare_to_reduce(torch.float32)
         self._engine.prepare_to_reduce(torch.uint8)
         for codec in codecs:
@@ -106,14 +106,14 @@ class Probe:
         mine = costs_of(alone, inside, between, uplinks, together).to_json() if self._rank == 0 else None
         return Costs.from_json(self._engine.text_of_rank_0(self._turn, mine), "of rank 0")
 
-    # What ranks know of each other
+    # Exchange of measured times
 
     def _table(self, seconds: float) -> list[float]:
         """Return the seconds that each rank has measured, by rank."""
         return [row[0] / 1e9 for row in self._engine.table(self._turn, [round(seconds * 1e9)])]
 
     def _alone(self) -> Costs:
-        """Return the costs that a rank can measure by itself, for all ranks."""
+        """Return the costs of all ranks that each rank can measure by itself."""
         block = self._buffer[: _LEAST_BYTES // 4]
         adding_s = min(_seconds(lambda: COMBINE["sum"](block, block, out=block), time.thread_time_ns) for _ in range(9))
         nothing = Program(Schedule(self._rank, self._size, 1, ()), [(Span(0, 0),)])
@@ -143,8 +143,9 @@ class Probe:
             self._engine.over_program(self._turn, program, self._buffer, self._buffer)
 
     def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
-        """Return the seconds of a call of the programs on the slowest rank: the lower quartile of several times, three at least
-        if they take long. calls: how many run in a row, each time. pause_s: before each time."""
+        """Return the seconds that one call of the programs takes on the slowest rank: the lower quartile of `times`
+        measurements, or of at least three if they take long. times=1 measures once. calls: how many calls in a row each
+        measurement makes. pause_s: the pause before each measurement."""
         mine = programs[self._rank]
 
         def once() -> float:
@@ -160,7 +161,7 @@ class Probe:
         return max(self._table(sorted(taken)[len(taken) // 4])) / calls
 
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> list[Program]:
-        """Return the programs of all ranks for rounds over blocks. lengths: of the blocks, in bytes."""
+        """Return the programs of all ranks for rounds over blocks. lengths: bytes of each block."""
         layout = consecutive([length // 4 for length in lengths])
         schedules = (Schedule(r, self._size, len(layout), tuple(rounds(r))) for r in range(self._size))
         return [Program(schedule, [layout]) for schedule in schedules]
@@ -177,7 +178,7 @@ class Probe:
         return self._programs([nbytes, nbytes], rounds)
 
     def _pair(self, pair: Sequence[int], *, inside: bool) -> Pair:
-        """Measure what a message costs between two ranks while all others are idle."""
+        """Measure the cost of a message between two ranks while all others are idle."""
         one, other = pair
         block = (Span(0, 1),)
 
@@ -199,19 +200,19 @@ class Probe:
         return Pair(swapped, streamed, _STREAM, bulk, nbytes, saved_s, moving_byte_s)
 
     def _moving_byte_s(self, bulk: Sequence[Program], pair: Sequence[int], nbytes: int) -> float:
-        """Return a processor's seconds to send a byte or to receive one, by its own clock while waits sleep and do not poll: on
-        a link that is slower than the processor, the time of a message does not show them, and ranks that share cores or encode
-        need them."""
+        """Return the processor's seconds to send or to receive a byte, by the thread's CPU clock while waits sleep instead of
+        polling. The time of a message does not show these seconds if the link is slower than the processor, but predictions
+        need them for ranks that share cores or encode."""
         wait_beside_work = self._engine.operations.wait_beside_work
         self._engine.meet(self._turn)
         wait_beside_work(True)
         taken = _seconds(lambda: self._follow(bulk[self._rank], 2), time.thread_time_ns)
-        wait_beside_work(False)  # as does the next turn
+        wait_beside_work(False)  # the next turn does the same
         table = self._table(taken)
         return min(table[rank] for rank in pair) / (4 * nbytes)
 
     def _bulk(self, partners: dict[int, int]) -> tuple[int, Timed, float]:
-        """Return the bytes of a bulk message, its programs, and how many fewer seconds they take after a pause."""
+        """Return the bytes of a bulk message, its timed programs, and how many fewer seconds they take after a pause."""
         nbytes = _LEAST_BYTES
         while self._timed(self._exchange(partners, nbytes), 1) < _BULK_S and nbytes < _MOST_BYTES:
             nbytes *= 2
@@ -220,8 +221,9 @@ class Probe:
         return nbytes, Timed(programs, steady_s), max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
 
     def _steady(self, programs: Sequence[Program]) -> Callable[[Iterable[int]], float]:
-        """Return a function of ranks, which returns the seconds that their programs take right after another call: several
-        calls less the first, since a rank that wakes up late after the first would find the second half done."""
+        """Return a function that takes ranks and returns the seconds that their programs take right after another call. It
+        subtracts the time of the first call from that of all calls: timed alone, a second call would seem too fast on a rank
+        that wakes up late after the first, since the other ranks have already begun it."""
         mine = programs[self._rank]
         following = _FOLLOWING if self._lanes == 1 else _FOLLOWING_OF_MANY
         first, all_of_them = [], []
@@ -267,7 +269,7 @@ class Probe:
         return Uplinks(uplinks, slow, of_one_rank=lanes == 1)
 
     def _together(self, bulk_bytes: int, uplinks: Uplinks | None) -> Together:
-        """Measure all ranks at once. bulk_bytes: of a bulk message."""
+        """Measure all ranks at once. bulk_bytes: bytes of a bulk message."""
         few, many = (self._allreduce(name, _SMALL_BYTES) for name in ("recursive_doubling", "ring"))
         once_s = self._timed(many, 1)
         calls = max(1, min(8, int(_ROW_S / once_s)))
@@ -305,8 +307,8 @@ def _seconds(call: Callable[[], object], clock: Callable[[], int]) -> float:
 
 
 def _tournament(count: int) -> list[dict[int, int]]:
-    """Return rounds of a tournament: in each, every one of `count` has another partner, or none in one round if the number is
-    odd."""
+    """Return the rounds of a tournament of `count` players. In each round, every player has another partner; if `count` is odd,
+    each player has no partner in one round."""
     places = [*range(count), *([-1] if count % 2 else [])]
     rounds = []
     for _ in range(len(places) - 1):

@@ -1,4 +1,4 @@
-"""Checks which tensors can be moved, and makes them the contiguous 1-D buffers that a transport moves."""
+"""Check which tensors can be moved, and copy or view them as the contiguous 1-D buffers that a transport moves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def refusal(tensor: torch.Tensor) -> str | None:
     """Return the error text for a tensor that cannot be moved; None for one that can.
 
     Transports and kernels use bare addresses, so the elements must lie at data_ptr(). Subclasses with a __torch_dispatch__ of
-    their own (DTensor, FakeTensor, nested tensors) keep theirs elsewhere or have none; a plain subclass such as Parameter is
-    as good as a Tensor.
+    their own (DTensor, FakeTensor, nested tensors) store their elements elsewhere or have none; a plain subclass such as
+    Parameter can be moved.
     """
     nested = tensor.is_nested
     if not nested and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
@@ -23,7 +23,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
         try:
             if tensor.numel() == 0 or tensor.data_ptr() != 0:
                 return None
-        except RuntimeError:  # the stand-ins of torch.func, inside vmap for example
+        except RuntimeError:  # wrapper tensors of torch.func, inside vmap for example
             pass
     kind = "nested tensor" if nested else type(tensor).__name__
     return (
@@ -40,8 +40,8 @@ def apart(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without autograd history. A tensor made in inference mode, whose views cannot be written outside of it,
-    becomes an ordinary one over the same memory."""
+    """Return the tensor without autograd history. Views of a tensor made in inference mode cannot be written outside of that
+    mode, so for such a tensor return an ordinary one over the same memory."""
     if not tensor.is_inference():
         return tensor.detach()
     memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -52,8 +52,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def kept(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor for an asynchronous operation.
 
-    The view keeps the memory alive and in place, even if set_() or .data give the tensor other memory. On the CPU, the storage
-    can no longer be resized, as after Tensor.numpy(): resize_() raises RuntimeError if it would need to.
+    The view keeps the memory alive and in place, even if set_() or .data gives the tensor other memory. On the CPU, the storage
+    can no longer be resized, as after Tensor.numpy(): resize_() raises RuntimeError if it needs more memory.
     """
     storage = tensor.untyped_storage()
     if tensor.device.type == "cpu" and storage.resizable():
@@ -62,10 +62,11 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Buffer:
-    """One tensor, or several of one dtype and device end to end, as `flat`: contiguous, 1-D, where the transport can reach it.
+    """Holds one tensor, or several of one dtype and device end to end, as `flat`: contiguous, 1-D, in memory that the transport
+    can use.
 
-    flat shares the memory of a single tensor when it can. Strided tensors, several, and those whose memory holds the negative of
-    their elements (Tensor.is_neg) are copied; what is on CUDA and must travel through the host is copied to pinned memory on the
+    flat shares the memory of a single tensor if possible. Strided tensors, several tensors, and tensors whose memory holds the
+    negative of their elements (Tensor.is_neg) are copied. With via_host, CUDA tensors are copied to pinned memory on the
     current stream.
     """
 
@@ -94,7 +95,7 @@ class Buffer:
         return torch.empty(sum(tensor.numel() for tensor in self._tensors), dtype=first.dtype, device=first.device)
 
     def expendable(self) -> torch.Tensor:
-        """flat, or a copy of it if it shares a tensor's memory, for an operation that overwrites its input."""
+        """Return flat, or a copy of it if it shares a tensor's memory, for an operation that overwrites its input."""
         return self.flat.clone() if self.flat.data_ptr() == self._tensors[0].data_ptr() else self.flat
 
     def store(self) -> None:

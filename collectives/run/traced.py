@@ -1,4 +1,4 @@
-"""Operations and their parts, recorded in a lane of a timeline."""
+"""Record operations and their parts in a lane of a timeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def recorded(lane: Lane, call: str, body: Callable[[Turn], None]) -> Callable[[Turn], None]:
-    """Return a body that runs another one, and records its span and how long it was queued."""
+    """Return a function that runs `body`, and records its span and how long it was queued."""
     issued_ns = now_ns()
 
     def run(turn: Turn) -> None:
@@ -42,7 +42,7 @@ def not_now(*arguments: Any) -> bool:
 
 
 class TracedPayload:
-    """Records what a payload does."""
+    """Records the instructions that a payload executes."""
 
     def __init__(self, payload: Payload, lane: Lane) -> None:
         self._payload = payload
@@ -56,7 +56,7 @@ class TracedPayload:
 
 
 class TracedTransport:
-    """Records which messages a transport is given, and how long each is waited for."""
+    """Records the messages that a transport sends, and how long the wait for each message takes."""
 
     def __init__(self, transport: Transport, lane: Lane) -> None:
         self._transport = transport
@@ -78,7 +78,7 @@ class TracedTransport:
 
 
 class _TracedPending:
-    """Records how long a message is waited for."""
+    """Records how long the wait for a message takes."""
 
     def __init__(self, pending: Pending, lane: Lane, details: dict[str, int]) -> None:
         self._pending = pending

@@ -16,8 +16,8 @@ from gradwire.collectives.scheduling import wake_soon
 
 
 class Work:
-    """Stands for one asynchronous operation; verbs return it with `async_op=True`. counted: whether its turn has a number.
-    Attribute seconds: once it is done, how long it ran, including waits for other ranks."""
+    """Handle of one asynchronous operation, which verbs return with `async_op=True`. counted: whether its turn has a number.
+    Attribute seconds: the operation's running time once it is done, including waits for other ranks."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
@@ -34,8 +34,8 @@ class Work:
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the operation is done; other Python threads run meanwhile.
 
-        timeout: seconds, or a timedelta; None waits as long as the operation's own deadline lets it run.
-        Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation goes on).
+        timeout: seconds, or a timedelta; None waits until the operation ends, which its own deadline limits.
+        Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues).
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if not self._done.wait(seconds):
@@ -47,7 +47,7 @@ class Work:
             torch.cuda.current_stream().wait_event(self._finished)
 
     def is_completed(self) -> bool:
-        """Return True once wait() would return, or raise, at once."""
+        """Return True once wait() would return or raise at once."""
         return self._done.is_set()
 
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -59,8 +59,8 @@ class Work:
     def run(self) -> None:
         """Run the operation in the calling thread and complete the handle.
 
-        CUDA work goes to the calling thread's stream of the device that was current at issue, after the work queued there at
-        issue.
+        CUDA work runs on the calling thread's current stream of the device that was current at issue. It waits for all work
+        that the issuing stream held at issue.
         """
         began = time.perf_counter()
         try:
@@ -71,16 +71,16 @@ class Work:
                     torch.cuda.current_stream().wait_event(self._issued)
                     self._run()
                     self._finished = _cuda_event()
-        except BaseException as error:  # delivered by wait(), in the thread that asked
+        except BaseException as error:  # wait() raises it, in the thread that calls wait()
             self._error = error
         finally:
-            del self._run  # with the tensors that it holds on to
+            del self._run  # release the tensors that it refers to
             self.seconds = time.perf_counter() - began
             self._done.set()
             self._call_back()
 
     def _call_back(self) -> None:
-        with suppress(IndexError):  # of two threads that come here at once, each takes what is left
+        with suppress(IndexError):  # two threads may run this loop at once: each pops until none is left
             while True:
                 self._callbacks.pop()()
 
@@ -93,24 +93,24 @@ def _cuda_event() -> torch.cuda.Event | None:
 class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
-    Attributes: number, that of the last counted turn, from 0 on; sealed, whether it accepts no more works.
+    Attributes: number, the number of the last counted turn, starting at 0; sealed, whether the queue refuses new works.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.number = -1
         self._queue: deque[Work] = deque()
-        # Reentrant, as finalizers may run anywhere. A turn is taken without this lock, of which two uses take a third of a
-        # microsecond: dict.setdefault() gives the turn to one of several threads that call it at once.
+        # Reentrant, since finalizers may run anywhere. enter() takes a turn without this lock, since two uses of it cost a
+        # third of a microsecond: dict.setdefault() gives the turn to one of several threads that call it at once.
         self._changed = threading.Condition(threading.RLock())
-        # "taken": the turn that has entered, or the queue itself while its thread runs a work.
+        # "taken" maps to the turn that enter() gave, or to the queue itself while its thread runs a work.
         self._turn: dict[str, object] = {}
         self.sealed = False
         self._promised = 0  # turns that seal() has counted
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work) -> None:
-        """Run `work` on the queue's thread, after everything submitted before it. Raises CollectiveError once it is sealed."""
+        """Run `work` on the queue's thread, after all earlier works. Raises CollectiveError once the queue is sealed."""
         with self._changed:
             if self.sealed:
                 raise CollectiveError("the Communicator is closed", rank=work._rank, operation=work._operation)
@@ -121,11 +121,11 @@ class WorkQueue:
             self._changed.notify_all()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:
-        """Take the turn for the calling thread, which must leave() it. Return False if anything runs or is queued, or the queue
-        is sealed.
+        """Take the turn for the calling thread, which must call leave() afterwards. Return False if anything runs or is queued,
+        or the queue is sealed.
 
-        Such an operation needs no thread switch, which takes longer than a small message. turn: a new object, by which leave()
-        knows whether the turn was taken, wherever an interrupt came.
+        An operation in the calling thread needs no thread switch, which takes longer than a small message. turn: a new object.
+        It lets leave() determine whether enter() took the turn, even if an interrupt ended enter() early.
         """
         if self._queue or self._turn.setdefault("taken", turn) is not turn:
             return False
@@ -139,8 +139,8 @@ class WorkQueue:
         return True
 
     def leave(self, turn: object, last_begun: int) -> None:
-        """End the turn that enter() gave; do nothing if it gave none. last_begun: number of the last turn in which an operation
-        began; if this turn's is higher, it is used again."""
+        """End the turn that enter() gave; do nothing if it gave none. last_begun: the number of the last turn in which an
+        operation began. The next turn gets the number after it."""
         if self._turn.get("taken") is turn:
             self.number = last_begun
             del self._turn["taken"]
@@ -150,12 +150,12 @@ class WorkQueue:
 
     @property
     def issued(self) -> int:
-        """How many turns have been given or are still to be given."""
+        """The number of counted turns that have begun or are queued."""
         with self._changed:
             return self.number + 1 + sum(work.counted for work in self._queue)
 
     def seal(self) -> int | None:
-        """Accept no more works. Return how many turns have been given or are still to be given; None if it was sealed
+        """Refuse new works. Return the number of counted turns that have begun or are queued; None if the queue was sealed
         before."""
         with self._changed:
             if self.sealed:
@@ -169,8 +169,8 @@ class WorkQueue:
         return bool(self._queue or self._turn)  # in this order: the thread takes the turn before it takes a work
 
     def close(self, timeout_s: float) -> bool:
-        """Accept no more works, and let the thread end once it has run those that are queued. Return False if some have not run
-        after timeout_s."""
+        """Refuse new works, and end the thread once it has run the queued ones. Return False if some have not run after
+        timeout_s."""
         with self._changed:
             self.sealed = True
             self._changed.notify_all()
@@ -180,13 +180,13 @@ class WorkQueue:
         wake_soon()
         while (work := self._next()) is not None:
             work.run()
-            del work  # it keeps tensors alive, and their memory
+            del work  # it keeps tensors and their memory alive
             with self._changed:
                 del self._turn["taken"]
                 self._changed.notify_all()
 
     def _next(self) -> Work | None:
-        """Wait for a work's turn and return it; None once the queue is closed and empty."""
+        """Wait for the next work's turn, and return that work; None once the queue is closed and empty."""
         with self._changed:
             while not self._queue or self._turn.setdefault("taken", self) is not self:
                 if self.sealed and not self.busy():

@@ -1,4 +1,4 @@
-"""Checks that all ranks agree: on an optimizer's settings and parameters, and on loading a checkpoint or none."""
+"""Check that all ranks agree: on an optimizer's settings and parameters, and on loading a checkpoint or none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on_all_ranks(
     undo: Callable[[], object] | None = None,
     failed: str = "load_state_dict: rank {} was given a state that cannot be loaded ({})",
 ) -> list[T]:
-    """Call attempt() on every rank, and return by rank what it returns, which must be JSON. Collective.
+    """Call attempt() on every rank, and return its results by rank. A result must be JSON. Collective.
 
     If attempt() raises on any rank, all ranks call undo() and raise ValueError with the text `failed`, filled with the first
     such rank and its error.
@@ -44,8 +44,8 @@ def on_all_ranks(
 
 
 def check_settings(communicator: Communicator, of: str, settings: Mapping[str, str]) -> None:
-    """Raise ValueError on all ranks if their settings differ, with the values and their ranks. Collective. of: the object that
-    has the settings. settings: values as text, by name; the same names on all ranks."""
+    """Raise ValueError on all ranks if their settings differ, with the values and their ranks. Collective. of: the name of the
+    object that has the settings. settings: values as text, by name; the same names on all ranks."""
     everyones = communicator.allgather_record(dict(settings))
     faults = []
     for name in settings:
@@ -60,8 +60,8 @@ def check_settings(communicator: Communicator, of: str, settings: Mapping[str, s
 
 
 def agree_on_parameters(communicator: Communicator, names: Sequence[str], parameters: Sequence[Tensor]) -> list[str]:
-    """Return the names in rank 0's order. Raises ValueError on all ranks if they train different parameters, or hold different
-    shards of them. Collective."""
+    """Return the names in rank 0's order. Raises ValueError on all ranks if the ranks train different parameters, or hold
+    different shards of them. Collective."""
     shards, kinds = {}, {}
     for name, parameter in zip(names, parameters, strict=True):
         shards[name] = shard_of(parameter)

@@ -24,7 +24,7 @@ Adasum: Final = "adasum"
 
 OPS: Final = (Average, Sum, Min, Max, Product, Adasum)
 OPS_BY_ELEMENT: Final = (Average, Sum, Min, Max, Product)
-"""Those whose result has each element from that element alone, so that ranks can have parts of it."""
+"""The reductions in which an element of the result depends on that element alone, so that ranks can compute parts of it."""
 
 
 def resolve_op(op: str | None, average: bool | None = None, allowed: Sequence[str] = OPS) -> str:
@@ -89,9 +89,9 @@ def check_passes(passes: object) -> None:
 def check_groups(num_groups: object, groups: object, parameters: Sequence[Tensor]) -> dict[Tensor, int]:
     """Return the number of the group of each parameter that is in a group.
 
-    num_groups: the number of groups into which parameters are divided evenly, in their order; frozen ones are in none. groups:
-    the same number, or a list of parameters for each group; it takes precedence over num_groups. Raises ValueError for anything
-    else, and for parameters that are not the optimizer's or in two groups.
+    num_groups: the number of groups into which parameters are divided evenly, in their order; frozen parameters are in no
+    group. groups: the same number, or a list of parameters for each group; it takes precedence over num_groups. Raises
+    ValueError for anything else, and for parameters that are not the optimizer's or are in two groups.
     """
     if not _is_count(num_groups):
         raise ValueError(f"{here()}num_groups must be a whole number >= 0, not {num_groups!r}")

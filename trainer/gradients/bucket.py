@@ -19,17 +19,17 @@ from gradwire.trainer.world.world import here
 
 
 class Bucket:
-    """The buffer of a plan, with a view of it for the gradient of every parameter in it, or of this rank's shard of a sharded
-    one.
+    """The buffer of a plan, with a view for the gradient of every parameter in the plan, or of this rank's shard if the
+    parameter is sharded.
 
-    names, parameters: all planned ones, of which plan.items selects this bucket's. kind: the cast or codec by which they are
-    sent. number: differs between buckets. buffer: the exchanged one. memory: holds the gradients, each in its span, by slot; it
-    is the buffer's values if these have the gradients' dtype. presence: one number for each gradient: whether this rank has it,
-    and after the exchange, whether any rank has it; below zero if a rank has a sparse one, which is not exchanged here. With
-    codes or shares, presence_of() counts it in another message; else it is in the same message. in_flight: whether the bucket
-    is being exchanged. shares: by rank, the parts of the memory that are its share; empty if each rank gets all of it.
-    finished_version: the memory's version when its gradients were assigned. gradients: the future parameter.grad, by slot:
-    views of the memory, if parameters are not sharded.
+    names, parameters: of all plans; plan.items selects those of this bucket. kind: the cast or codec by which gradients are
+    sent. number: differs between buckets. buffer: the buffer that is exchanged. memory: holds the gradients, each in its span,
+    by slot; it is the buffer's values if these have the gradients' dtype. presence: one number for each gradient: whether this
+    rank has the gradient, and after the exchange, whether any rank has it; below zero if a rank has a sparse gradient, which
+    the bucket does not exchange. With codes or shares, the buffer of presence_of() holds the presence and has its own message;
+    else it is in the bucket's message. in_flight: whether the bucket is being exchanged. shares: by rank, the parts of the
+    memory that are the rank's share; empty if each rank gets the whole memory. finished_version: the memory's version when its
+    gradients were assigned. gradients: the future parameter.grad, by slot: views of the memory, if parameters are not sharded.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class Bucket:
         self._views[slot].mul_(factor)
 
     def start(self, step: int, residuals: Mapping[int, Tensor]) -> None:
-        """Collect this rank's gradients and begin their exchange. Until it is done, the gradients must not be used.
+        """Collect this rank's gradients and begin their exchange. Do not use the gradients until the exchange is done.
 
-        step: how many exchanges there have been. residuals: by slot, in the order of memory, errors of earlier exchanges, the
-        same on all ranks; this rank adds its part of them.
+        step: the number of earlier exchanges. residuals: by slot, in the order of memory, errors of earlier exchanges, the same
+        on all ranks; this rank adds its part of them.
         """
         self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
         for slot, residual in residuals.items():
@@ -130,12 +130,12 @@ class Bucket:
 
     @property
     def is_incomplete(self) -> bool:
-        """Return whether the bucket was started without a gradient, which this rank does not have or which is sparse."""
+        """Return whether the bucket was started without some gradient, because this rank has none or a sparse one."""
         return bool(self._absent)
 
     def found_sparse(self) -> list[int]:
-        """Return, after the exchange, the parameters for which a rank has a sparse gradient: the same on all ranks, except on
-        one that has a dense gradient."""
+        """Return, after the exchange, the parameters for which a rank has a sparse gradient. All ranks return the same, except
+        that a rank omits parameters for which it has a dense gradient."""
         self._present = self.presence.tolist() if self._absent else []
         return [self.items[slot] for slot in self._absent if self._present[slot] < 0]
 
@@ -146,7 +146,7 @@ class Bucket:
         for slot in self._absent:
             if self._present[slot] > 0:
                 self.parameters[slot].grad = self.gradients[slot]
-            elif self.coded is not None:  # the code has a result for it all the same
+            elif self.coded is not None:  # the code has a result for it nevertheless
                 self.coded.withhold(slot)
         if self._of_others:
             torch._foreach_zero_(self._of_others)
@@ -159,7 +159,7 @@ class Bucket:
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
     """Return a buffer that counts, exactly and in one message, how many ranks have each gradient, for the buckets whose own
-    message does not."""
+    message does not count them."""
     counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
     if not counted:
         return []

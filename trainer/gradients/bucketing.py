@@ -32,10 +32,10 @@ EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float
 class Bucketing:
     """Holds the buckets of the parameters that require gradients. Parameters are identified by their index.
 
-    The buckets are first in the reverse order of the parameters, in which backward usually reaches them. They are rebuilt once
-    in the order in which gradients arrived on rank 0, and again when parameters were frozen, thawed or added. The residuals of
-    old buckets are moved to the new ones; those of a frozen parameter wait until it is thawed. Parameters whose gradients are
-    found to be sparse move from the buckets to `sparse`.
+    At first, the buckets follow the reverse order of the parameters, in which backward usually reaches them. They are rebuilt
+    once in the order in which gradients arrived on rank 0, and again when parameters have been frozen, unfrozen or added. The
+    residuals of old buckets move to the new ones; the residuals of a frozen parameter wait until it is unfrozen. Parameters
+    whose gradients are found to be sparse move from the buckets to `sparse`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -51,17 +51,17 @@ class Bucketing:
         self._order: list[int] = []
         self._arrivals: list[int] | None = None
         self.is_learning = True
-        """Whether the order in which gradients arrive in the next exchange is to be noted."""
+        """Whether learn() records the order in which gradients arrive in the next exchange."""
         self.known_sparse: set[int] = set()
-        """Whose gradients are known to be sparse: they leave their buckets with the next update()."""
+        """Parameters whose gradients are known to be sparse; the next update() removes them from their buckets."""
         self.parameters: list[Tensor] = []
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
-        """Of each parameter laid out: index of its bucket, and its slot there."""
+        """For each parameter in a bucket: the index of its bucket, and its slot there."""
         self.presence: list[PlainBuffer] = []
-        """To be exchanged after the buckets."""
+        """Buffers to exchange after the buckets."""
         self.sparse = self.sparse_gradients(())
-        """To be exchanged after those."""
+        """Sparse gradients to exchange after `presence`."""
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Add parameters, for the next extend() or update(). Raises ValueError for dtypes that cannot be exchanged; frozen
@@ -87,8 +87,8 @@ class Bucketing:
         return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
 
     def learn(self, arrivals: Iterable[int]) -> None:
-        """Record the order in which gradients arrived; every rank calls this after every exchange. Called before the first
-        update(), it gives the order in advance, and the buckets are not rebuilt for it."""
+        """Record the order in which gradients arrived; every rank calls this after every exchange. A call before the first
+        update() sets the order in advance, so that the buckets are not rebuilt for it."""
         if self.is_learning:
             self._arrivals = list(arrivals)
             self.is_learning = False
@@ -105,7 +105,7 @@ class Bucketing:
         return SparseGradients(self._combination, items, self.names, self.parameters, self._encodings)
 
     def extend(self) -> None:
-        """Add buckets for parameters that require gradients since the last update(), after the others. Sends nothing."""
+        """Add buckets, after the others, for parameters that require gradients only since the last update(). Sends nothing."""
         known = self._laid_out()
         newcomers = [index for index in reversed(self._trainable()) if index not in known]
         if newcomers:
@@ -115,7 +115,7 @@ class Bucketing:
             self.is_learning = True
 
     def update(self) -> None:
-        """Rebuild the buckets if that is due, and move the gradients in them. Collective when due; else it only checks.
+        """Rebuild the buckets if that is due, and move the gradients into them. Collective when due.
 
         Raises ValueError on all ranks if they have different parameters.
         """
@@ -143,14 +143,14 @@ class Bucketing:
         self._replace(self._made(self._order))
 
     def follow(self, step: int) -> None:
-        """Correct the choice of codecs by the time of the last step; the next update() applies it. Collective in some steps.
-        step: how many exchanges there were."""
+        """Correct the choice of codecs by the time of the last step; the next update() applies the correction. Collective in
+        some steps. step: the number of earlier exchanges."""
         if self._choice is not None:
             exchange_s = sum(bucket.buffer.seconds for bucket in self.buckets)
             self._is_stale |= self._choice.follow(step, self._sizes, exchange_s)
 
     def _replace(self, buckets: list[Bucket]) -> None:
-        """Replace the buckets by these, and move the gradients."""
+        """Replace the buckets with these, and move the gradients."""
         held = {index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)}
         self.buckets, self.places = [], {}
         self._take_in(buckets)
@@ -185,8 +185,8 @@ class Bucketing:
         return plan_buckets(self._items(encodings), order)
 
     def _choose(self, order: Sequence[int]) -> None:
-        """Choose the encodings of the parameters for which policy leaves the choice, by the buckets that they would fill
-        together. Parameters with the same choice are then laid out as if the user had named it."""
+        """Choose the encodings of the parameters that the policy leaves to predictions, for the buckets that they would fill
+        together. Parameters with the same choice are then laid out as if the user had given that encoding."""
         if self._choice is None:
             return
         pairs = zip(self._is_chosen, self._encodings, strict=True)
@@ -209,7 +209,7 @@ class Bucketing:
         self._give()
 
     def _give(self) -> None:
-        """Give the waiting residuals to the buffers of their parameters that have error feedback."""
+        """Add waiting residuals to the buffers of their parameters, if these have error feedback."""
         for index in sorted(self._waiting.keys() & self.places):
             number, slot = self.places[index]
             buffer = self.buckets[number].coded
@@ -225,7 +225,7 @@ class Bucketing:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state of the next exchanges that is not in the parameters and the optimizer."""
+        """Return all state that the next exchanges need, beside the parameters and the optimizer."""
         return {
             "order": list(self._order),
             "learning": self.is_learning,
@@ -254,7 +254,7 @@ class Bucketing:
         return buckets
 
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
-        """Continue where state_dict() was taken. buckets: from restored()."""
+        """Continue from a state_dict(). buckets: from restored()."""
         self._restart_choice()
         self._waiting = {
             index: {name: tensor.to(self.parameters[index].device) for name, tensor in carried.items()}
@@ -279,7 +279,7 @@ class Bucketing:
             self._choice.restart()
 
     def described(self) -> list[tuple[Any, ...]]:
-        """Return name and shape of what this rank holds of every parameter; of a sharded one also which shard."""
+        """Return the name of every parameter and the shape of this rank's part; of a sharded parameter also shard_of()."""
         named = zip(self.names, self.parameters, strict=True)
         return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
 

@@ -21,14 +21,14 @@ from gradwire.trainer.gradients.compression import Encoding
 from gradwire.trainer.gradients.layout import BucketPlan
 
 Carried: TypeAlias = dict[str, Tensor]
-"""What one parameter takes along when its buffer changes, the same on all ranks. "residual": the part of its gradients that
-no exchange has returned yet, as it would be in the result, flat, in the order of memory. By other names: what its codec
-remembers of it."""
+"""The state that moves with a parameter when its buffer changes, the same on all ranks. "residual": the part of its gradients
+that no exchange has returned yet, in the units of the result, flat, in the order of memory. Other names: the codec's state for
+the parameter."""
 
 
 class PlainBuffer(Operations):
-    """Combines numbers over the ranks in one operation, uncompressed or by a codec without error feedback. codec: the one that
-    encodes the values; None for uncompressed ones."""
+    """Combines numbers over the ranks in one operation, uncompressed or by a codec without error feedback. codec: encodes the
+    values; None leaves them uncompressed."""
 
     chained = False
 
@@ -41,7 +41,7 @@ class PlainBuffer(Operations):
         self._prepared: PreparedOperation | None = None
 
     def start(self, step: int) -> None:
-        """Begin to combine the values, which must not be used until complete(). step: how many exchanges there were."""
+        """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges."""
         traffic = self._combination.traffic
         traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
         super().start(step)
@@ -89,14 +89,14 @@ class CodedBuffer(PlainBuffer):
         self.restart()
 
     def _operations(self, step: int) -> Iterator[Work]:
-        for gap in self._gaps:  # which the last result's code may have changed
+        for gap in self._gaps:  # the last result's code may have changed them
             gap.zero_()
         warmup = self._encoding.warmup_steps
         return super()._operations(step) if step < warmup else self._codes(step - warmup)
 
     @abstractmethod
     def _codes(self, step: int) -> Iterator[Work]:
-        """Begin the operations of a codec. step: how many exchanges there have been since the warm-up."""
+        """Begin the operations of a codec. step: the number of exchanges since the warm-up."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -117,12 +117,12 @@ class CodedBuffer(PlainBuffer):
 
     @abstractmethod
     def _add(self, slot: int, carried: Carried) -> None:
-        """Add this rank's part of what give() gets for a slot with error feedback."""
+        """Add this rank's part of `carried`, the argument of give(), to a slot with error feedback."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors between exchanges. "worker": the residuals of its gradients, (numel,); "owner": those of
-        the results that it encodes for all ranks, from shard_start on. Other names: the codec's state."""
+        """Return this rank's tensors between exchanges. "worker": the residuals of its gradients, (numel,); "owner": the
+        residuals of the results that it encodes for all ranks, from shard_start on. Other names: the codec's state."""
 
     def take(self) -> list[Carried]:
         """Return by slot the residual and the codec's state that move with each parameter; empty without error feedback.
@@ -135,14 +135,14 @@ class CodedBuffer(PlainBuffer):
         return [{"residual": residual[span], **more} if slot in kept else {} for slot, (span, more) in entries]
 
     def give(self, slot: int, carried: Carried) -> bool:
-        """Add what take() returned for a parameter, on all ranks. Return whether it has error feedback. Sends nothing."""
+        """Add the result of take() for a parameter, on all ranks. Return whether it has error feedback. Sends nothing."""
         is_kept = slot in self.kept
         if is_kept:
             self._add(slot, carried)
         return is_kept
 
     def withhold(self, slot: int) -> None:
-        """Add an unused result to the residual. (Numbers that are not finite would stay there for ever.)"""
+        """Add an unused result to the residual. NaN and Inf become zero, since they would stay there for ever."""
         result = self.values[self.spans[slot]]
         self.give(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
 
@@ -158,13 +158,13 @@ class CodedBuffer(PlainBuffer):
         }
 
     def fits(self, state: dict[str, Any]) -> bool:
-        """Return whether load_state_dict() can take this. Raises ValueError for what this buffer cannot have saved."""
+        """Return whether load_state_dict() can load this. Raises ValueError for a state that this buffer cannot have saved."""
         mine = self.state_dict()
         tensors = mine.pop("tensors")
         if any(state.get(key) != value for key, value in mine.items()):
             return False
         saved = state["tensors"]
-        # The states of codecs are divided into pieces, which depend on topology and segments too.
+        # The states of codecs are divided into pieces, which also depend on topology and segments.
         if difference := {name for name in saved.keys() ^ tensors.keys() if not name.startswith("state.")}:
             raise ValueError(
                 f"{min(difference)!r} of a bucket is {'missing' if min(difference) in tensors else 'unknown'}"
@@ -177,13 +177,13 @@ class CodedBuffer(PlainBuffer):
         return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what state_dict() returned. state: one that fits."""
+        """Load a state_dict() for which fits() returns True."""
         for name, tensor in self.tensors().items():
             tensor.copy_(state["tensors"][name])
 
 
 class CodecBuffer(CodedBuffer):
-    """Encodes by a codec of buffers."""
+    """Exchanges the codes of a Codec, which encodes the buffer as a whole."""
 
     def restart(self) -> None:
         assert isinstance(self._encoding.codec, Codec)
@@ -245,7 +245,7 @@ class CodecBuffer(CodedBuffer):
 
 
 class MatrixBuffer(CodedBuffer):
-    """Encodes by a matrix codec, whose later sums depend on the first. The first starts with the buffer."""
+    """Exchanges the sums of a MatrixCodec. The later sums depend on the first, which start() begins."""
 
     chained = True
 
@@ -305,8 +305,8 @@ def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
 
 
 def _add_overlap(target: Tensor, place: int, carried: Tensor, start: int, share: float) -> None:
-    """Add a share of the numbers `carried`, which begin at `start` of a buffer, to the part of the buffer that begins at
-    `place`."""
+    """Add `share` times the numbers `carried`, which begin at `start` in a buffer, to `target`, the part of the buffer that
+    begins at `place`."""
     first, last = max(place, start), min(place + target.numel(), start + carried.numel())
     if first < last:
         target[first - place : last - place].add_(carried[first - start : last - start], alpha=share)

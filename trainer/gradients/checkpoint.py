@@ -47,7 +47,7 @@ class Resumption:
         return {**state, KEY: {**self._identity(), **part}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load a state_dict() of this rank, and `also`, those of ranks that no longer exist. With codecs collective."""
+        """Load a state_dict() of this rank. also: those of ranks that no longer exist. Collective if there are codecs."""
         if self.bucketing.is_encoded:
             self._load_with_codecs(state_dict, also)
             return
@@ -56,14 +56,14 @@ class Resumption:
             warnings.warn(f"{here()}saved with codecs, loaded without: the residuals are lost", stacklevel=4)
 
     def _load_with_codecs(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Resume exactly, or hand the residuals over.
+        """Resume exactly, or redistribute the residuals.
 
-        With as many ranks as saved, each with its own part, and the same codecs and parameters, training resumes exactly.
-        Otherwise every rank gets the mean of the residuals (for op=Sum, an equal part). If no rank has a part, residuals are
-        zero.
+        Training resumes exactly if the number of ranks, the codecs and the parameters are those of the checkpoint, and each
+        rank has its own part. Otherwise every rank gets the mean of the residuals (for op=Sum, an equal part). If no rank has a
+        part, residuals are zero.
 
-        Raises ValueError on all ranks, and loads nothing, if only some have a part, a part is damaged or of other parameters,
-        parts are of different checkpoints, or the wrapped optimizer cannot load its state.
+        Raises ValueError on all ranks, and loads nothing, if only some ranks have a part, a part is damaged or of other
+        parameters, parts are of different checkpoints, or the wrapped optimizer cannot load its state.
         """
         parts: list[dict[str, Any]] = []
         buckets: list[Bucket] | None = None
@@ -105,9 +105,10 @@ class Resumption:
     def _handover(
         self, parts: Sequence[dict[str, Any]], labels: Sequence[Sequence[dict[str, Any]]]
     ) -> Callable[[], None]:
-        """Sum the residuals over the parts that any rank was given, each once. Return a function that loads them. Collective.
+        """Sum the residuals of all parts that the ranks were given, each part once. Return a function that loads the sums.
+        Collective.
 
-        labels: of the parts that each rank was given.
+        labels: by rank, the labels of the parts that the rank was given.
         """
         mine, rank, size = parts[0], self._communicator.rank, self._communicator.size
         given = {part["rank"]: part for part in parts}
@@ -123,7 +124,7 @@ class Resumption:
         return take_over
 
     def _identity(self) -> dict[str, Any]:
-        """Return what identifies this rank and its exchange of gradients: training resumes exactly if it is equal."""
+        """Return the fields that identify this rank and its exchange of gradients. An exact resumption needs equal fields."""
         return {
             "version": VERSION,
             "world_size": self._communicator.size,
@@ -168,8 +169,8 @@ class Resumption:
                 )
 
     def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Carried]:
-        """Return the residuals that error feedback has not yet added to each parameter's gradients. parts: those that this rank
-        contributes. number: of all parts."""
+        """Return the residuals that error feedback has not yet added to each parameter's gradients. parts: the parts that this
+        rank contributes. number: how many parts all ranks contribute."""
         parameters = self.bucketing.parameters
         carried: dict[int, Carried] = {
             index: {name: tensor.to(parameters[index].device) for name, tensor in waiting.items()}
@@ -194,7 +195,8 @@ class Resumption:
 
 
 def _parts_of(state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return this rank's part and those of others; none if the state_dict has none. Raises ValueError."""
+    """Return the parts in state_dict and `also`; none if `also` is empty and state_dict has none. Raises ValueError if only
+    some have a part."""
     parts: list[Any] = [state_dict.get(KEY), *(other.get(KEY) for other in also)]
     if parts == [None]:
         return []

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 KEY = "gradwire"
-"""In the state_dict() of a DistributedOptimizer."""
+"""The key of the part in the state_dict() of a DistributedOptimizer."""
 
 SHARDS = "gradwire_shards"
-"""In the state_dict() of a DistributedOptimizer with shard_states=True."""
+"""The key of the description of pieces in the state_dict() of a DistributedOptimizer with shard_states=True."""
 
 VERSION = 2
 
 _KEYS = ("world_size", "rank", "op", "predivide", "step", "parameters", "buckets", "waiting")
 _BUCKETING_KEYS = ("order", "learning", "arrivals")
-"""What else is there where the buckets are ours, not DDP's."""
+"""Further keys if the buckets are gradwire's, not DDP's."""
 
 
 def label_of(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def has_residuals(part: object) -> bool:
 
 
 def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None) -> None:
-    """Raise ValueError, which says where, unless this is a whole part.
+    """Raise ValueError, which names the fault, unless this is a valid part.
 
     described: name and shape of each parameter that the part must have; None for a part of a DDP hook, whose parameters are
     known later. A part of another version is not checked.
@@ -80,7 +80,7 @@ def check_part(part: object, described: Sequence[tuple[Any, ...]] | None = None)
         for name, indices in (
             ("order", part["order"]),
             ("arrivals", [] if part["arrivals"] is None else part["arrivals"]),
-            ("sparse", part.get("sparse", [])),  # which parts of earlier versions lack
+            ("sparse", part.get("sparse", [])),  # missing in parts of earlier versions
         ):
             _check_indices(name, indices, len(numels))
         _check_order(part["order"], [entry["parameters"] for entry in part["buckets"]])

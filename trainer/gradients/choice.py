@@ -1,4 +1,4 @@
-"""The codecs of buckets with compression="auto": those predicted to be fastest, corrected once by the measured time of
+"""Choose the codecs of buckets for compression="auto": those predicted to be fastest, corrected once by the measured time of
 steps."""
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from gradwire.trainer.gradients.combination import Combination
 from gradwire.trainer.gradients.compression import Auto, Cast, Compression, Encoding
 
 Size: TypeAlias = tuple[int, torch.dtype]
-"""Of a bucket: how many numbers it has, and of which dtype."""
+"""The number of elements of a bucket, and their dtype."""
 
 SKIPPED, COUNTED = 2, 7
-"""Steps after a change that are not measured, as memory is touched for the first time, and those that are after them."""
+"""The number of steps after a change that are not measured, since they touch new memory, and of measured steps after them."""
 
 WINDOW = 1 + SKIPPED + COUNTED
 """Steps from one change to the next."""
 
 _CLOSE = 0.1
-"""Predictions that are off by no more than this part are not tried against steps."""
+"""If the relative error of a prediction is at most this, no rival is tried."""
 
 _HOPELESS = 2.0
-"""A rival that is predicted to take so many times what the choice was measured to take is not tried."""
+"""A rival is not tried if its predicted time is more than this many times the choice's measured time."""
 
 _NEAR = 0.97
-"""What loses nothing stays unless codecs have steps take less than this part."""
+"""Codecs replace an uncompressed exchange only if steps then take less than this share of their time."""
 
 _log = logging.getLogger("gradwire")
 
@@ -40,13 +40,13 @@ _log = logging.getLogger("gradwire")
 class Choice:
     """Chooses the codec, or none, of each bucket; the same on all ranks.
 
-    Each bucket uses the candidate with the fastest predicted exchange. If exchanges then take another time than predicted, each
-    candidate is tried in all buckets for some steps, that with the best prediction first, and the one with the fastest steps
-    stays. After that, the choice is settled.
+    Each bucket uses the candidate with the fastest predicted exchange. If the exchanges do not take the predicted time, each
+    promising candidate is tried in all buckets for some steps, the one with the best prediction first, and the one with the
+    fastest steps stays. After that, the choice is settled.
 
-    combination: of the gradients. auto: has the allowed codecs. device_type: of the gradients. candidates: the allowed codecs,
-    and none. Making it is a collective call, which measures codecs, and links unless they were measured. Raises ValueError if
-    links cannot be measured.
+    combination, device_type: of the gradients. auto: holds the allowed codecs. candidates: the allowed codecs, and none. The
+    constructor is a collective call. It measures the codecs, and the links unless they were measured before. Raises ValueError
+    if links cannot be measured.
     """
 
     def __init__(self, combination: Combination, auto: Auto, device_type: str) -> None:
@@ -60,14 +60,14 @@ class Choice:
         self._everywhere: Cast | Encoding | None = None
         # Candidates still to be tried; None before the predicted choice is measured.
         self._rivals: list[Cast | Encoding] | None = None
-        # For each choice tried: seconds of a step, the candidate (None: as predicted), and the seconds by which it is compared.
+        # For each choice tried: seconds of a step, the candidate (None: as predicted), and the seconds used for comparison.
         self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
         self._step, self._now_s = -1, 0.0
         self._reported: Sequence[Size] = ()
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure steps anew."""
+        """Restart the measurement of steps."""
         self._sizes: Sequence[Size] = ()
         self._due = 0
         self._measured: list[tuple[float, float]] = []
@@ -77,11 +77,11 @@ class Choice:
         return self._everywhere or next(iter(self._ranked(size)))
 
     def follow(self, step: int, sizes: Sequence[Size], exchange_s: float) -> bool:
-        """Note a step, and return whether of() has changed, so that buckets must be laid out anew. Collective in the steps that
-        end a measurement; it does nothing if called again after the same step.
+        """Record a step, and return whether the choices of of() have changed, so that buckets must be laid out anew. Collective
+        in the steps that end a measurement. A second call after the same step does nothing.
 
-        step: how many exchanges there were. sizes: of the buckets that of() has chosen for. exchange_s: the seconds of their
-        last exchanges on this rank.
+        step: the number of earlier exchanges. sizes: of the buckets whose encoding of() has chosen. exchange_s: the seconds of
+        their last exchanges on this rank.
         """
         if self.settled or step == self._step or not sizes:
             return False
@@ -100,7 +100,7 @@ class Choice:
         return self._judge(max(steps), min(exchanges))  # the rank that begins an exchange last does not wait
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
-        """Go on after a measurement of steps and exchanges, and return whether of() has changed."""
+        """Evaluate a measurement of steps and exchanges, and return whether the choices of of() have changed."""
         sizes, before = self._sizes, self._everywhere
         self.restart()
         if self._rivals is None:
@@ -141,7 +141,7 @@ class Choice:
         return seconds / 2 if codec is None and self._in_shares else seconds  # shares are half of an allreduce
 
     def _report_predictions(self) -> None:
-        """Log the prediction for each bucket, unless that was done, or a rival is tried."""
+        """Log the prediction for each bucket, unless it is logged already or a rival is tried."""
         if self._everywhere is not None or self._sizes == self._reported:
             return
         self._reported = self._sizes

@@ -1,4 +1,4 @@
-"""How the numbers of all ranks are combined: by which operation, in which order, and how many bytes that sends."""
+"""How the numbers of all ranks are combined: the operations, their order, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gradwire.trainer.gradients.arguments import Average
 
 @dataclass(frozen=True)
 class Combination:
-    """The Communicator and the op, "sum" or "average", by which numbers are combined. They are divided by `predivide` before,
-    and multiplied by it after. in_shares: whether each rank needs only its share of the result, by the Communicator's shares().
-    traffic: counts the bytes sent."""
+    """The Communicator and the op, "sum" or "average", that combine numbers. The numbers are divided by `predivide` before the
+    operation, and multiplied by it afterwards. in_shares: whether each rank needs only its share of the result, see
+    Communicator.shares(). traffic: counts the bytes sent."""
 
     communicator: Communicator
     op: str
@@ -34,7 +34,7 @@ class Combination:
 
     @property
     def inputs(self) -> int:
-        """Return the number of ranks of which the result is the mean; 1 if it is a sum."""
+        """Return the number of ranks over which the result is a mean; 1 if the result is a sum."""
         return self.communicator.size if self.op == Average else 1
 
     def start(
@@ -72,13 +72,13 @@ class Combination:
 class ExchangeStats:
     """The bytes of gradients, and with shard_states of parameters, that one rank has sent so far.
 
-    exchanges: how often the gradients of a step were exchanged. bytes_sent: what this rank has sent for that, including the
-    warm-up and the residuals that move when buckets change. bytes_uncompressed: what it would have sent without codecs and
-    casts.
+    exchanges: the number of steps whose gradients were exchanged. bytes_sent: the bytes that this rank has sent for them,
+    including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it would have sent
+    without codecs and casts.
 
-    Both follow from the plan of the exchange between p hosts, or between p ranks of a single host: 2(p-1)/p of the message or
-    of its code. Not counted are messages inside a host, in shared memory, and the few bytes that count which ranks have a
-    gradient.
+    Both byte counts follow from the plan of the exchange between p hosts, or between p ranks of a single host: 2(p-1)/p of the
+    message or of its code. They do not include messages inside a host, in shared memory, and the few bytes that count the ranks
+    that have each gradient.
     """
 
     exchanges: int = 0
@@ -101,7 +101,7 @@ class ExchangeStats:
 
 
 class Traffic:
-    """Counts the bytes sent on one Communicator. Several threads may do so."""
+    """Counts the bytes sent on one Communicator. Several threads may call its methods."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._exchanges = self._sent = self._uncompressed = 0
@@ -125,9 +125,9 @@ class Traffic:
     def wire_bytes(self, nbytes: int, codec: Codec | None = None) -> int:
         """Return how many bytes this rank sends in an allreduce of nbytes; with a codec, of nbytes of float32 as codes.
 
-        Numbers, and codes that are summed as numbers, count as if by two-shot, and other codes by their own shot, so that a
-        codec's savings do not depend on the algorithm that the numbers would use. Results are kept, since planning takes longer
-        than a small exchange.
+        Plain numbers, and codes that are summed as numbers, count as if sent by two_shot. Other codes count as sent by their
+        shot_of(). So a codec's savings do not depend on the algorithm that the plain numbers would use. Results are cached,
+        since planning takes longer than a small exchange.
         """
         key = (nbytes, codec)
         if key not in self._planned:
@@ -140,15 +140,16 @@ class Traffic:
         return self._planned[key]
 
     def gathered_bytes(self, nbytes: int) -> int:
-        """Return how many bytes this rank sends when all others gather nbytes from it."""
+        """Return how many bytes this rank sends when all other ranks gather nbytes from it."""
         return nbytes * (self._communicator.size - 1)
 
 
 class Operations(ABC):
     """Runs operations one after the other.
 
-    chained: whether there may be more than one. Ranks wait between two of them, in wait() and complete(), so all ranks must
-    wait for several chains in the same order. seconds: how long the operations of the last finished exchange ran.
+    chained: whether there may be more than one operation. wait() and complete() wait for one operation before they begin the
+    next, so all ranks must wait for several chains in the same order. seconds: how long the operations of the last finished
+    exchange ran.
     """
 
     chained = True
@@ -159,13 +160,13 @@ class Operations(ABC):
         self._following: Iterator[Work] = iter(())
 
     def start(self, step: int) -> None:
-        """Begin the first operation. step: how many exchanges there were."""
+        """Begin the first operation. step: the number of earlier exchanges."""
         self._taken_s = 0.0
         self._following = self._operations(step)
         self._work = next(self._following, None)
 
     def is_done(self) -> bool:
-        """Return whether wait() would return, or raise, at once."""
+        """Return whether wait() would return or raise at once."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
@@ -184,4 +185,4 @@ class Operations(ABC):
 
     @abstractmethod
     def _operations(self, step: int) -> Iterator[Work]:
-        """Yield the operations, each begun. The caller asks for the next one when the last is done."""
+        """Begin and yield the operations. The caller takes the next one when the last one is done."""

@@ -17,13 +17,13 @@ from gradwire.collectives.compression.registry import find_codec
 from gradwire.trainer.world.world import here
 
 LEAST_NUMEL = 4096
-"""Parameters of fewer elements are not worth a codec: all of them together are few bytes, and every element counts."""
+"""Parameters with fewer elements are not worth a codec: together they have few bytes, and each element matters."""
 
 AUTO, ALLOWED = "auto", ("int8",)
-"""The compression= that chooses, and among what where allow= says nothing: what loses about 1 % of a gradient's norm."""
+"""The compression= that chooses a codec, and the default of allow=: int8 loses about 1 % of a gradient's norm."""
 
 CASTS: dict[torch.dtype, Codec] = {codec.wire_dtype: codec for codec in (codecs.Float16(), codecs.BFloat16())}
-"""The codecs that cast, by what tensors travel as."""
+"""The codecs that cast, by the dtype on the wire."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Cast:
 
     @property
     def identity(self) -> str:
-        """Return in words what ranks must have alike."""
+        """Return a text that must be equal on all ranks."""
         return str(self.wire_dtype or "none")
 
     @property
     def name(self) -> str:
-        """Return its name in Compression."""
+        """Return the cast's name in Compression."""
         return "none" if self.wire_dtype is None else CASTS[self.wire_dtype].name
 
     def dtype_on_wire(self, dtype: torch.dtype) -> torch.dtype:
@@ -91,7 +91,7 @@ class ErrorFeedback:
 
 
 Compressor: TypeAlias = "str | Cast | Codec | MatrixCodec | ErrorFeedback"
-"""What `compression=` takes."""
+"""The values that `compression=` takes."""
 
 
 class Compression:
@@ -119,7 +119,7 @@ class Compression:
 
 
 NAMES = tuple(name for name in vars(Compression) if not name.startswith("_"))
-"""Of everything in Compression: those that `compression=` takes."""
+"""The names in Compression that `compression=` takes."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Encoding:
 
     @property
     def identity(self) -> str:
-        """Return in words what ranks, and a checkpoint, must have alike."""
+        """Return a text that must be equal on all ranks, and in a checkpoint."""
         return f"{self.codec.identity}, feedback={self.feedback}, warmup_steps={self.warmup_steps}"
 
     @property
@@ -156,7 +156,7 @@ class Auto:
 
     @property
     def identity(self) -> str:
-        """Return in words what ranks must have alike."""
+        """Return a text that must be equal on all ranks."""
         return f"{AUTO} of {'; '.join(kind.identity for kind in self.allowed)}"
 
 
@@ -188,7 +188,8 @@ def wanted(compression: Compressor, allow: Sequence[Compressor] | None) -> Compr
 def encoding_of(compression: Compressor) -> Cast | Encoding:
     """Return the cast or the encoding for a `compression=` argument, which may be a name.
 
-    Codecs that need error feedback get it, others only as ErrorFeedback. Raises ValueError, which lists the names.
+    Codecs that need error feedback get it; others get it only if given as ErrorFeedback. Raises ValueError, which lists the
+    names.
     """
     if isinstance(compression, str):
         try:
@@ -231,8 +232,8 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
 class Policy:
     """Selects the cast or codec of each parameter's gradient.
 
-    compression: for all parameters; a codec only for those of two dimensions or more, and LEAST_NUMEL elements or more. policy:
-    patterns of names, like those of files, with the compression of the parameters that they match, of any size; the first match
+    compression: for all parameters; a codec only for those with two dimensions or more, and LEAST_NUMEL elements or more.
+    policy: maps patterns of names, like those of files, to the compression of matching parameters of any size; the first match
     counts. Raises ValueError.
     """
 
@@ -250,7 +251,7 @@ class Policy:
 
     @property
     def auto(self) -> Auto | None:
-        """Return the Auto for the parameters that no pattern matches; None if nothing is left to predictions."""
+        """Return the Auto for the parameters that no pattern matches; None if predictions choose nothing."""
         return self._default if isinstance(self._default, Auto) else None
 
     def checked(self, names: Iterable[str] | None) -> Policy:
@@ -268,11 +269,11 @@ class Policy:
 
     @property
     def described(self) -> tuple[str, str]:
-        """Return as text the common compression, and the parameters that have another one."""
+        """Return as text the default compression, and the patterns of parameters that have another one."""
         return self._default.identity, str({pattern: kind.identity for pattern, kind in self._by_pattern.items()})
 
     def encoding(self, name: str, parameter: Tensor) -> Cast | Encoding:
-        """Return the cast or encoding of one parameter's gradient, unless a prediction chooses it."""
+        """Return the cast or encoding of one parameter's gradient; Compression.none if a prediction chooses it."""
         kind = self._kind(name, parameter)
         return Compression.none if isinstance(kind, Auto) else kind
 

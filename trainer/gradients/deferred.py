@@ -1,4 +1,4 @@
-"""An exchange of gradients that backward() starts and does not wait for, and gradients that wait for it when they are used."""
+"""An exchange of gradients that backward() starts and does not wait for, and gradients that wait for it when used."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import uncompiled
 
 _MEASURED, _MORE, _KEPT = 3, 4, 48
-"""After so many steps by one layout the ranks agree on the order in which they start its buckets, then after _MORE times as many,
-and so on, by the last _KEPT of them: each order changes the times a little."""
+"""After _MEASURED steps with one layout, the ranks agree on the order in which they start its buckets. They do so again after
+_MORE times as many steps, and so on, since each order changes the times a little. They use the times of the last _KEPT
+steps."""
 
 
 class AwaitedGradient(Tensor):
-    """Stands for a gradient that is being exchanged: any function that is given it calls `settle` first."""
+    """A gradient that is being exchanged. Any torch function that takes it calls `settle` first."""
 
     settle: Callable[[], None]
 
@@ -36,17 +37,17 @@ class AwaitedGradient(Tensor):
 
 
 class DeferredExchange(GradientExchange):
-    """Does as GradientExchange, but backward() returns when all buckets are started, with AwaitedGradients.
+    """A GradientExchange in which backward() returns when all buckets are started, and sets AwaitedGradients.
 
-    It waits as GradientExchange does while the order of arrival is being learned, and where operations depend on others: with
-    sparse gradients, a codec of matrices, or a parameter that got no gradient on this rank.
+    backward() waits like that of GradientExchange while the order of arrival is being learned, and if operations depend on
+    others: with sparse gradients, a codec of matrices, or a parameter that got no gradient on this rank.
 
-    After some exchanges by one layout of the buckets, all ranks agree on the order in which they start them from then on, by
-    when the buckets were full and how long their exchanges took: see order_by_need().
+    After some exchanges with one layout of the buckets, all ranks agree on the order in which they start the buckets from then
+    on. The order depends on when the buckets were full and how long their exchanges took: see order_by_need().
 
-    waiting: numbers of the buckets that are exchanged and have not been waited for. is_pending: whether there are operations that
-    have not been waited for. settle: completes the exchange, and what follows from it. before_gradient: called with the index
-    of a parameter whose gradient arrives while the exchange is pending.
+    waiting: numbers of the buckets whose exchange has not been waited for. is_pending: whether there are operations that have
+    not been waited for. settle: completes the exchange and the update that depends on it. before_gradient: called with the
+    index of a parameter whose gradient arrives while the exchange is pending.
     """
 
     settle: Callable[[], None]
@@ -70,7 +71,7 @@ class DeferredExchange(GradientExchange):
         self._full_s[self._bucketing.places.get(index, (-1,))[0]] = time.perf_counter()
 
     def wait_for(self, number: int) -> None:
-        """Wait until a bucket is exchanged, and hand out its gradients. Raises the error of the exchange, again and again until
+        """Wait until a bucket is exchanged, and assign its gradients. Raises the error of the exchange, at every call until
         abandon()."""
         bucket = self._bucketing.buckets[number]
         begin_ns = time.perf_counter_ns()
@@ -92,15 +93,15 @@ class DeferredExchange(GradientExchange):
             self.moments.exchange_ends(self.step - 1, begin_ns)
 
     def abandon(self) -> None:
-        """Leave an exchange that has failed."""
+        """Discard an exchange that has failed."""
         for number in self.waiting:
             self._bucketing.buckets[number].in_flight = False
         self.waiting.clear()
         self.is_pending = False
 
     def agree_on_order(self) -> None:
-        """Find the order in which buckets are started, for this layout, once that is measured. Called after each step; collective
-        when due."""
+        """Agree on the order in which to start the buckets of this layout, if enough steps are measured. Call this after each
+        step. Collective when due."""
         buckets = self._bucketing.buckets
         if self._laid_out is not buckets:
             self._laid_out, self._agreed_order, self._steps, self._agree_after = buckets, [], 0, _MEASURED
@@ -114,8 +115,8 @@ class DeferredExchange(GradientExchange):
         steps = filter(None, (self._ready, self._taken))
         mine = [[*map(statistics.median, zip(*each, strict=True))] for each in steps]
         measured = [*filter(None, self._combination.communicator.allgather_record(mine))]
-        if measured:  # by no rank where no backward() reached a parameter
-            # A bucket starts when it is full on the last rank, and this one then waits for nobody else.
+        if measured:  # empty if no backward() has reached a parameter
+            # An exchange starts when the bucket is full on the last rank. Its time on that rank includes no wait for others.
             ready, taken = (zip(*ranks, strict=True) for ranks in zip(*measured, strict=True))
             self._agreed_order = order_by_need([*map(max, ready)], [*map(min, taken)])
 
@@ -132,7 +133,7 @@ class DeferredExchange(GradientExchange):
             full_s = [self._full_s.get(number, now) for number in range(len(buckets))]
             self._full_s.clear()
             self._ready.append([each - min(full_s) for each in full_s])
-            self._taken.append([bucket.buffer.seconds for bucket in buckets])  # by the exchange before
+            self._taken.append([bucket.buffer.seconds for bucket in buckets])  # in the exchange before
             if self._completing is not None or self._bucketing.is_learning:
                 self._finish()
                 return
@@ -153,12 +154,12 @@ def is_awaited(gradient: Tensor | None) -> bool:
 
 
 def order_by_need(ready_s: Sequence[float], exchange_s: Sequence[float]) -> list[int]:
-    """Return the order in which to exchange buckets one after the other: of those that are full, the one that the next forward
-    needs first (P3, Jayarajan et al. 2019). So the bucket that is exchanged last is the one that is needed last, and the network
-    has work for as long as possible.
+    """Return the order in which to exchange buckets one after the other: of the full buckets, always the one that the next
+    forward needs first (P3, Jayarajan et al. 2019). So of buckets that are full at the same time, the one needed last is
+    exchanged last, and the network has work for as long as possible.
 
-    ready_s: when each bucket is full. exchange_s: how long its exchange takes. Buckets are numbered as backward() fills them, so
-    the forward needs those with the highest numbers first.
+    ready_s: when each bucket is full. exchange_s: how long its exchange takes. Buckets are numbered as backward() fills them,
+    so the forward needs those with the highest numbers first.
     """
     waiting, order, now_s = set(range(len(ready_s))), [], 0.0
     while waiting:

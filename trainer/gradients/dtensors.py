@@ -1,6 +1,6 @@
-"""Parameters of which each rank holds a shard (DTensor, as after fully_shard): this rank's elements, and which shard they are.
+"""Sharded parameters (DTensor, as after fully_shard): this rank's elements, and the identity of its shard.
 
-DTensor is imported where it is used, since that takes half a second: any optimizer has imported it before.
+Each function imports DTensor when called, since the import takes half a second; any optimizer has imported it before.
 """
 
 from __future__ import annotations

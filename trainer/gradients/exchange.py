@@ -1,4 +1,4 @@
-"""The exchange of gradients while backward runs, after which they are equal on all ranks."""
+"""The exchange of gradients while backward runs. Afterwards, the gradients are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class GradientExchange:
     """Hooks parameters, fills buckets, and exchanges them in the same order on all ranks.
 
     A *pass* is one backward() that reaches at least one of the parameters. A *window* ends in an exchange of every
-    bucket: in the pass that is due by `passes`, or in flush(). Ranks may differ in the parameters they reach, even in
-    whether they reach any, but must go through the same windows.
+    bucket: in the pass that is due by `passes`, or in flush(). Ranks may differ in the parameters that their backward()
+    reaches, even in whether it reaches any, but must go through the same windows.
 
     The exchange is done when backward() returns: buckets start as soon as they are full, and callbacks at the end of backward
     start the others and wait. A thread of this exchange begins operations that depend on others: one backward() may reach
-    parameters of several exchanges, for which ranks may wait in different order.
+    parameters of several exchanges, for which ranks may wait in different orders.
 
-    step: how many exchanges there have been. wait_s: seconds for which callers have waited for unfinished exchanges.
-    has_unreduced: whether gradients were accumulated that have not been exchanged.
+    step: the number of exchanges so far. wait_s: seconds for which callers have waited for unfinished exchanges. has_unreduced:
+    whether gradients were accumulated that have not been exchanged.
     """
 
     def __init__(self, bucketing: Bucketing, setup: Setup) -> None:
@@ -76,7 +76,7 @@ class GradientExchange:
         self._reduced: set[int] = set()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Add parameters, which are exchanged in this window already."""
+        """Add parameters. The exchange of this window includes them."""
         self._bucketing.add(names, parameters)
         self._exchanged = False
         self._watch()
@@ -119,7 +119,7 @@ class GradientExchange:
     # While gradients arrive
 
     def on_gradient(self, index: int, parameter: Tensor) -> None:
-        """Handle the gradient that autograd has just accumulated in parameter.grad. For the hooks."""
+        """Handle the gradient that autograd has just accumulated in parameter.grad. Hooks call this."""
         with self._lock:
             self._enter_pass()
             if index in self._bucketing.sparse.items:
@@ -162,7 +162,7 @@ class GradientExchange:
         self.has_unreduced = True
 
     def _is_old(self, bucket: Bucket, slot: int) -> bool:
-        """Return whether a gradient, in its bucket, was exchanged before."""
+        """Return whether a gradient in its bucket was exchanged before and not changed by a backward() since."""
         return bucket.items[slot] in self._reduced and bucket.holds_gradient(slot)
 
     def _enter_pass(self) -> None:
@@ -183,7 +183,7 @@ class GradientExchange:
 
     @uncompiled
     def _on_backward_end(self) -> None:
-        # Not here: another callback, such as fully_shard's, may have gradients to assign first.
+        # Do not start here: another callback, such as fully_shard's, may have gradients to assign first.
         when_backward_ends(self._on_all_arrived)
 
     @uncompiled
@@ -199,7 +199,7 @@ class GradientExchange:
             self._passes.ended += 1
             if is_due:
                 self._start_all()
-                # Not here: another optimizer's callback may follow, and all must have started before one waits.
+                # Do not wait here: another optimizer's callback may follow, and all must have started before one waits.
                 when_backward_ends(self._on_all_started)
 
     @uncompiled
@@ -208,7 +208,7 @@ class GradientExchange:
             self._finish()
 
     def _start(self, *, only_full: bool = False) -> None:
-        """Start the buckets that are not started yet, in order; only_full: up to one that lacks a gradient."""
+        """Start the buckets that are not started yet, in order. only_full: stop at the first one that lacks a gradient."""
         buckets = self._bucketing.buckets
         for number in self._order()[self._started :]:
             if only_full and self._missing[number]:
@@ -228,8 +228,8 @@ class GradientExchange:
         return range(len(self._bucketing.buckets))
 
     def _prepare_old(self, bucket: Bucket) -> None:
-        """Prepare gradients that were exchanged before, and to which nothing was added: divide a sum, so that summing again
-        gives the same. Raises RuntimeError for a share."""
+        """Prepare gradients that were exchanged before and to which nothing was added: divide a sum, so that summing again
+        gives the same result. Raises RuntimeError for a share."""
         if not self._combination.in_shares and self._combination.op != Sum:
             return
         for slot in (slot for slot in range(len(bucket.items)) if self._is_old(bucket, slot)):
@@ -244,7 +244,7 @@ class GradientExchange:
             return
         self._bucketing.sparse.start(self.step)
         self._sparse_started = True
-        incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # others may find sparse gradients
+        incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # other ranks may find sparse ones
         if incomplete or any(each.chained for each in self._operations()):
             self._thread = self._thread or DaemonThread("gradwire-exchange")
             self._completing = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
@@ -309,7 +309,7 @@ class GradientExchange:
 @dataclass(frozen=True, eq=False)
 class Weakly:
     """A hook of a parameter, module or optimizer that calls a method, with `first` before other arguments. It does not keep the
-    method's object alive, and does nothing in a copy of what it hooks."""
+    method's object alive, and does nothing in a copy of the hooked object."""
 
     method: weakref.WeakMethod[Callable[..., None]] | None = None
     first: tuple[int, ...] = ()

@@ -9,20 +9,20 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 SMALL_BUCKET_BYTES = 4 * 1024 * 1024
-"""The usual size of a bucket of gradients on the CPU that no codec encodes. The exchange of a small bucket begins earlier in
-backward, and where modules wait for the buckets of their parameters, each waits for few others."""
+"""The default size of a bucket of gradients on the CPU without a codec. The exchange of a small bucket begins earlier in
+backward. With overlap="next_forward", a module that waits for the buckets of its parameters waits for few other gradients."""
 LARGE_BUCKET_BYTES = 25 * 1024 * 1024
-"""The usual size of all other buckets: exchanges of codes, and on GPUs, are short beside their latency."""
+"""The default size of all other buckets: exchanges of codes, and exchanges on GPUs, are short compared with their latency."""
 FIRST_BUCKET_BYTES = 1024 * 1024
-"""The first bucket is smaller, so that communication starts soon after backward has."""
+"""The first bucket is smaller, so that communication starts soon after backward begins."""
 ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Item:
-    """Describes a gradient. Only those of one kind (dtype, device, encoding, group) share a bucket.
+    """Describes a gradient. Only gradients of one kind (dtype, device, encoding, group) share a bucket.
 
-    bucket_bytes: how many bytes of gradients its bucket holds at most; the same for all of its kind. grouped: whether all
+    bucket_bytes: the maximum bytes of gradients in its bucket; the same for all gradients of its kind. grouped: whether all
     gradients of its kind share one bucket of any size.
     """
 
@@ -52,8 +52,8 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
 
-    A bucket holds at most the bucket_bytes of its items, and the first one to fill first_bucket_bytes. Exceptions are groups,
-    and a single larger gradient, which has its own bucket. Buckets are in the order in which they fill up.
+    A bucket holds at most the bucket_bytes of its items, and the first bucket to fill at most first_bucket_bytes. Exceptions
+    are groups, and a single larger gradient, which has its own bucket. Buckets are in the order in which they fill up.
     """
     filling: dict[Hashable, list[int]] = {}
     filled_bytes: Counter[Hashable] = Counter()
@@ -79,7 +79,7 @@ def lay_out(items: Sequence[Item], members: Sequence[int]) -> BucketPlan:
 
 
 def packed(members: Sequence[int], shapes: Sequence[Sequence[int]]) -> BucketPlan:
-    """Return the plan of a buffer in which tensors of these shapes follow each other, with no presence beside them."""
+    """Return the plan of a buffer in which tensors of these shapes follow each other, without elements for presence."""
     *offsets, numel = itertools.accumulate(map(math.prod, shapes), initial=0)
     return BucketPlan(tuple(members), tuple(offsets), presence_offset=numel, numel=numel)
 

@@ -13,8 +13,9 @@ from gradwire.collectives.diagnostics.timeline import now_ns
 class Moment:
     """The durations of one exchange of gradients, in nanoseconds.
 
-    number: of the exchange, the same on all ranks. Each duration ends when all gradients were exchanged. waited_ns: since this
-    rank had all its gradients. exchange_ns: since its first bucket was sent. step_ns: since the end of the previous exchange.
+    number: of the exchange, the same on all ranks. Each duration ends when all gradients are exchanged. waited_ns begins when
+    this rank has all its gradients. exchange_ns begins when this rank sends its first bucket. step_ns begins at the end of the
+    previous exchange.
     """
 
     number: int
@@ -26,7 +27,7 @@ class Moment:
 class Moments:
     """Records the moments of an exchange, also in the Communicator's timeline if it has one.
 
-    last: the last exchanges, as many as keep() was called with.
+    last: the moments of the last exchanges; keep() sets how many.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -40,17 +41,17 @@ class Moments:
         self.last = deque(self.last, maxlen=max(count, self.last.maxlen or 0))
 
     def gradients_begin(self) -> None:
-        """Note that the first gradient of a backward() is ready."""
+        """Record that the first gradient of a backward() is ready."""
         self._began_ns = now_ns()
 
     def gradients_end(self) -> None:
-        """Note that the last gradient of a backward() is ready."""
+        """Record that the last gradient of a backward() is ready."""
         self._ready_ns = now_ns()
         if (lane := self._communicator.lane("training")) is not None:
             lane.span("backward", self._began_ns)
 
     def bucket_ready(self, number: int, nbytes: int) -> None:
-        """Note that a bucket is about to be sent."""
+        """Record that a bucket is about to be sent."""
         if not self._has_sent:
             self._has_sent = True
             self._sent_ns = now_ns()
@@ -61,11 +62,11 @@ class Moments:
             lane.mark("bucket ready", bucket=number, bytes=nbytes)
 
     def flush_begins(self) -> None:
-        """Note that this rank's gradients are exchanged now, outside of backward()."""
+        """Record that an exchange of this rank's gradients begins outside of backward()."""
         self._ready_ns = now_ns()
 
     def exchange_ends(self, number: int, wait_begin_ns: int) -> None:
-        """Note that all buckets are exchanged, after a wait that began at wait_begin_ns."""
+        """Record that all buckets are exchanged, after a wait that began at wait_begin_ns."""
         now = now_ns()
         if (lane := self._communicator.lane("training")) is not None:
             lane.span("wait", wait_begin_ns, exchange=number)

@@ -19,8 +19,8 @@ _WORD = 8
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """Compares the parameters of all ranks, which all_names() returns with their names, and, with_state, the optimizer's
-    state."""
+    """Compares the parameters of all ranks, and with_state also the optimizer's state. all_names: returns the parameters with
+    their names."""
 
     communicator: Communicator
     optimizer: torch.optim.Optimizer
@@ -28,8 +28,8 @@ class ReplicaCheck:
     with_state: bool = True
 
     def compare(self, step: int) -> None:
-        """Compare one number of each rank first, and all hashes only if these differ. Collective. Raises ReplicasDiffer on all
-        ranks. step: the number of the step, for the error."""
+        """Compare one hash of each rank first, and the hashes of all values only if the first ones differ. Collective. Raises
+        ReplicasDiffer on all ranks. step: the number of the step, for the error."""
         hashes = {name: hash_of(value) for name, value in self._values()}
         summary = f"{hash_of(tuple(hashes.items())):016x}"
         if len(set(self.communicator.allgather_record(summary))) == 1:
@@ -80,8 +80,8 @@ def hash_of(value: Any) -> int:
     """Return a 64-bit hash of this rank's part of a tensor, or of the repr() of another value.
 
     For a tensor, it is the hash of its bytes in logical order, for any strides, by
-    gradwire.collectives.kernels.reference.hashing; the last word is filled up with zeros. dtype, shape and device do not count.
-    Raises TypeError for a sparse one.
+    gradwire.collectives.kernels.reference.hashing; the last word is padded with zeros. The hash does not depend on dtype, shape
+    and device. Raises TypeError for a sparse tensor.
     """
     if not isinstance(value, Tensor):
         value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)

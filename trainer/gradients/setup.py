@@ -14,7 +14,7 @@ from gradwire.trainer.gradients.compression import Cast, Encoding, Policy
 
 @dataclass
 class Passes:
-    """Counts calls of backward(), of which the optimizer's step follows every `per_step`.
+    """Counts calls of backward(). The optimizer steps after every `per_step` calls.
 
     paused: while True, calls only accumulate gradients, and are not counted; set by no_sync(), not by rules. ended: the number
     of calls since the last exchange.
@@ -33,12 +33,12 @@ class Passes:
 class Setup:
     """The arguments of a DistributedOptimizer.
 
-    optimizer: the wrapped one. combination: the ranks and the op. policy: the encodings of gradients, in buckets of
-    bucket_bytes; None: of a size that suits each. passes: counts calls of backward(), of which passes.per_step come before a
-    step. groups: numbers of the groups of parameters; a group shares a bucket if the dtypes allow it, and other parameters are
-    fused by bucket_bytes. sparse_as_dense: whether sparse gradients are made dense. returning: with sharded states, the
-    encoding of the parameters' movements, which a rank sends after it has stepped its share; None sends the parameters
-    uncompressed.
+    optimizer: the wrapped optimizer. combination: the ranks and the op. policy: selects the encodings of gradients.
+    bucket_bytes: the maximum size of a bucket; None selects a default size for each kind of bucket. passes: counts calls of
+    backward(); a step follows passes.per_step of them. groups: the group number of each parameter in a group; a group shares a
+    bucket if the dtypes allow it, and other parameters are fused by bucket_bytes. sparse_as_dense: whether sparse gradients are
+    made dense. returning: with sharded states, the encoding of the parameters' movements, which a rank sends after it has
+    stepped its share; None sends the parameters uncompressed.
     """
 
     optimizer: torch.optim.Optimizer

@@ -17,10 +17,10 @@ ABSENT = -1
 
 
 class SparseGradients(Operations):
-    """Combines the sparse gradients of some parameters: every rank gathers the indices and values of all, and adds up.
+    """Combines the sparse gradients of some parameters: every rank gathers the indices and values of all ranks, and adds them.
 
-    items: numbers of the parameters. A rank may have any number of rows, or no gradient; of a dense gradient, the nonzero rows
-    are used. Values are sent by the parameter's cast; a codec does not apply to them. in_flight: whether they are being
+    items: numbers of the parameters. A rank may have any number of rows, or no gradient. Of a dense gradient, the nonzero rows
+    are sent. The parameter's cast applies to the values; a codec does not. in_flight: whether the gradients are being
     exchanged.
     """
 
@@ -46,7 +46,7 @@ class SparseGradients(Operations):
         super().start(step)
 
     def holds(self, item: int) -> bool:
-        """Return whether a parameter's gradient is the result of an exchange, with or without additions."""
+        """Return whether a parameter's gradient is the result of an exchange, even if more was added to it."""
         slot = self.items.index(item)
         result = self._results[slot]
         return result is not None and self._parameters[slot].grad is result
@@ -74,7 +74,7 @@ class SparseGradients(Operations):
             yield from self._gathered(slot, rows, sizes)
 
     def _gathered(self, slot: int, rows: Tensor | None, sizes: Sequence[Sequence[int]]) -> Iterator[Work]:
-        """Combine the gradients of one parameter. sizes: of each rank, the number of its rows and of their dimensions."""
+        """Combine the gradients of one parameter. sizes: by rank, the number of rows and of sparse dimensions."""
         counts = [max(0, count) for count, _ in sizes]
         dimensions = {dimension for count, dimension in sizes if count != ABSENT}
         if not dimensions:
@@ -109,7 +109,7 @@ class SparseGradients(Operations):
         yield self._combination.communicator.allgather(list(output.split(list(counts))), rows, async_op=True)
 
     def _rows_here(self, slot: int) -> Tensor | None:
-        """Return this rank's gradient, coalesced; None without one."""
+        """Return this rank's gradient, coalesced; None if there is none."""
         gradient = self._parameters[slot].grad
         if gradient is None:
             return None

@@ -1,9 +1,10 @@
-"""The decisions of a parameter server: which contributions make an update, when, and which workers may go on. No tensors, no
+"""Aggregator: decides which contributions make a server's next update, when, and which workers may continue. No tensors, no
 I/O.
 
-Four numbers give the classic schemes. With the quorum at the number of workers every update is a synchronous one; below it,
-updates do not wait for the slowest workers (backup workers, Chen et al. 2016); at 1, every contribution is applied on arrival
-(Downpour, Dean et al. 2012). staleness bounds how many steps workers are apart (stale synchronous parallel, Ho et al. 2013).
+The fields of a Scheme give the classic schemes. If the quorum is the number of workers, every update is synchronous. If it is
+smaller, updates do not wait for the slowest workers (backup workers, Chen et al. 2016). If it is 1, every contribution is
+applied on arrival (Downpour, Dean et al. 2012). staleness limits how many steps a worker may be ahead of the slowest (stale
+synchronous parallel, Ho et al. 2013).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of all contributions to one server, by what happened to them.
+    """Counts the contributions to one server.
 
-    updates: how many were made. staleness: the number of contributions by age, in versions; age 0 is in time. contributions:
-    the number from each worker. late: how many were late, including the dropped ones. dropped: how many of those were not used.
-    pending: how many wait for their update. lead: the most steps by which a worker that went on was ahead of the slowest. lost:
-    the workers that are left out.
+    updates: the number of updates made. staleness: the number of contributions by age, in versions; age 0 is in time.
+    contributions: the number from each worker. late: the number of late ones. dropped: the number of late ones that were not
+    used. pending: the number that wait for their update. lead: the most steps by which a worker that continued was ahead of the
+    slowest. lost: the workers that have failed.
     """
 
     updates: int
@@ -48,7 +49,7 @@ class Counts:
 
     @staticmethod
     def from_record(record: dict[str, Any]) -> Counts:
-        """Return the Counts of which to_record() made a record."""
+        """Return the Counts from a record of to_record()."""
         tables = {name: dict(map(tuple, record[name])) for name in ("staleness", "contributions")}
         return Counts(**{**record, **tables, "lost": tuple(record["lost"])})
 
@@ -69,9 +70,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class ServerReport(Counts):
-    """Holds the Counts of all contributions, counted at every server: a rank's step is one contribution to each.
+    """Holds the Counts summed over all servers. A step of a rank makes one contribution to each server.
 
-    servers: the number of servers. updates: the number of updates that they have made together.
+    servers: the number of servers. updates: the sum of the updates of all servers.
     """
 
     servers: int
@@ -93,11 +94,11 @@ class ServerReport(Counts):
 
 @dataclass(frozen=True)
 class Scheme:
-    """The conditions of an update.
+    """Holds the conditions of an update.
 
     quorum: how many workers must have contributed. grace_s: how many seconds the update then waits for others. staleness: how
-    many steps a worker may be ahead of the slowest; None for any number. late: the use of a contribution to an old version:
-    "weight", in the next update, with the weight 1 / (1 + age); "next", in it like any other; "drop", none.
+    many steps a worker may be ahead of the slowest; None for any number. late: how a contribution to an old version is used.
+    "weight": in the next update, weighted by 1 / (1 + age). "next": in the next update, like any other. "drop": not at all.
     """
 
     quorum: int
@@ -118,14 +119,14 @@ class Aggregator(Generic[_Value]):
     """Collects the workers' contributions, and decides which ones make the next update.
 
     Attributes: version, how many updates have been made; quorum, how many workers must contribute to an update: the scheme's
-    quorum, or fewer if workers have left; lost, the workers that have been lost. Times are those of one clock, in seconds.
+    quorum, or fewer if workers have left; lost, the workers that have failed. All times are seconds of the same clock.
     """
 
     def __init__(self, workers: Iterable[int], scheme: Scheme, version: int = 0) -> None:
         self.version = version
         self._scheme = scheme
-        self._clocks = dict.fromkeys(workers, 0)  # number of contributions, by worker that takes part
-        self._versions: dict[int, int] = {}  # the version to which each has contributed last
+        self._clocks = dict.fromkeys(workers, 0)  # the number of contributions of each remaining worker
+        self._versions: dict[int, int] = {}  # the version of each worker's last contribution
         self.lost: tuple[int, ...] = ()
         self.quorum = scheme.quorum
         self._pending: list[_Contribution[_Value]] = []
@@ -136,7 +137,7 @@ class Aggregator(Generic[_Value]):
 
     @property
     def holds_quorum(self) -> bool:
-        """Return whether the workers that still take part are enough for an update."""
+        """Return whether enough workers remain for an update."""
         return len(self._clocks) >= self.quorum
 
     @property
@@ -167,9 +168,9 @@ class Aggregator(Generic[_Value]):
         return now if not self.awaited else self._complete_at + self._scheme.grace_s
 
     def take(self, now: float) -> list[tuple[_Value, float]] | None:
-        """Return the contributions of the next update, with factors, ordered by worker; None if it is not due.
+        """Return the contributions of the next update with their factors, ordered by worker; None if no update is due.
 
-        A factor is the contribution's share of all weights, reduced for a late one by its age.
+        A factor is the contribution's weight / the sum of all weights. With late="weight", it is divided by 1 + age.
         """
         due_at = self.due_at(now)
         if due_at is None or now < due_at:
@@ -184,13 +185,13 @@ class Aggregator(Generic[_Value]):
         ]
 
     def may_go(self, worker: int) -> bool:
-        """Return whether a worker may go on with the newest parameters: an update was made since the version to which it
-        contributed, and it is not too many steps ahead."""
+        """Return whether a worker may continue with the newest parameters: an update has followed the version to which the
+        worker contributed, and the worker is not too many steps ahead."""
         return self.version > self._versions.get(worker, -1) and not self.blocking(worker)
 
     def blocking(self, worker: int) -> tuple[int, ...]:
-        """Return the workers for which a worker that has contributed waits: those without a contribution to its update; after
-        that update, those that are further behind than the staleness allows."""
+        """Return the workers that block a worker that has contributed: before the next update, those that have not contributed
+        to it; after it, those that are further behind than the staleness allows."""
         if self.version <= self._versions.get(worker, -1):
             return self.awaited
         bound = self._scheme.staleness
@@ -199,11 +200,11 @@ class Aggregator(Generic[_Value]):
         return tuple(sorted(other for other, clock in self._clocks.items() if self._clocks[worker] - clock > bound))
 
     def went(self, worker: int) -> None:
-        """Record that a worker goes on."""
+        """Record that a worker continues."""
         self._lead = max(self._lead, self._clocks[worker] - min(self._clocks.values()))
 
     def leave(self, worker: int, now: float) -> None:
-        """Remove a worker that contributes no more: the quorum becomes at most the number of the others."""
+        """Remove a worker that has finished. If the quorum could be reached, reduce it to at most the number of the others."""
         held = self.holds_quorum
         if self._clocks.pop(worker, None) is not None:
             if held:
@@ -211,7 +212,7 @@ class Aggregator(Generic[_Value]):
             self._note_quorum(now)
 
     def lose(self, worker: int, now: float) -> None:
-        """Remove a worker that has failed. Its contributions count."""
+        """Remove a worker that has failed. Its earlier contributions are still used."""
         if self._clocks.pop(worker, None) is not None:
             self.lost = tuple(sorted((*self.lost, worker)))
             self._note_quorum(now)
@@ -233,13 +234,13 @@ class Aggregator(Generic[_Value]):
         return {each.worker for each in self._pending}
 
     def _note_quorum(self, now: float) -> None:
-        """Record when the quorum is reached."""
+        """Record the time if the quorum has just been reached."""
         if self._complete_at is None and self._pending and len(self._contributors()) >= self.quorum:
             self._complete_at = now
 
 
 def _added(tables: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Return the sum of tables of counts, in the order of their keys."""
+    """Return the sum of tables of counts, sorted by key."""
     total: Counter[int] = Counter()
     for table in tables:
         total.update(table)

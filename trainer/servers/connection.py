@@ -1,4 +1,4 @@
-"""The means of exchange between servers and workers: Communicators of two ranks, flat buffers of tensors, records as JSON, and
+"""Tools for messages between servers and workers: Communicators of two ranks, flat buffers of tensors, records as JSON, and
 errors."""
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def open_pairs(
     world_ranks: Sequence[int],
     timeout_s: float | None = None,
 ) -> dict[int, Communicator]:
-    """Return by worker the Communicators of this rank that join the server, which is rank 1 in each, with workers on other ranks.
+    """Return this rank's Communicators that join a worker (rank 0) and the server (rank 1) on different ranks, by worker.
 
-    name: the same on all ranks, and used for nothing else. rank: this one. world_ranks: by rank, its rank in the world.
-    timeout_s: of each wait; None for that of init(). Collective: call it for one server after the other, in the same order on
-    all ranks, or ranks deadlock.
+    name: the same on all ranks, and not used for anything else. rank: this rank. world_ranks: the rank in the world of each
+    rank. timeout_s: the limit of each wait; None for that of init(). Collective: call it for one server after the other, in
+    the same order on all ranks, or ranks deadlock.
     """
     pairs: dict[int, Communicator] = {}
     try:
@@ -44,19 +44,19 @@ def open_pairs(
 
 
 def to_bytes(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor:
-    """Return a record as a tensor of uint8. default: converts other values, as of json.dumps."""
+    """Return a record as a tensor of uint8. default: converts values that JSON cannot hold, as in json.dumps."""
     return torch.frombuffer(bytearray(json.dumps(record, default=default).encode()), dtype=torch.uint8)
 
 
 def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
-    """Return a record of nbytes that a rank sends. After JSON, tuples are lists and keys are text."""
+    """Receive a record of nbytes from a rank, and return it. JSON turns tuples into lists and keys into strings."""
     text = torch.empty(nbytes, dtype=torch.uint8)
     communicator.recv(text, sender)
     return json.loads(text.numpy().tobytes())
 
 
 class Flat:
-    """A layout of tensors one after the other, on the CPU, in one buffer for each dtype. Attribute numel: the number of
+    """Lays out tensors one after another in CPU buffers, one buffer for each dtype. Attribute numel: the number of
     elements."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -70,11 +70,11 @@ class Flat:
         return len(self._sizes)
 
     def empty(self) -> list[Tensor]:
-        """Return new buffers."""
+        """Return new buffers, not initialized."""
         return [torch.empty(size, dtype=dtype) for dtype, size in self._sizes.items()]
 
     def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new buffers with these tensors, zeros for None."""
+        """Return new buffers with copies of these tensors, and zeros for None."""
         buffers = self.empty()
         for view, tensor in zip(self.views(buffers), tensors, strict=True):
             if tensor is None:
@@ -84,7 +84,7 @@ class Flat:
         return buffers
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that lie in buffers."""
+        """Return the tensors as views of the buffers."""
         rests = dict(zip(self._sizes, buffers, strict=True))
         views = []
         for dtype, shape in self._shapes:
@@ -103,7 +103,7 @@ class QuorumLost(CollectiveError):
 
 
 def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:
-    """Return an error of a Communicator of two ranks with the ranks' numbers among all. rank: this one."""
+    """Return an error of a Communicator of two ranks, with its ranks 0 and 1 replaced by those in pair. rank: this rank."""
     if isinstance(error, PeerLost):
         reasons = {pair[lost]: reason for lost, reason in error.reasons.items()}
         lost = [pair[lost] for lost in error.ranks]
@@ -115,12 +115,12 @@ def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, or its name if that is empty, as of KeyboardInterrupt."""
+    """Return the text of an error, or its class name if the text is empty, as for KeyboardInterrupt."""
     return str(error) or type(error).__name__
 
 
 def to_record(error: BaseException) -> dict[str, Any]:
-    """Return a record of an error for other ranks, which JSON can hold."""
+    """Return a record of an error, to be sent to other ranks as JSON."""
     record: dict[str, Any] = {"text": text_of(error)}
     if isinstance(error, QuorumLost):
         return {**record, "lost": error.ranks, "quorum": error.quorum}
@@ -132,8 +132,8 @@ def to_record(error: BaseException) -> dict[str, Any]:
 
 
 def from_record(record: dict[str, Any], rank: int, operation: str) -> CollectiveError:
-    """Return the error of a record from to_record(): a QuorumLost, PeerLost or CollectiveTimeout as it was, any other as a
-    CollectiveError with its text. rank, operation: where it is raised."""
+    """Return the error from a record of to_record(). QuorumLost, PeerLost and CollectiveTimeout keep their class; any other
+    error becomes a CollectiveError with its text. rank, operation: this rank and its operation, for the error."""
     if "quorum" in record:
         return QuorumLost(record["lost"], record["quorum"], rank=rank, operation=operation)
     if "lost" in record:

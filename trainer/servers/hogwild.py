@@ -19,30 +19,30 @@ from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_s
 from gradwire.trainer.world.world import communicator_of, here
 
 _LINE_BYTES = 64
-"""Each parameter begins on a cache line of its own."""
+"""The size of a cache line. Each parameter begins on a new cache line."""
 
 
 class Hogwild(WrappingOptimizer):
     """Wraps an optimizer so that all ranks of a host step the same parameters, without locks (Niu, Recht, Ré, Wright 2011).
 
-    The parameters move, with rank 0's values, to memory that all ranks share; model and optimizer keep their Parameter
-    objects. Each rank steps with its own gradients at any time, without communication, and the other ranks use the result in
-    their next forward. The optimizer's state, such as momentum, and the buffers of the model, such as running statistics,
-    remain separate on each rank.
+    The constructor moves the parameters, with rank 0's values, to memory that all ranks share; model and optimizer keep their
+    Parameter objects. Each rank steps with its own gradients at any time, without communication, and the other ranks use the
+    result in their next forward. The optimizer's state, such as momentum, and the buffers of the model, such as running
+    statistics, remain separate on each rank.
 
     If two ranks change the same number at the same moment, one change may be lost, and a gradient may be that of older
-    parameters. The paper shows that this does little harm if each gradient concerns few parameters: with an embedding of
-    sparse=True, SGD writes only the rows of the batch, while a dense gradient writes all. Runs with several ranks are not
+    parameters. The paper shows that this does little harm if each gradient changes few parameters: with an embedding of
+    sparse=True, SGD writes only the rows of the batch, while a dense gradient writes all rows. Runs with several ranks are not
     reproducible. docs/guides/hogwild.md is the guide.
 
-    optimizer: any torch optimizer that changes parameters in place, as torch's do.
-    named_parameters: as of DistributedOptimizer.
+    optimizer: any torch optimizer that changes parameters in place, as those of torch do.
+    named_parameters: as in DistributedOptimizer.
     process_set: ranks of one host; default: all.
 
-    If a rank dies, the others train on with what it has written. Checkpoints: after hvd.barrier(), save the model of any rank,
-    and each rank's own state_dict(), which is that of the wrapped optimizer.
+    If a rank dies, the others continue with the values that it has written. Checkpoints: after hvd.barrier(), save the model of
+    any rank, and each rank's own state_dict(), which is that of the wrapped optimizer.
 
-    Making it is collective. Raises ValueError or TypeError for invalid arguments; ValueError on all ranks if they are on
+    The constructor is collective. Raises ValueError or TypeError for invalid arguments; ValueError on all ranks if they are on
     several hosts, share no memory, or do not train the same parameters with the same layout; CollectiveError if there is too
     little memory.
     """
@@ -72,7 +72,7 @@ class Hogwild(WrappingOptimizer):
         self._is_closed = False
 
     def _move(self, process_set: ProcessSetLike) -> dict[str, int]:
-        """Move all parameters into memory that the ranks share, and return where each lies."""
+        """Move all parameters into memory that the ranks share, and return the address of each, by name."""
         communicator = communicator_of(process_set)
         order = agree_on_parameters(communicator, list(self._parameters), list(self._parameters.values()))
         parameters = [self._parameters[name] for name in order]
@@ -97,7 +97,7 @@ class Hogwild(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer on the shared parameters, with this rank's gradients; return what it returns.
+        """Step the wrapped optimizer on the shared parameters, with this rank's gradients, and return its result.
 
         Raises RuntimeError if a parameter is no longer in the shared memory, as after model.to().
         """
@@ -120,16 +120,15 @@ class Hogwild(WrappingOptimizer):
         raise ValueError(f"{here()}parameters cannot be added to a Hogwild optimizer once it is made")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, of this rank alone."""
+        """Return the state of this rank's wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer, on this rank only."""
+        """Load a state into this rank's wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Give this rank a copy of the current parameters, and leave the shared memory to the others. The wrapped optimizer
-        remains usable.
+        """Copy the current parameters from the shared memory to memory of this rank. The wrapped optimizer remains usable.
 
         Not collective: for equal copies on all ranks, call hvd.barrier() before and after.
         """
@@ -142,7 +141,7 @@ class Hogwild(WrappingOptimizer):
 
 
 def _check(name: str, parameter: Tensor) -> None:
-    """Raise TypeError or ValueError for a parameter that cannot lie in shared memory."""
+    """Raise TypeError or ValueError for a parameter that shared memory cannot hold."""
     if parameter.device.type != "cpu":
         raise ValueError(f"{here()}{name!r} is on {parameter.device}; Hogwild trains parameters on the CPU")
     if reason := refusal(parameter):

@@ -36,26 +36,26 @@ Key: TypeAlias = Name | Sequence[Name]
 
 
 class KVStore:
-    """Holds tensors by key at servers inside the ranks, which update them by what all ranks push: MXNet's KVStore.
+    """Stores tensors by key on servers inside the ranks. Servers update them with the tensors that ranks push, as in MXNet.
 
-    type: "dist_sync" (or "dist_device_sync"): an update of a key uses one push of every rank, in the order of ranks, so runs
-    repeat to the bit; a rank's pull waits until its pushes are applied. "dist_async": every push is an update, one at a time
-    per key, and no rank waits for others. "local" (or "device"): this process alone, with or without init(). Servers compute
-    on the CPU; tensors on GPUs are copied.
-    servers: the ranks that hold keys beside their own training; default: all. Each key is at one server as a whole.
+    type: "dist_sync" (or "dist_device_sync"): an update of a key adds one push of every rank, in the order of ranks, so runs
+    are bitwise reproducible; a rank's pull waits until its pushes are applied. "dist_async": every push makes an update, one at
+    a time per key, and no rank waits for others. "local" (or "device"): this process alone, with or without init(). Servers
+    compute on the CPU; tensors on GPUs are copied.
+    servers: the ranks that hold keys and also train; default: all. Each key is on one server.
 
     A key is an int or a str. Methods that take a key also take a list of keys, with a list of values. A value or out is a
     tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so the queue
     is empty, and priority has no effect.
 
-    Making it is collective, and so are init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and the two
-    methods of optimizer states: all ranks call them in the same order. push, pull, pushpull and row_sparse_pull are not. One
-    thread of a rank may use it.
+    The constructor is collective, and so are init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and
+    the two methods of optimizer states: all ranks call them in the same order. push, pull, pushpull and row_sparse_pull are not
+    collective. Only one thread of a rank may use the store.
 
     If a rank dies, the others continue with "dist_async"; only collective methods and the keys of that rank raise PeerLost.
-    With "dist_sync" a pull that waits for it raises QuorumLost, and one that waits for about the timeout_s of init()
-    CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost; one that calls close() is no longer waited for.
-    docs/guides/kvstore.md is the guide.
+    With "dist_sync", a pull that needs a push of the dead rank raises QuorumLost, and a pull that waits for about the timeout_s
+    of init() raises CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost. The others do not wait for a
+    rank that has called close(). docs/guides/kvstore.md is the guide.
 
     Raises ValueError for another type, and for servers that are not ranks.
     """
@@ -72,7 +72,7 @@ class KVStore:
 
     @property
     def type(self) -> str:
-        """Return the type with which it was made."""
+        """Return the type that was given to the constructor."""
         return self._type
 
     @property
@@ -86,9 +86,9 @@ class KVStore:
         return self._group.size
 
     def init(self, key: Key, value: Any) -> None:
-        """Give new keys the values of rank 0. Collective.
+        """Add new keys, with the values of rank 0. Collective.
 
-        Raises ValueError or TypeError on all ranks if one of them gives invalid values, a key that is known already, or other
+        Raises ValueError or TypeError on all ranks if one of them passes invalid values, a key that exists already, or other
         keys, shapes or dtypes than rank 0.
         """
         self._check()
@@ -105,15 +105,15 @@ class KVStore:
             spec = self._catalogue.add(name, first)
             if spec.server == self._group.rank and self._group.keys is not None:
                 self._group.keys.add(spec, first.clone(), self._factory)
-        self._group.meet()  # no rank pushes before all servers know the keys
+        self._group.meet()  # no rank pushes before all servers hold the keys
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
-        """Send values to be summed with those of the other ranks, and then passed to the optimizer, or assigned without one.
+        """Send values to the servers, whose optimizers step with the sum over all ranks; without an optimizer, assign the sum.
 
-        Several tensors for a key are summed on this rank. A push comes after all earlier calls of this rank for the key, and
-        does not wait for other ranks.
+        With "dist_async", a server uses each rank's push alone. Several tensors for a key are summed on this rank. A push takes
+        effect after all earlier calls of this rank for the key, and does not wait for other ranks.
 
-        Raises KeyError for a key that init() was not given, and ValueError for another shape or dtype, before anything is
+        Raises KeyError for a key that init() has not added, and ValueError for another shape or dtype, before anything is
         sent. Raises PeerLost if the rank that holds a key is lost.
         """
         self._check(priority)
@@ -128,7 +128,7 @@ class KVStore:
                 client.push(spec, total, None)
 
     def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Fill tensors with the newest values, which contain all earlier pushes of this rank.
+        """Copy the newest values into tensors. The values contain all earlier pushes of this rank.
 
         ignore_sparse: whether to skip sparse tensors in out; otherwise they raise ValueError.
 
@@ -149,7 +149,7 @@ class KVStore:
                         tensor.copy_(value)
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
-        """Push values, and pull into out, or else into the values themselves."""
+        """Push values, then pull into out, or into the values themselves if out is None."""
         self._check(priority)
         out = value if out is None else out
         self._catalogue.tensors(key, out, "out")  # checked before anything is pushed
@@ -157,7 +157,7 @@ class KVStore:
         self.pull(key, out)
 
     def broadcast(self, key: Key, value: Any, out: Any, priority: int = 0) -> None:
-        """Give keys that are new the values of rank 0, and fill out with them. Collective."""
+        """Add new keys with the values of rank 0, and copy these values into out. Collective."""
         self._check(priority)
         self.init(key, value)
         self.pull(key, out)
@@ -165,9 +165,9 @@ class KVStore:
     def row_sparse_pull(self, key: Key, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Fetch some rows of values; only these rows are sent.
 
-        row_ids: a tensor of row numbers, in any order, possibly repeated; or a list with one for each key, or for each tensor
-        in out of a single key.
-        out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; of a dense tensor only these rows are
+        row_ids: a tensor of row numbers, in any order, possibly repeated; or a list with one such tensor for each key, or, for
+        a single key, for each tensor in out.
+        out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; in a dense tensor, only these rows are
         written.
 
         Raises as pull() does; TypeError and ValueError for invalid row_ids.
@@ -184,10 +184,10 @@ class KVStore:
             fill_rows(tensor, rows, self._group.clients[spec.server].pull(spec, rows))
 
     def set_optimizer(self, optimizer: Factory) -> None:
-        """Update every key, present and future, by its own optimizer at its server. Collective.
+        """Make an optimizer for every key, present and future, on the key's server. Collective.
 
-        optimizer: a function that makes an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)
-        or torch.optim.Adam, with the same settings on all ranks. It steps with the sum of the pushed values, not the average.
+        optimizer: a function that makes an optimizer for a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)
+        or torch.optim.Adam, with the same settings on all ranks. It receives the sum of the pushed values, not the average.
         A second call replaces the optimizers and their states.
 
         Raises TypeError for anything else, ValueError if ranks differ, and for keys that are not floating-point tensors.
@@ -200,7 +200,7 @@ class KVStore:
                 check_updatable(spec.name, spec.shape, spec.dtype, optimizer)
             return name, f"{name} {settings}"
 
-        self.barrier()  # earlier pushes belong to the earlier optimizers
+        self.barrier()  # the earlier optimizers apply all earlier pushes
         self._optimizer_name = self._group.agreed(given)
         self._factory = optimizer
         if self._group.keys is not None:
@@ -215,7 +215,7 @@ class KVStore:
         needs error feedback, the error is added to this rank's next push to the key. Floating-point values are encoded as
         float32. Other values, and pulled values, are not compressed.
 
-        Raises ValueError for other types and settings; if ranks differ; and with "local" and "device", which send nothing.
+        Raises ValueError for other types and settings; if ranks differ; and for "local" and "device", which send nothing.
         """
         self._check()
         if self._group.communicator is None:
@@ -238,14 +238,14 @@ class KVStore:
         self._group.meet()
 
     def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Write the states of all optimizers to one file on rank 0, by torch.save. Collective.
+        """Write the states of all optimizers to one file on rank 0, with torch.save. Collective.
 
-        The values of keys are not in it: pull and save them. Raises ValueError before set_optimizer(). If fname is not a path,
-        raises TypeError on that rank and ValueError on the others; if the file cannot be written, OSError on rank 0 and
-        ValueError on the others.
+        The file does not contain the values of keys: pull and save them. Raises ValueError before set_optimizer(). If fname is
+        not a path, raises TypeError on that rank and ValueError on the others; if the file cannot be written, OSError on rank 0
+        and ValueError on the others.
         """
         path = self._agreed_path("save_optimizer_states", fname)
-        self.barrier()  # they then contain all earlier pushes
+        self.barrier()  # the states then contain all earlier pushes
         states = {} if self._group.keys is None else self._group.keys.state_dict()
         write_states(path, self._optimizer_name, states, self._group.communicator)
 
@@ -253,8 +253,8 @@ class KVStore:
         """Load the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the file.
         Collective.
 
-        Raises ValueError before set_optimizer(), for another kind of file, and if a key is not in it or its state cannot be
-        loaded, with nothing loaded. For fname and unreadable files, raises as save_optimizer_states() does.
+        Raises ValueError, with nothing loaded, before set_optimizer(), for another kind of file, and if the state of a key is
+        missing or cannot be loaded. For invalid paths and unreadable files, raises as save_optimizer_states() does.
         """
         path = self._agreed_path("load_optimizer_states", fname)
         self.barrier()
@@ -298,7 +298,7 @@ class KVStore:
     def report(self) -> Counts:
         """Return the counts of all pushes so far, summed over keys: updates, pushes by rank, and their ages in updates.
 
-        It returns after all pushes of this rank have arrived at the servers.
+        Returns after all pushes of this rank have arrived at the servers.
         """
         self._check()
         return Counts.total([client.counts() for client in self._group.clients.values()])
@@ -306,13 +306,13 @@ class KVStore:
     def close(self, timeout_s: float | None = None) -> None:
         """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
 
-        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, a warning is logged and they
-        are served no more. Further calls do nothing.
+        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, logs a warning and stops
+        serving them. Further calls do nothing.
         """
         self._group.part.close(timeout_s)
 
     def _check(self, priority: int = 0) -> None:
-        """Raise RuntimeError once it is closed, ValueError for a priority, by which nothing could be ordered."""
+        """Raise RuntimeError if the store is closed, and ValueError for a priority other than 0."""
         if self._group.part.is_closed:
             raise RuntimeError(f"{here()}this key-value store is closed")
         if priority != 0:
@@ -322,7 +322,7 @@ class KVStore:
             )
 
     def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:
-        """Return what a method of optimizer states is given, once all ranks have given a path. Collective."""
+        """Return the path given to a method of optimizer states, if all ranks have passed a valid one. Collective."""
         self._check()
         if self._factory is None:
             raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")

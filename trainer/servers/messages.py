@@ -1,4 +1,4 @@
-"""A worker's calls of an Updater: by messages to another rank, whose threads answer, or in its own process."""
+"""A worker's calls to an Updater: by messages if it is on another rank, whose threads answer; directly if on the same rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUSH, SETTINGS = range(OWN, OWN + 2)
 def answer(
     updater: Updater, packing: Packing, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
 ) -> Callable[[], Answer] | None:
-    """Answer a worker's request to an Updater: see serving.Answering. packing: that of the pushed gradients."""
+    """Handle a worker's request to an Updater, as serving.Answering describes. packing: how the pushed gradients are packed."""
     if kind == SETTINGS:
         updater.take_settings(worker, receive(communicator, int(numbers[0]), 0))
         return None
@@ -39,7 +39,7 @@ def answer(
 class RemoteUpdater(Client):
     """Calls an Updater on another rank.
 
-    settings: the optimizer whose param groups' settings are sent to the server when they change; None if the server has its
+    settings: the optimizer whose param group settings are sent to the server when they change; None if the server uses its
     own.
     """
 
@@ -57,7 +57,7 @@ class RemoteUpdater(Client):
         self._sent: Tensor | None = None
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
-        """Send a Sender's buffers of the gradients of a step."""
+        """Send the gradients of a step, in the buffers of Sender.encode()."""
         settings = None if self._settings is None else _settings_of(self._settings)
         with self._reached("step"):
             if settings is not None and (self._sent is None or not torch.equal(settings, self._sent)):
@@ -67,14 +67,15 @@ class RemoteUpdater(Client):
         self.is_answer_due = True
 
     def pull(self, timeout_s: float | None = None) -> tuple[int, list[Tensor]]:
-        """Wait for the version and the parameters with which to go on. timeout_s: until they begin to arrive; None for that of
-        the Communicator. Raises what Updater.exchange() does, and PeerLost with the server's rank if the server is lost."""
+        """Wait for the server's answer, and return its version and its buffers of parameters. timeout_s: the limit until the
+        answer begins to arrive; None for the Communicator's timeout. Raises the errors of Updater.exchange(), and PeerLost with
+        the server's rank if the server is lost."""
         buffers = self.packing.flat.empty()
         with self._reached("step"):
             return int(self._receive(buffers, timeout_s)), buffers
 
     def leave(self, deadline: float = 0.0) -> None:
-        """Receive the server's answer, if one is due and begins before the deadline; then leave, as Client.leave() does."""
+        """Receive the server's answer, if one is due and begins to arrive before the deadline; then call Client.leave()."""
         if self.is_answer_due:
             with suppress(CollectiveError):
                 self.pull(max(0.0, deadline - time.monotonic()))
@@ -82,7 +83,7 @@ class RemoteUpdater(Client):
 
 
 class LocalUpdater(LocalClient[Updater]):
-    """Calls the Updater of its own rank."""
+    """Calls the Updater on the same rank."""
 
     def __init__(self, updater: Updater, packing: Packing) -> None:
         super().__init__(updater)
@@ -90,19 +91,19 @@ class LocalUpdater(LocalClient[Updater]):
         self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
-        """Keep a Sender's buffers of the gradients of a step until pull()."""
+        """Decode the gradients of a step from the buffers of Sender.encode(), and keep them until pull()."""
         self._pushed = (version, weight, self.packing.decode(pushed, step))
 
     def pull(self) -> tuple[int, list[Tensor]]:
-        """Call Updater.exchange() with the kept buffers."""
+        """Call Updater.exchange() with the kept gradients, and return its result."""
         return self._served.exchange(self.server, *self._pushed)
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Return the settings of all param groups as a record. Raises TypeError for anything but numbers, strings and tuples."""
+    """Return the settings of all param groups, by to_bytes(). Raises TypeError for anything but numbers, strings and tuples."""
 
     def number_of(value: Any) -> Any:
-        if getattr(value, "ndim", None) == 0:  # of torch or NumPy
+        if getattr(value, "ndim", None) == 0:  # a scalar of torch or NumPy
             return value.item()
         raise TypeError(f"{here()}the setting {value!r} of a param group cannot be sent to a rank that serves only")
 

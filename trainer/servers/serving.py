@@ -1,12 +1,14 @@
 """The messages between a server inside a rank and its workers: the threads that answer requests, and the clients that send
 them.
 
-A worker on another rank has a Communicator of two ranks with the server: it has rank 0, and the server rank 1. A thread of the
-server receives from it. So threads do not wait for each other, and if a rank is lost, only its own Communicators break.
+The server and each worker on another rank share a Communicator of two ranks: the worker is rank 0, and the server is rank 1.
+For each worker, the server has a thread that receives requests. So threads do not wait for each other, and if a rank is lost,
+only its own Communicators break.
 
-A request is a head of four float64, its kind and three numbers whose meaning depends on the kind, and the kind's tensors. An
-answer is a head of two: DONE and a number, followed by the requested tensors; or FAILED and the number of bytes that follow,
-the record of an error as JSON. LEAVE has no answer. The answer to COUNTS is a record. Each server defines further kinds.
+A request is a head of four float64 values, the kind and three numbers whose meaning depends on the kind, followed by the
+tensors of that kind. An answer is a head of two float64 values: DONE and a number, followed by the requested tensors; or FAILED
+and a number of bytes, followed by the record of an error as JSON. LEAVE has no answer. The answer to COUNTS is a record. Each
+server defines further kinds.
 """
 
 from __future__ import annotations
@@ -28,43 +30,44 @@ from gradwire.trainer.servers.connection import from_record, of_pair, receive, t
 from gradwire.trainer.world.world import here
 
 LEAVE, COUNTS, OWN = range(3)
-"""The kinds of request that every server knows: a worker is done, or wants the Counts. From OWN on, each server has its own."""
+"""The kinds of request of every server: LEAVE, a worker has finished; COUNTS, return the Counts; OWN, its first own kind."""
 
 DONE, FAILED = range(2)
 
 Answer: TypeAlias = "tuple[float, Sequence[Tensor]]"
-"""A number and tensors, of which the kind of the request says what they are."""
+"""A number and tensors. Their meaning depends on the kind of the request."""
 
 Answering: TypeAlias = Callable[[int, Communicator, int, Sequence[float]], "Callable[[], Answer] | None"]
-"""Receives the rest of a request of one of the server's own kinds, given the worker, its Communicator, the kind and the three
-numbers; returns what computes the answer, None for no answer. What that raises, the worker raises."""
+"""A function that receives the tensors of a request of one of the server's own kinds. Its arguments are the worker, the
+worker's Communicator, the kind and the three numbers. It returns a function that computes the answer, or None for no answer. If
+that function fails, the worker raises its error."""
 
 _LET_GO_S = 2.0
-"""How long a thread has to end once its Communicator is closed."""
+"""How many seconds close() waits for a thread to end after it has closed the thread's Communicator."""
 
 _log = logging.getLogger("gradwire")
 
 
 class Served(Protocol):
-    """The data of a server. Attribute rank: the server's."""
+    """Holds the data of a server. Attribute rank: the server's rank."""
 
     rank: int
 
     def leave(self, worker: int) -> None:
-        """Remove a worker that is done."""
+        """Remove a worker that has finished."""
 
     def lose(self, worker: int, error: CollectiveError) -> None:
         """Remove a worker that has failed. error: the cause."""
 
     def counts(self) -> Counts:
-        """Return what became of all contributions so far."""
+        """Return the Counts of all contributions so far."""
 
 
 class Serving:
     """Answers workers on other ranks, each on a separate thread and Communicator.
 
-    served: its leave() and lose() are called for workers. answer: handles the kinds of request that the server defines.
-    Attribute name: of the server, in messages.
+    served: the server's data, with leave() and lose() to remove workers. answer: handles the kinds of request that the server
+    defines. Attribute name: the name of the server in messages.
     """
 
     def __init__(self, name: str, served: Served, answer: Answering, communicators: Mapping[int, Communicator]) -> None:
@@ -79,7 +82,8 @@ class Serving:
             thread.start()
 
     def join(self, deadline: float) -> bool:
-        """Wait until all workers are done or lost, at most until the deadline (time.monotonic()). Return whether they are."""
+        """Wait until all workers have left or are lost, at most until the deadline (time.monotonic()). Return whether they
+        have."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -118,7 +122,7 @@ def _received(communicator: Communicator, count: int) -> list[float]:
 
 
 def _send(communicator: Communicator, answer: Callable[[], Answer]) -> None:
-    """Compute an answer and send it, or the error that this raises."""
+    """Compute an answer and send it. If the computation fails, send its error."""
     try:
         kind, (number, tensors) = DONE, answer()
     except Exception as error:
@@ -134,9 +138,9 @@ class _Failed(Exception):
 
 
 class Client:
-    """Sends requests to a server on another rank. name: of the server, in messages.
+    """Sends requests to a server on another rank. name: the name of the server in messages.
 
-    Attributes: server, its rank; is_answer_due, whether an answer to this worker has not been received yet.
+    Attributes: server, the server's rank; is_answer_due, whether this worker still has to receive an answer.
     """
 
     def __init__(self, name: str, rank: int, server: int, communicator: Communicator) -> None:
@@ -154,8 +158,8 @@ class Client:
             return Counts.from_record(receive(self._communicator, int(self._receive()), 1))
 
     def leave(self, deadline: float = 0.0) -> None:
-        """Announce that this worker sends nothing more. If a message was interrupted, end the Communicator, which the server
-        notices. deadline (time.monotonic()): of answers that are due."""
+        """Announce that this worker sends nothing more. If a message was interrupted, close the Communicator, which the server
+        detects. deadline (time.monotonic()): the limit for subclasses that wait for an answer."""
         if self._is_between_messages:
             with suppress(CollectiveError):  # a lost server needs no announcement
                 self._request(LEAVE)
@@ -169,8 +173,8 @@ class Client:
             self._communicator.send(tensor, 1)
 
     def _receive(self, tensors: Sequence[Tensor] = (), timeout_s: float | None = None) -> float:
-        """Receive an answer into tensors, and return its number. timeout_s: until it begins; None for that of the Communicator.
-        Raises _Failed."""
+        """Receive an answer into tensors, and return its number. timeout_s: the limit until the answer begins; None for the
+        Communicator's timeout. Raises _Failed if the server sends an error."""
         head = torch.empty(2, dtype=torch.float64)
         if timeout_s is None:
             self._communicator.recv(head, 1)
@@ -186,8 +190,8 @@ class Client:
 
     @contextmanager
     def _reached(self, operation: str) -> Iterator[None]:
-        """Raise the error that the server has sent; raise those of the Communicator of two ranks with the ranks' numbers among
-        all."""
+        """Raise the error that the server has sent, if any. In errors of the Communicator of two ranks, replace ranks 0 and 1
+        by the worker's and the server's rank."""
         operation = f"{operation} at {self._name} on rank {self.server}"
         self._is_between_messages = False
         try:
@@ -204,7 +208,7 @@ _Held = TypeVar("_Held", bound=Served)
 
 
 class LocalClient(Generic[_Held]):
-    """Calls the server of its own rank, without messages."""
+    """Calls the server on the same rank, without messages."""
 
     is_answer_due = False
 
@@ -213,19 +217,19 @@ class LocalClient(Generic[_Held]):
         self._served = served
 
     def counts(self) -> Counts:
-        """Return what became of all contributions so far."""
+        """Return the Counts of all contributions so far."""
         return self._served.counts()
 
     def leave(self, deadline: float = 0.0) -> None:
-        """Announce that nothing more comes."""
+        """Announce that this worker sends nothing more."""
         self._served.leave(self.server)
 
 
 class Part:
-    """Holds this rank's server and clients until close(). timeout_s: of init().
+    """Holds this rank's server and clients until close(). timeout_s: the timeout_s of init().
 
-    Attributes: communicators, which it closes in reverse order; clients, one for each server that this rank uses; serving, the
-    threads of its own server, None if it does not serve; is_closed.
+    Attributes: communicators, which close() closes in reverse order; clients, one for each server that this rank uses; serving,
+    the threads of this rank's server, None if this rank does not serve; is_closed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -240,7 +244,8 @@ class Part:
         close the Communicators, and end the threads. Further calls do nothing.
 
         Servers whose answer is due get the announcement last, since other ranks may have to leave before they can answer.
-        timeout_s: how long to serve the others before a warning and the end; None for that of init().
+        timeout_s: how long to serve the others before a warning is logged and the Communicators are closed; None for the
+        timeout_s of init().
         """
         if self.is_closed:
             return

@@ -1,4 +1,4 @@
-"""The ranks that train at parameter servers: a Worker pushes gradients and pulls parameters, alone or for a group of Members."""
+"""Worker: pushes gradients to parameter servers and pulls parameters. Member: shares one Worker with a group of ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gradwire.trainer.servers.pushed import Sender
 class Worker:
     """Pushes gradients to all servers, and pulls parameters.
 
-    rank: this one, from which the seeds of its codecs follow. parameters: all of them. parts: for each server, its client and
-    the numbers of its parameters. Attributes: versions, of this rank's parameters, one for each server, in the order of parts;
-    steps, how many contributions it has made.
+    rank: this rank, which also seeds the codecs. parameters: all parameters. parts: for each server, its client and the numbers
+    of its parameters. Attributes: versions, for each server in the order of parts, the version of the parameters that this rank
+    pulled last; steps, the number of contributions made.
     """
 
     def __init__(
@@ -32,18 +32,18 @@ class Worker:
     ) -> None:
         self._parameters = list(parameters)
         self._parts = list(parts)
-        # Its own server first: its part in that update is what other ranks may wait for.
+        # Pull from this rank's own server first: LocalUpdater.pull() makes the contribution, for which other ranks may wait.
         self._pulls = sorted(range(len(parts)), key=lambda place: not isinstance(parts[place][0], LocalUpdater))
         self._senders = [Sender(client.packing, rank << 16 | client.server) for client, _ in self._parts]
         self.versions = [0] * len(self._parts)
         self.steps = 0
 
     def step(self, weight: float) -> None:
-        """Push this rank's gradients, and fill the parameters with the servers' newest."""
+        """Push this rank's gradients, and copy the servers' newest parameters into this rank's parameters."""
         self.exchange([parameter.grad for parameter in self._parameters], weight)
 
     def exchange(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        """Push gradients of all parameters, and fill these with the servers' newest."""
+        """Push gradients of all parameters, and copy the servers' newest parameters into this rank's parameters."""
         for place, (client, numbers) in enumerate(self._parts):
             pushed = self._senders[place].encode([gradients[number] for number in numbers], self.steps)
             client.push(self.versions[place], weight, self.steps, pushed)
@@ -56,15 +56,15 @@ class Worker:
                     self._parameters[number].copy_(newest)
 
     def counts(self) -> list[Counts]:
-        """Return what became of all contributions so far, at each server."""
+        """Return the Counts of all contributions so far, one for each server."""
         return [client.counts() for client, _ in self._parts]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of contributions, and the residuals of encodings by server."""
+        """Return the number of contributions, and the state of the Sender to each server."""
         return {"steps": self.steps, "senders": [sender.state_dict() for sender in self._senders]}
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:
-        """Go on where state_dict() was called, with parameters of this version."""
+        """Load a state of state_dict(). version: the version of the parameters at all servers."""
         self.steps = state["steps"]
         self.versions = [version] * len(self._parts)
         for sender, saved in zip(self._senders, state["senders"], strict=True):
@@ -72,10 +72,10 @@ class Worker:
 
 
 class Member:
-    """One of the ranks that average their gradients; the first of them pushes and pulls for all (Kurth et al. 2017).
+    """Averages gradients in a group of ranks; the first rank of the group pushes and pulls for all (Kurth et al. 2017).
 
-    rank: this one's number among all. communicator: of the group's ranks. worker: that of the first rank; None on the others.
-    servers: their number.
+    rank: this rank's number in the process set. communicator: joins the ranks of the group. worker: the Worker on the first
+    rank of the group; None on the others. servers: the number of servers.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class Member:
 
     @property
     def versions(self) -> list[int]:
-        """Return the versions of the parameters, by server."""
+        """Return the versions of the parameters, one for each server."""
         return self._versions if self._worker is None else self._worker.versions
 
     def step(self, weight: float) -> None:
-        """Average gradients by their weights; the first rank exchanges the average with the servers, and broadcasts the
-        parameters. Raises the first rank's error on all ranks of the group."""
+        """Compute the weighted average of the group's gradients; the first rank exchanges it with the servers, and broadcasts
+        the parameters. Raises the first rank's error on all ranks of the group."""
         gradients, total = self._average(weight)
         if self._worker is not None:
             try:
                 self._worker.exchange(gradients, total)
-            except BaseException as error:  # also Ctrl-C: the others wait for a record of this rank
-                with suppress(CollectiveError):  # if they are gone too, still raise this error
+            except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's record
+                with suppress(CollectiveError):  # if these ranks are lost too, still raise this error
                     self._communicator.allgather_record(to_record(error))
                 raise
         first = self._communicator.allgather_record({"versions": self.versions})[0]
@@ -111,7 +111,7 @@ class Member:
         self._share()
 
     def _average(self, weight: float) -> tuple[list[Tensor], float]:
-        """Return, on the first rank, the average of all ranks' gradients, by their weights, and the sum of these."""
+        """Return the weighted average of all ranks' gradients, on the first rank only, and the sum of the weights."""
         total = torch.tensor([weight], dtype=torch.float64)
         self._communicator.allreduce(total)
         buffers = self._flat.pack([parameter.grad for parameter in self._parameters])
@@ -121,7 +121,7 @@ class Member:
         return self._flat.views(buffers), total.item()
 
     def _share(self) -> None:
-        """Fill the parameters of the other ranks with those of the first."""
+        """Copy the first rank's parameters to the other ranks of the group."""
         buffers = self._flat.pack(self._parameters)
         for buffer in buffers:
             self._communicator.broadcast(buffer, 0)
@@ -131,7 +131,7 @@ class Member:
                     parameter.copy_(newest)
 
     def counts(self) -> list[Counts]:
-        """Return what became of all contributions so far, at each server. Raises RuntimeError on all ranks but the first."""
+        """Return the Counts of all contributions so far, one per server. Raises RuntimeError on all ranks but the first."""
         if self._worker is None:
             raise RuntimeError(
                 f"only the first rank of a group may ask its servers, not rank {self._communicator.rank} of it"
@@ -139,11 +139,11 @@ class Member:
         return self._worker.counts()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Worker's state; an empty one on ranks without a Worker."""
+        """Return the Worker's state; an empty dict on ranks without a Worker."""
         return {} if self._worker is None else self._worker.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:
-        """Go on where state_dict() was called, with parameters of this version."""
+        """Load a state of state_dict(). version: the version of the parameters at all servers."""
         if self._worker is not None:
             self._worker.load_state_dict(state, version)
         self._versions = [version] * len(self._versions)

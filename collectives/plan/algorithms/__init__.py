@@ -1,7 +1,7 @@
 """The planners: one algorithm a file, each a pure function from a Place to a Schedule.
 
-PLANNERS lists all algorithms, by collective and name. To add an algorithm, write its file and name it here; from outside,
-register_algorithm() adds to the list.
+PLANNERS lists all algorithms, by collective and name. To add an algorithm, write its file and name it here, or call
+register_algorithm() from other code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLANNERS: dict[str, dict[str, Planner]] = {
 #: Allreduces that are, to the bit, the reduce_scatter and then the allgather of the same name.
 IN_HALVES = ("ring", "rsag", "direct")
 
-#: Names that `algorithm=` gives another meaning.
+#: Names that have another meaning in `algorithm=`.
 RESERVED = ("auto", "one_shot", "two_shot")
 
 #: Algorithms that the links of this repository run by themselves, so that planners need other names.
@@ -56,8 +56,8 @@ _OF_LINKS = ("native", "shared")
 def register_algorithm(collective: str, name: str, planner: Planner) -> None:
     """Add an algorithm that Communicators made from now on can select by name. check_algorithm() checks it.
 
-    planner: a function that returns the Schedule of the rank that a Place describes. Every rank must register the same one:
-    ranks compare only the names, so a planner that sends something else needs another name.
+    planner: a function that returns the Schedule of the rank that a Place describes. Every rank must register the same planner.
+    Ranks compare only the names, so a planner that sends other messages needs another name.
 
     Raises ValueError for an unknown collective, and for a name that is malformed or taken; TypeError for a planner that cannot
     be called.

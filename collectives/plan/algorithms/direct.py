@@ -1,10 +1,10 @@
-"""Direct: every rank exchanges with every other in the same round. Fewest rounds; p(p - 1) messages, and a risk of incast.
+"""Direct: every rank exchanges with every other rank in one round. Fewest rounds; p(p - 1) messages, and a risk of incast.
 
 The two-shot allreduce (reduce-scatter, then allgather, each by one all-to-all) is the shape that quantized allreduce needs.
 With p ranks and n bytes, per rank: reduce_scatter, allgather and alltoall 1 round, (p - 1)/p n bytes sent; allreduce 2 rounds,
-2(p - 1)/p n, or in one round (p - 1) n, where each rank adds everything by itself; scatter and broadcast 1 round in which the
-root sends (p - 1)/p n and (p - 1) n; gather and reduce 1 round in which every other rank sends n/p and n. A rank adds the
-others' contributions to its own in rank order.
+2(p - 1)/p n, or 1 round, (p - 1) n, in which each rank adds all contributions by itself; scatter and broadcast 1 round in which
+the root sends (p - 1)/p n and (p - 1) n; gather and reduce 1 round in which every other rank sends n/p and n. A rank adds the
+contributions of the other ranks to its own in rank order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def allreduce(place: Place) -> Schedule:
 
 
 def one_shot(place: Place) -> Schedule:
-    """Send the whole buffer to all others, and add theirs, in one round: an allreduce that sends no sums."""
+    """Send the whole buffer to all other ranks, and add their buffers, in one round: an allreduce that sends no sums."""
     whole = (Span(0, 1),)
     sends = [send(peer, whole) for peer in _others(place)]
     return _schedule(place, 1, sends + [reduce(peer, whole) for peer in sorted(_others(place))])
@@ -80,7 +80,8 @@ def gather(place: Place) -> Schedule:
 def alltoall(place: Place) -> Schedule:
     """Send block i of the source to rank i; the block from rank i lands in block i of the destination.
 
-    The one collective whose two ends name different blocks, so source and destination must be different buffers.
+    In this collective alone, the two ends of a message name different blocks, so source and destination must be different
+    buffers.
     """
     sends = [send(peer, _block(peer)) for peer in _others(place)]
     receives = [receive(peer, _block(peer)) for peer in sorted(_others(place))]

@@ -1,10 +1,10 @@
 """Hierarchical allreduce: inside hosts, across hosts, inside hosts; only one copy of the data crosses each host's link.
 
-With h hosts, the smallest of g ranks: the buffer has g shards. (1) On every host rank i < g gathers and reduces shard i from
-its local peers; (2) the ranks i of all hosts allreduce shard i among themselves, around a ring unless another planner is given;
-(3) each sends shard i to its local peers. All g local ranks drive the wire at once; hosts may differ in size, and ranks may be
-numbered in any way. With the ring, per host and direction 2(h - 1)/h n bytes cross the link; a flat ring sends 2(p - 1)/p n
-there when neighbours share hosts, and up to g times as much when they do not. 2 + 2(h - 1) rounds.
+If the smallest of h hosts has g ranks, the buffer has g shards. (1) On every host, local rank i < g receives and reduces shard
+i from its local peers; (2) the local ranks i of all hosts allreduce shard i among themselves, around a ring unless another
+planner is given; (3) each of them sends shard i to its local peers. All g local ranks use the wire at once; hosts may differ in
+size, and ranks may be numbered in any way. With the ring, per host and direction 2(h - 1)/h n bytes cross the link; a flat ring
+sends 2(p - 1)/p n there when neighbours share hosts, and up to g times as much when they do not. 2 + 2(h - 1) rounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradwire.collectives.plan.spans import Span
 
 def inside(place: Place, blocks: int = 1) -> tuple[Round, Round]:
     """Return the first and the last round. In them, each shard goes from the ranks of a host to its driver, the rank that
-    allreduces it between hosts, and back. blocks: in a shard."""
+    allreduces it between hosts, and back. blocks: of a shard."""
     rank, hosts = place.rank, place.hosts
     local = next(host for host in hosts if rank in host)
     shards = min(len(host) for host in hosts)

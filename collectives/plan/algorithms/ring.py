@@ -23,7 +23,7 @@ def reduce_scatter(place: Place) -> Schedule:
 
 
 def allgather(place: Place) -> Schedule:
-    """Pass on what was received in the round before, the rank's own block first."""
+    """Send the rank's own block in the first round, and then the block that was received in the previous round."""
     rank, size = place.rank, place.size
     rounds = tuple(
         send((rank + 1) % size, circular(rank - k, 1, size))

@@ -24,7 +24,7 @@ def _skips(size: int) -> list[tuple[int, int]]:
 
 
 def reduce_scatter(place: Place) -> Schedule:
-    """Leave block r reduced on rank r. Counted from its own block, a rank halves the blocks it is responsible for."""
+    """Leave block r reduced on rank r. Each round halves the number of blocks, from its own on, that a rank still reduces."""
     rank, size = place.rank, place.size
     rounds = tuple(
         send((rank + skip) % size, circular(rank + skip, larger - skip, size))

@@ -2,8 +2,9 @@
 
 Thakur, Rabenseifner and Gropp (2005), sections 4.1 and 4.4. With p ranks and n bytes: broadcast and reduce take
 ceil(log2 p) rounds, broadcast's root sends ceil(log2 p) n bytes, in reduce every rank but the root sends n. allreduce is a
-reduce to rank 0 and a broadcast from it: 2 ceil(log2 p) rounds, 2(p - 1) messages of n bytes over all ranks. Ranks on slow
-links (Place.slow) are leaves: they send and receive n bytes, where a ring has them send and receive 2(p - 1)/p n.
+reduce to the first rank that is not on a slow link, and a broadcast from it: 2 ceil(log2 p) rounds, 2(p - 1) messages of n
+bytes over all ranks. Ranks on slow links (Place.slow) are leaves: they send and receive n bytes; in a ring they would send and
+receive 2(p - 1)/p n.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _order(place: Place) -> list[int]:
 
 
 def _levels(place: Place) -> list[tuple[int | None, int | None]]:
-    """Return for each level, from the leaves up: (parent to send to, child to receive from), each None where there is none."""
+    """Return for each level, from the leaves up: (parent to send to, child to receive from), each None if there is none."""
     size, order = place.size, _order(place)
     position = order.index(place.rank)
     levels: list[tuple[int | None, int | None]] = []

@@ -41,8 +41,8 @@ class Held:
 class Pieces:
     """Holds the pieces into which the shares of the buckets cut an optimizer's parameters.
 
-    The optimizer's state belongs to the pieces. If pieces change because buckets do, the state moves to the new ones: its parts
-    are summed over all ranks as integers, with zeros on the ranks that do not have them, so that no bit changes.
+    The optimizer's state belongs to the pieces. If the buckets and so the pieces change, the state moves to the new pieces: its
+    parts are summed over all ranks as integers. Ranks that do not hold a part add zeros, so no bit changes.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -86,7 +86,7 @@ class Pieces:
         self._transfers = self._new_transfers(buckets)
 
     def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
-        """Make a piece anew, and give it the existing state. Collective, if it had a state."""
+        """Make a new piece of a parameter, and move the existing state to it. Collective if an old piece has a state."""
         before = self._of.get(parameter)
         lacks = self._returning is not None
         piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], lacks)
@@ -103,8 +103,8 @@ class Pieces:
     def merged(self, piece: Piece, mine: Mapping[str, Any], held: Sequence[Held]) -> dict[str, Any]:
         """Return the state of a piece, from the parts of its parameter's state on all ranks. Collective.
 
-        mine: any rank's state, for entries that are not by element. held: this rank's part; together, the ranks hold every
-        element once. Raises ValueError for a state of other shapes.
+        mine: the state of any rank, for the names, the dtypes, and entries that are not by element. held: the parts that this
+        rank holds; together, the ranks hold every element once. Raises ValueError for a state of other shapes.
         """
         merged: dict[str, Any] = {}
         for name in sorted(mine):
@@ -128,7 +128,7 @@ class Pieces:
 
     @contextmanager
     def in_place_of_parameters(self) -> Iterator[None]:
-        """Put the pieces in place of the parameters in the optimizer's param groups, inside."""
+        """Replace the parameters in the optimizer's param groups with the pieces, inside the with block."""
         before = [group["params"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["params"] = [self._of[parameter].tensor for parameter in group["params"]]
@@ -144,18 +144,18 @@ class Pieces:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Give every piece the values of its parameter, and its gradient if the parameter has one."""
+        """Set every piece to the values of its parameter, and set its gradient if the parameter has one."""
         for transfer in self._transfers:
             transfer.fill()
 
     @torch.no_grad()
     def gather(self, step: int) -> None:
-        """Give the parameters the values of all ranks' pieces. Collective. step: how many exchanges of gradients came before."""
+        """Set the parameters to the values of all ranks' pieces. Collective. step: the number of earlier gradient exchanges."""
         for transfer in self._transfers:
             transfer.gather(step)
 
     def _new_transfers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
-        """Return the transfers of buckets, which share one memory of the longest one's size."""
+        """Return the transfers of buckets. Those of one dtype and device share memory of the size of their longest bucket."""
         longest: dict[tuple[torch.dtype, torch.device], int] = {}
         for bucket in buckets:
             kind, numel = (bucket.memory.dtype, bucket.memory.device), bucket.memory.numel()
@@ -171,7 +171,7 @@ class Pieces:
 
 
 def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a piece, cut from that of its whole parameter."""
+    """Return the state of a piece, cut from the state of its whole parameter."""
     parameter = piece.parameter
     cut = dict(state)
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""The elements of a parameter that a rank steps, its piece, and their places in memory."""
+"""A piece: the elements of a parameter that one rank steps, and their places in memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a parameter, from one element up to another, counted in the order of its memory."""
 
 LOST = "gradwire_owed"
-"""The name, in the state of a piece, of what codes have lost of each of its elements."""
+"""The key in the state of a piece for the error of codes: the part of the updates that the parameter misses."""
 
 
 @dataclass
 class Piece:
-    """The elements of a parameter that this rank steps: a tensor with one dimension, of the elements in `ranges`; in the
-    parameter's own memory if that is one range.
+    """The elements of a parameter that this rank steps. tensor: the elements in `ranges`, with one dimension; a view of the
+    parameter if there is one range and `lacks` is False.
 
-    by_rank: the ranges of all ranks. lacks: whether codes lose a part of the optimizer's updates, so that the parameter lacks
-    it. Then the tensor has separate memory, and holds that part between steps.
+    by_rank: the ranges of all ranks. lacks: whether codes lose a part of the optimizer's updates, which the parameter then
+    misses. If so, the tensor has separate memory, and holds that part between steps.
     """
 
     parameter: Tensor
@@ -36,13 +36,13 @@ class Piece:
         self.tensor = memory.new_zeros(length(self.ranges)) if self.lacks else in_place(memory, self.ranges)
 
     def set_lack(self, lost: Tensor | None) -> None:
-        """Set what the parameter lacks between steps; None for zero. Does nothing without `lacks`."""
+        """Set the part of the updates that the parameter misses; None sets zero. Does nothing if `lacks` is False."""
         if self.lacks:
             self.tensor.zero_() if lost is None else self.tensor.copy_(lost)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order in which they lie in memory, in the same memory."""
+    """Return a view of the elements of a dense tensor, in the order of memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -62,7 +62,7 @@ def in_place(flat: Tensor, ranges: Ranges) -> Tensor:
 
 
 def split(values: Tensor, ranges: Ranges) -> list[Tensor]:
-    """Return the parts of what taken() returned."""
+    """Split the result of taken() into the parts of each range."""
     return list(values.split([stop - start for start, stop in ranges]))
 
 

@@ -18,10 +18,10 @@ from gradwire.trainer.gradients.shards.ranges import Piece, in_place, memory_of,
 from gradwire.trainer.world.world import here
 
 _SHOT = 2
-"""Tells in seeds of stochastic rounding what is drawn here from what is drawn for gradients, whose shots are 0 and 1."""
+"""Makes the seeds of stochastic rounding here differ from those for gradients, whose shots are 0 and 1."""
 
 _Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
-"""Tensors that are changed, and those, at the same places, by which they are."""
+"""Tensors to change, and at the same places the tensors to copy to, add to or subtract from them."""
 
 
 def movements_as(compression: Compressor) -> Cast | Encoding | None:
@@ -39,9 +39,9 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
 
 
 class Transfer:
-    """Gives a bucket's parameters to the optimizer, and the stepped ones to all ranks, through views that are made once.
+    """Copies a bucket's parameters to the optimizer's pieces, and the stepped pieces to all ranks, by views that are made once.
 
-    flat: memory with the bucket's layout, which others may use except during gather().
+    flat: memory with the bucket's layout. Other transfers may use it except during gather().
     """
 
     def __init__(self, bucket: Bucket, pieces: Sequence[Piece], flat: Tensor, combination: Combination) -> None:
@@ -61,10 +61,10 @@ class Transfer:
         return [part for piece, parts in pairs if piece.parameter.grad is not None for part in parts]
 
     def _make_views(self) -> None:
-        """Make views of the parameters at their present addresses."""
+        """Make views of the parameters at their current addresses."""
         self._addresses = [piece.parameter.data_ptr() for piece in self._pieces]
         self._homes: list[Tensor] = []
-        """Where each piece belongs; an optimizer may give it other memory."""
+        """The memory of each piece; gather() restores it if an optimizer has given the piece other memory."""
         self._filled: _Pairs = [], []
         self._taken: _Pairs = [], []
         self._given: _Pairs = [], []
@@ -74,7 +74,7 @@ class Transfer:
             self._join(piece, memory_of(piece.parameter), self._flat[span])
 
     def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
-        """Make the views of a parameter. whole: its elements. place: of them in `flat`."""
+        """Make the views of a parameter. whole: its elements. place: their place in `flat`."""
         ranges = piece.ranges
         is_one = len(ranges) == 1
         if is_one and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
@@ -91,7 +91,7 @@ class Transfer:
             _pair(self._given, [whole], [place])
 
     def fill(self) -> None:
-        """Give the pieces their values and gradients, for the optimizer."""
+        """Set the values and gradients of the pieces, for the optimizer."""
         if self._addresses != [piece.parameter.data_ptr() for piece in self._pieces]:
             self._make_views()
         _apply(torch._foreach_copy_, self._filled)
@@ -99,7 +99,7 @@ class Transfer:
             piece.tensor.grad = gradient if piece.parameter.grad is not None else None
 
     def gather(self, step: int) -> None:
-        """Copy the stepped pieces to all ranks' parameters. Collective. step: how many exchanges of gradients came before."""
+        """Copy the stepped pieces to all ranks' parameters. Collective. step: the number of earlier exchanges of gradients."""
         for piece, home in zip(self._pieces, self._homes, strict=True):
             if piece.tensor.data_ptr() != home.data_ptr():
                 home.copy_(piece.tensor)
@@ -118,8 +118,8 @@ class Transfer:
 
 
 class CodedTransfer(Transfer):
-    """Sends the optimizer's movements of the pieces to all ranks, as codes. Their error stays with the piece, and is added to
-    its next movement, so every codec has error feedback here (8-bit weights on the wire: ZeRO++, Wang et al. 2023).
+    """Sends the optimizer's movements of the pieces to all ranks, as codes. A piece keeps the error of its code, which is added
+    to its next movement, so every codec has error feedback here (8-bit weights on the wire: ZeRO++, Wang et al. 2023).
 
     kind: the encoding of movements, by a codec without state. number: differs between buckets.
     """
@@ -175,7 +175,7 @@ class CodedTransfer(Transfer):
         _apply(torch._foreach_sub_, self._lost)
 
     def _gather_codes(self, codec: Codec, step: int) -> None:
-        """Fill `flat` with the decoded codes of all ranks' shares, this one's among them. Collective."""
+        """Fill `flat` with the decoded codes of all ranks' shares, including this rank's own. Collective."""
         rank, device = self._communicator.rank, self._flat.device
         codes = [torch.empty(codec.wire_bytes(each), dtype=torch.uint8, device=device) for each in self._lengths]
         mine = torch.empty_like(codes[rank])
@@ -193,12 +193,12 @@ class CodedTransfer(Transfer):
 
 
 def _pair(pairs: _Pairs, changed: Sequence[Tensor], by: Sequence[Tensor]) -> None:
-    """Add pairs of each tensor and the other one at its place."""
+    """Append the tensors to change, and the tensors by which to change them."""
     pairs[0].extend(changed)
     pairs[1].extend(by)
 
 
 def _apply(function: Callable[[list[Tensor], list[Tensor]], Any], pairs: _Pairs) -> None:
-    """Apply one of torch's foreach functions to all pairs; none takes empty lists."""
+    """Apply one of torch's foreach functions to all pairs. These functions do not take empty lists."""
     if pairs[0]:
         function(*pairs)

@@ -1,4 +1,4 @@
-"""The keys of a key-value store as all ranks know them, and the checks of keys, tensors, rows and optimizers from callers."""
+"""Catalogue: lists a key-value store's keys, equally on all ranks. Functions check keys, tensors, rows and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.trainer.world.world import here
 
 
 class Catalogue:
-    """Lists the keys, in the order in which they were added. servers: the ranks that hold keys, each key as a whole."""
+    """Lists the keys, in the order in which they were added. servers: the ranks that hold keys; each key is on one server."""
 
     def __init__(self, servers: Iterable[int]) -> None:
         self._specs: dict[Name, KeySpec] = {}
@@ -26,14 +26,14 @@ class Catalogue:
         return len(self._specs)
 
     def add(self, name: Name, value: Tensor) -> KeySpec:
-        """Add a new key with a value of this shape and dtype, at the server whose keys have the fewest elements."""
+        """Add a key with this value's shape and dtype, on the server with the fewest elements. Return its KeySpec."""
         server = min(self._loads, key=lambda server: self._loads[server])
         self._loads[server] += max(1, value.numel())
         self._specs[name] = KeySpec(name, len(self._specs), value.shape, value.dtype, server)
         return self._specs[name]
 
     def new_values(self, key: Any, value: Any) -> dict[Name, Tensor]:
-        """Return what is given for new keys. Raises TypeError for what is no tensor, ValueError for a key that is known."""
+        """Return the values of new keys, by key. Raises TypeError if a value is not a tensor, ValueError if a key exists."""
         named = {}
         for name, tensor in pairs_of(key, value, "value"):
             if not isinstance(tensor, Tensor):
@@ -44,7 +44,7 @@ class Catalogue:
         return named
 
     def tensors(self, key: Any, given: Any, what: str) -> list[tuple[KeySpec, list[Tensor]]]:
-        """Return known keys, each with the tensors given for it. what: the argument's name.
+        """Return the KeySpec of each key with the tensors given for it. what: the argument's name.
 
         Raises KeyError for an unknown key, TypeError or ValueError for tensors that do not match its value.
         """
@@ -65,9 +65,9 @@ class Catalogue:
 
 
 def pairs_of(key: Any, values: Any, what: str) -> list[tuple[Name, Any]]:
-    """Return each key with the argument for it. what: the argument's name.
+    """Return each key with its value. what: the argument's name.
 
-    Raises TypeError for keys other than int or str, ValueError for lists of another length and keys given twice.
+    Raises TypeError for keys other than int or str, ValueError if there are not as many values as keys or a key is given twice.
     """
     if not isinstance(key, (list, tuple)):
         pairs = [(key, values)]
@@ -87,7 +87,7 @@ def pairs_of(key: Any, values: Any, what: str) -> list[tuple[Name, Any]]:
 
 
 def tensors_of(name: Name, value: Any, what: str) -> list[Tensor]:
-    """Return the tensors that are given for one key. Raises TypeError for anything but a tensor or a list of them."""
+    """Return the tensors given for one key. Raises TypeError for anything but a tensor or a list of them."""
     tensors = list(value) if isinstance(value, (list, tuple)) else [value]
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"{here()}{what} of key {name!r} must be a tensor or a list of tensors, not {value!r}")
@@ -104,7 +104,7 @@ def check_tensor(spec: KeySpec, tensor: Tensor, what: str) -> None:
 
 
 def rows_of(spec: KeySpec, row_ids: Any) -> Tensor:
-    """Return the numbers of rows, sorted and each once, on the CPU. Raises ValueError or TypeError for invalid ones."""
+    """Return the row numbers, sorted and without duplicates, on the CPU. Raises ValueError or TypeError for invalid ones."""
     if not isinstance(row_ids, Tensor) or row_ids.is_floating_point() or row_ids.dtype == torch.bool:
         raise TypeError(f"{here()}row_ids of key {spec.name!r} must be a tensor of whole numbers, not {row_ids!r}")
     if not spec.shape:
@@ -119,8 +119,8 @@ def rows_of(spec: KeySpec, row_ids: Any) -> Tensor:
 
 
 def lists_of_rows(key: Any, outs: Sequence[list[Tensor]], row_ids: Any) -> list[list[Any]]:
-    """Return the row_ids of each tensor in outs, which has a list for each key, from one for all of them, one for each
-    key, or one for each tensor of a single key. Raises ValueError for another number."""
+    """Return the row_ids of each tensor in outs, which has a list of tensors for each key. row_ids: one for all tensors, one
+    for each key, or one for each tensor of a single key. Raises ValueError for another number."""
     given = list(row_ids) if isinstance(row_ids, (list, tuple)) else [row_ids]
     if len(given) == 1:
         return [given * len(tensors) for tensors in outs]
@@ -135,7 +135,7 @@ def lists_of_rows(key: Any, outs: Sequence[list[Tensor]], row_ids: Any) -> list[
 
 
 def described(factory: Factory) -> tuple[str, str]:
-    """Return the class and settings of the optimizers that a factory makes. Raises TypeError for what is no factory."""
+    """Return the class name and settings of the optimizers that a factory makes. Raises TypeError if it is not a factory."""
     wanted = (
         "set_optimizer needs a function that makes an optimizer of a list of tensors, such as "
         "functools.partial(torch.optim.SGD, lr=0.1)"
@@ -166,19 +166,19 @@ def check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: 
 
 
 def is_sparse(tensor: Tensor) -> bool:
-    """Return whether a tensor keeps its numbers in another way than one by one."""
+    """Return whether a tensor has a layout other than torch.strided."""
     return tensor.layout is not torch.strided
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor with all of its numbers, without a gradient."""
+    """Return the tensor in dense layout, detached from the autograd graph."""
     tensor = tensor.detach()
     return tensor.to_dense() if is_sparse(tensor) else tensor
 
 
 @torch.no_grad()
 def fill_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write the values of some rows: a sparse tensor then consists of these; the other rows of a dense one are unchanged."""
+    """Write the values of some rows. A sparse tensor then consists of these rows; a dense tensor keeps its other rows."""
     if is_sparse(tensor):
         made = torch.sparse_coo_tensor(rows[None], values, tensor.shape, is_coalesced=True, check_invariants=False)
         tensor.copy_(made)

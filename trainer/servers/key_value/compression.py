@@ -1,4 +1,4 @@
-"""The compression of pushes to a key-value store: MXNet's 2-bit codec, the other codecs by MXNet's form of arguments, and error
+"""The compression of pushes to a key-value store: MXNet's 2-bit codec, the selection of a codec by MXNet's arguments, and error
 feedback."""
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SHIFTS = (0, 2, 4, 6)
 
 @dataclass(frozen=True)
 class TwoBit(Codec):
-    """Sends threshold, 0 or -threshold, in two bits: the first from threshold on, the last from -threshold on.
+    """Encodes a number in two bits: as threshold if it is >= threshold, as -threshold if it is <= -threshold, else as 0.
 
-    This is MXNet's "2bit", used with error feedback. It is not registered, since a fixed threshold needs a user who knows the
-    size of the gradients. A number that is not finite decodes to NaN, once. In plain torch: the servers of a key-value store
-    compute on the CPU.
+    This is MXNet's "2bit", used with error feedback. It is not registered, since a user must know the size of the gradients to
+    choose the threshold. A number that is not finite decodes to NaN, and its residual becomes 0. The implementation is plain
+    torch, since the servers of a key-value store compute on the CPU.
     """
 
     name: ClassVar[str] = "2bit"
@@ -65,9 +65,10 @@ class TwoBit(Codec):
 
 
 def codec_of(params: Mapping[str, Any]) -> Codec:
-    """Return the codec of a "type" with its settings, such as {"type": "2bit", "threshold": 0.5}.
+    """Return the codec that a dict with a "type" and its settings describes, such as {"type": "2bit", "threshold": 0.5}.
 
-    Raises ValueError, which lists the types, or the settings of one; TypeError for a setting of a wrong type.
+    Raises ValueError with a list of the types for an unknown type, and with a list of its settings for an unknown setting; the
+    codec raises ValueError or TypeError for an invalid value.
     """
     known: dict[Any, type[Codec]] = {
         TwoBit.name: TwoBit,
@@ -84,7 +85,7 @@ def codec_of(params: Mapping[str, Any]) -> Codec:
 
 
 class Encoder:
-    """Encodes one worker's pushes, and keeps each key's error until the next push."""
+    """Encodes one worker's pushes. If the codec needs error feedback, adds the error of a push to the next push to the key."""
 
     def __init__(self, codec: Codec, rank: int) -> None:
         self._codec = codec
@@ -94,7 +95,7 @@ class Encoder:
         self._states: dict[int, State | None] = {}
 
     def encode(self, spec: KeySpec, value: Tensor) -> tuple[int, Tensor]:
-        """Return how many pushes to this key came before, and the code."""
+        """Return the number of earlier pushes to this key, and the code."""
         values = value.to(torch.float32).reshape(-1).contiguous()
         numel, number = values.numel(), spec.number
         if number not in self._steps:

@@ -1,4 +1,4 @@
-"""The workers and servers of one key-value store: this rank's connections to the others, and their agreement."""
+"""KeyGroup: connects this rank to the servers of a key-value store, and checks that all ranks pass equal arguments."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ _Result = TypeVar("_Result")
 
 
 class KeyGroup:
-    """Joins a worker with the servers of a key-value store, one of which may be its own. Collective, unless it is alone.
+    """Connects a worker to the servers of a key-value store, one of which may be on its own rank. Collective, unless alone.
 
-    alone: whether the store is of this process only. asynchronous: whether every push makes an update. servers: the ranks that
-    serve. Attributes: rank and size among the workers; communicator, of all of them, None if alone; keys, those of this rank's
-    server, None if it does not serve; clients, by the server's rank; part, whose close() ends all of it.
+    alone: whether the store belongs to this process only. asynchronous: whether every push makes an update. servers: the ranks
+    that serve; None for all. Attributes: rank, the worker's number; size, the number of workers; communicator, which joins all
+    workers, None if alone; keys, the Keys of this rank's server, None if this rank does not serve; clients, by the server's
+    rank; part, whose close() ends the server and the clients.
     """
 
     def __init__(self, *, alone: bool, asynchronous: bool, servers: Sequence[int] | None) -> None:
@@ -51,7 +52,7 @@ class KeyGroup:
             raise
 
     def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
-        """Make this rank's server and its connections to the others."""
+        """Make this rank's server, if it serves, and its connections to the other ranks."""
         rank = self.rank
         token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
         everyone = range(self.size)
@@ -67,15 +68,16 @@ class KeyGroup:
         self.part.clients += self.clients.values()
 
     def agreed(self, compute: Callable[[], tuple[_Result, Any]]) -> _Result:
-        """Return the first of the two results of compute(), if the second, which JSON must be able to hold, is the same on all
-        ranks. Collective.
+        """Call compute(), which returns a result and a record that JSON can hold. Return the result if all ranks have the same
+        record. Collective.
 
-        Raises this rank's error; ValueError on all ranks if another rank has one, or the second results differ.
+        If compute() fails on a rank, raises its error on that rank and ValueError on the others. Raises ValueError on all ranks
+        if the records differ.
         """
         result, record, error = None, None, None
         try:
             result, record = compute()
-        except Exception as caught:  # the others wait for a record of this rank
+        except Exception as caught:  # the other ranks wait for this rank's record
             error = caught
         everyones = [[None, record]]
         if self.communicator is not None:
@@ -92,7 +94,7 @@ class KeyGroup:
         return cast(_Result, result)
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return rank 0's tensors, on the CPU; the others give some of the same shapes and dtypes. Collective."""
+        """Return rank 0's tensors, on the CPU. The other ranks pass tensors of the same shapes and dtypes. Collective."""
         flat = Flat(tensors)
         buffers = flat.pack(tensors)
         if self.communicator is not None:

@@ -1,4 +1,4 @@
-"""The keys of a key-value store that one server holds: an Entry for each, with its value, and the Keys of the server."""
+"""Entry: holds one key of a key-value store with its value. Keys: holds all Entries of one server."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gradwire.trainer.servers.connection import QuorumLost
 Name: TypeAlias = int | str
 
 Factory: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
-"""Makes an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)."""
+"""A function that makes an optimizer for a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)."""
 
 
 @dataclass(frozen=True)
 class KeySpec:
-    """The description of a key, the same on all ranks. number: how many keys were added before it. server: the rank that holds
+    """Describes a key, equally on all ranks. number: the number of keys that were added before it. server: the rank that holds
     it."""
 
     name: Name
@@ -36,15 +36,15 @@ class KeySpec:
 
     @property
     def travels_coded(self) -> bool:
-        """Return whether a codec, if there is one, encodes pushes to this key."""
+        """Return whether pushes to this key are encoded if the store has a codec."""
         return self.dtype.is_floating_point and self.shape.numel() > 0
 
 
 class Entry:
     """Holds the value of one key, and updates it by the sum of the workers' pushes.
 
-    With a quorum of all workers, an update uses one push of each, its first unused one; further pushes of a worker wait for the
-    others'. With a quorum of 1, every push makes an update at once.
+    With a quorum of all workers, an update uses the first unused push of each worker; a worker's further pushes wait for the
+    next updates. With a quorum of 1, every push makes an update at once.
     """
 
     def __init__(self, spec: KeySpec, value: Tensor, workers: Iterable[int], scheme: Scheme) -> None:
@@ -55,11 +55,11 @@ class Entry:
         self._changed = threading.Condition()
         self._aggregator: Aggregator[Tensor] = Aggregator(workers, scheme)
         self._kept: dict[int, deque[tuple[int, Tensor]]] = {worker: deque() for worker in workers}
-        self._pulled = dict.fromkeys(self._kept, 0)  # the version that each worker has pulled last
+        self._pulled = dict.fromkeys(self._kept, 0)  # the version of each worker's last pull
         self._leaving: set[int] = set()
 
     def push(self, worker: int, gradient: Tensor) -> None:
-        """Add a worker's push, and make the update that is due, if any."""
+        """Add a worker's push, and make the updates that are due."""
         with self._changed:
             self._kept[worker].append((self._pulled[worker], gradient))
             self._advance()
@@ -67,8 +67,8 @@ class Entry:
     def pull(self, worker: int, rows: Tensor | None, timeout_s: float, rank: int) -> Tensor:
         """Wait until all pushes of this worker are applied, and return a copy of the value, or of some of its rows.
 
-        rank: of the server, for errors. Raises QuorumLost if they can never be applied, CollectiveTimeout after timeout_s
-        seconds, and CollectiveError if the optimizer has failed.
+        rank: the server's rank, for errors. Raises QuorumLost if too few workers remain to apply the pushes, CollectiveTimeout
+        after timeout_s seconds, and CollectiveError if the optimizer has failed.
         """
         operation = f"pull of key {self.spec.name!r} by rank {worker}"
         deadline = time.monotonic() + timeout_s
@@ -89,24 +89,24 @@ class Entry:
             return self._value.clone() if rows is None else self._value[rows]
 
     def leave(self, worker: int) -> None:
-        """Remove a worker that is done, once its pushes are used."""
+        """Remove a worker that has finished, once its pushes are applied."""
         with self._changed:
             self._leaving.add(worker)
             self._advance()
 
     def lose(self, worker: int) -> None:
-        """Go on without a worker that has failed."""
+        """Remove a worker that has failed."""
         with self._changed:
             self._aggregator.lose(worker, time.monotonic())
             self._advance()
 
     def counts(self) -> Counts:
-        """Return what became of all pushes so far."""
+        """Return the Counts of all pushes so far."""
         with self._changed:
             return self._aggregator.counts()
 
     def set_optimizer(self, factory: Factory) -> None:
-        """Update the value by this new optimizer from now on."""
+        """Make an optimizer for the value; all later updates use it."""
         with self._changed:
             self._optimizer = factory([self._value])
             self._failure = None
@@ -117,7 +117,7 @@ class Entry:
             return None if self._optimizer is None else self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what state_dict() returned into the optimizer."""
+        """Load a state of state_dict() into the optimizer."""
         with self._changed:
             assert self._optimizer is not None
             self._optimizer.load_state_dict(state)
@@ -137,7 +137,7 @@ class Entry:
                 break
             try:
                 self._update(summed([gradient for gradient, _ in shares]))
-            except Exception as error:  # it concerns every worker, not only the last one that pushed
+            except Exception as error:  # every worker must raise it, not only the last one that pushed
                 self._failure = error
         self._changed.notify_all()
 
@@ -151,8 +151,8 @@ class Entry:
 
 
 def summed(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape and dtype, in their order; halves are added in float32. A single one is returned
-    unchanged."""
+    """Return the sum of tensors of one shape and dtype, in their order; float16 and bfloat16 are added in float32. A single
+    tensor is returned unchanged."""
     first, *others = tensors
     if not others:
         return first
@@ -164,14 +164,14 @@ def summed(tensors: Sequence[Tensor]) -> Tensor:
 
 
 _SPEAKS_FIRST = 0.9
-"""The share of timeout_s for which a server waits for other workers: so it is the server, which knows for whom it waits, that
-says so, and not the worker that waits for the server."""
+"""The fraction of timeout_s for which a server waits for other workers. The server then times out before the worker that waits
+for it, and its error names the missing workers."""
 
 
 class Keys:
-    """Holds all keys of one server. Attributes: rank, that of the server; codec, that of pushes with a step.
+    """Holds all keys of one server. Attributes: rank, the server's rank; codec, which decodes the pushes with a step.
 
-    timeout_s: how long a worker waits for an update before it raises.
+    timeout_s: the timeout of init(); a pull raises CollectiveTimeout after 0.9 of it.
     """
 
     def __init__(self, rank: int, workers: Sequence[int], scheme: Scheme, timeout_s: float) -> None:
@@ -183,14 +183,14 @@ class Keys:
         self._entries: dict[int, Entry] = {}
 
     def add(self, spec: KeySpec, value: Tensor, factory: Factory | None) -> None:
-        """Hold a key, with this tensor as its value, and an optimizer of a factory's, if any."""
+        """Add a key with this tensor as its value. factory: makes its optimizer; None for no optimizer."""
         entry = Entry(spec, value, self._workers, self._scheme)
         if factory is not None:
             entry.set_optimizer(factory)
         self._entries[spec.number] = entry
 
     def new_payload(self, number: int, step: int | None) -> Tensor:
-        """Return memory for a worker's push to a key, as push() needs it."""
+        """Return a tensor into which to receive a worker's push to a key, for push()."""
         spec = self._entries[number].spec
         if step is None:
             return torch.empty(spec.shape, dtype=spec.dtype)
@@ -198,7 +198,7 @@ class Keys:
         return torch.empty(self.codec.at(step).wire_bytes(spec.shape.numel()), dtype=torch.uint8)
 
     def push(self, worker: int, number: int, payload: Tensor, step: int | None) -> None:
-        """Add a worker's push: a tensor, or with a step, its code by the codec of that step."""
+        """Add a worker's push. payload: the tensor; with a step, its code, encoded by the codec of that step."""
         spec = self._entries[number].spec
         if step is not None:
             assert self.codec is not None
@@ -212,21 +212,21 @@ class Keys:
         return self._entries[number].pull(worker, rows, self._timeout_s, self.rank)
 
     def leave(self, worker: int) -> None:
-        """Go on without a worker that is done."""
+        """Remove a worker that has finished."""
         for entry in list(self._entries.values()):
             entry.leave(worker)
 
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Remove a worker that has failed, with any error."""
+        """Remove a worker that has failed. The error is not used."""
         for entry in list(self._entries.values()):
             entry.lose(worker)
 
     def counts(self) -> Counts:
-        """Return what became of all pushes so far."""
+        """Return the Counts of all pushes so far."""
         return Counts.total([entry.counts() for entry in list(self._entries.values())])
 
     def set_optimizer(self, factory: Factory) -> None:
-        """Update every key by a separate optimizer from now on."""
+        """Make a separate optimizer for every key; all later updates use it."""
         for entry in self._entries.values():
             entry.set_optimizer(factory)
 
@@ -235,6 +235,6 @@ class Keys:
         return {entry.spec.name: entry.state_dict() for entry in self._entries.values()}
 
     def load_state_dict(self, states: dict[Name, Any]) -> None:
-        """Load states, of these keys and perhaps others."""
+        """Load the states of these keys' optimizers. states: by name; may contain other keys."""
         for entry in self._entries.values():
             entry.load_state_dict(states[entry.spec.name])

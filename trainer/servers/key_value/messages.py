@@ -1,4 +1,4 @@
-"""A worker's calls of a key-value store's keys: by messages to another rank, whose threads answer, or in its own process."""
+"""A worker's calls to Keys: by messages if they are on another rank, whose threads answer; directly if on the same rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradwire.trainer.servers.serving import OWN, Answer, Client, LocalClient
 PUSH, PULL, ROWS = range(OWN, OWN + 3)
 
 _UNCODED = -1
-"""Is sent in the place of a step with a tensor that no codec has encoded."""
+"""The number sent in place of a step with a tensor that is not encoded."""
 
 
 def answer(
     keys: Keys, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
 ) -> Callable[[], Answer] | None:
-    """Answer a request for these keys by a worker on another rank: see serving.Answering."""
+    """Handle a request for these keys from a worker on another rank, as serving.Answering describes."""
     number, argument, _ = map(int, numbers)
     if kind == PUSH:
         step = None if argument == _UNCODED else argument
@@ -38,7 +38,7 @@ def answer(
 
 
 class RemoteKeys(Client):
-    """Calls Keys on another rank."""
+    """Calls the Keys on another rank."""
 
     def __init__(self, rank: int, server: int, communicator: Communicator) -> None:
         super().__init__("the server", rank, server, communicator)
@@ -49,7 +49,7 @@ class RemoteKeys(Client):
             self._request(PUSH, spec.number, _UNCODED if step is None else step, tensors=[payload])
 
     def pull(self, spec: KeySpec, rows: Tensor | None = None) -> Tensor:
-        """Wait for the result of Keys.pull(). Raises what that does."""
+        """Wait for the result of Keys.pull(), and return it. Raises the errors of Keys.pull()."""
         value = torch.empty(spec.shape if rows is None else (len(rows), *spec.shape[1:]), dtype=spec.dtype)
         with self._reached(f"pull of key {spec.name!r}"):
             if rows is None:
@@ -61,7 +61,7 @@ class RemoteKeys(Client):
 
 
 class LocalKeys(LocalClient[Keys]):
-    """Calls the Keys of its own rank."""
+    """Calls the Keys on the same rank."""
 
     def push(self, spec: KeySpec, payload: Tensor, step: int | None) -> None:
         """Push a copy of the tensor: see Keys.push()."""

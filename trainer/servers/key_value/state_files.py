@@ -1,4 +1,4 @@
-"""Files with the states of a key-value store's optimizers: one for all servers, written and read by rank 0."""
+"""Files with the states of a key-value store's optimizers. Rank 0 writes and reads one file for all servers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _Result = TypeVar("_Result")
 
 
 def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicator: Communicator | None) -> None:
-    """Write the states of all ranks into a file of rank 0's, which takes the place of an older one as a whole. Collective.
-    optimizer: of which class they are.
+    """Write the states of all ranks to one file on rank 0. An older file is replaced only when the new one is complete.
+    Collective. optimizer: the class name of the optimizers.
 
-    Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others.
+    If the file cannot be written, raises the error, such as OSError, on rank 0, and ValueError on the others.
     """
     parts = []
     if communicator is not None:
@@ -49,8 +49,8 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
 def read_states(path: Path, optimizer: str, communicator: Communicator | None) -> dict[Name, Any]:
     """Return the states that write_states() wrote. Only rank 0 reads the file. Collective.
 
-    Raises on rank 0 what kept it from that, such as an OSError, and ValueError on the others; ValueError on all for another
-    file, or one of another optimizer.
+    If the file cannot be read, raises the error, such as OSError, on rank 0, and ValueError on the others. Raises ValueError on
+    all ranks if the file is of another kind or of another optimizer.
     """
     read = _by_first(path.read_bytes, f"could not read {path}", communicator) or b""
     data = torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else torch.empty(0, dtype=torch.uint8)
@@ -70,7 +70,7 @@ def read_states(path: Path, optimizer: str, communicator: Communicator | None) -
 
 
 def _replace(path: Path, saved: dict[str, Any]) -> None:
-    """Write a new file, and replace an older one by it when it is complete. Leave no other file behind."""
+    """Write a temporary file, and rename it to path when it is complete. Leave no temporary file behind."""
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
@@ -81,14 +81,14 @@ def _replace(path: Path, saved: dict[str, Any]) -> None:
 
 
 def _by_first(act: Callable[[], _Result], what: str, communicator: Communicator | None) -> _Result | None:
-    """Return act() on rank 0, None elsewhere. Raises rank 0's error there, and on the other ranks ValueError with its text.
-    what: the failed action, for that text."""
+    """Call act() on rank 0 and return its result; return None on the other ranks. If act() fails, raises its error on rank 0,
+    and ValueError with its text on the others. what: the failed action, for that text."""
     if communicator is None:
         return act()
     result, fault = None, None
     try:
         result = act() if communicator.rank == 0 else None
-    except Exception as error:  # the others wait for a record of this rank
+    except Exception as error:  # the other ranks wait for this rank's record
         fault = error
     failed = communicator.allgather_record(None if fault is None else f"{what}: {fault}")[0]
     if fault is not None:
