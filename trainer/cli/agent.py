@@ -1,8 +1,8 @@
-"""The agent of one host, which starts its ranks with torchrun's agent, and reports what they print and how they end.
+"""The agent of one host: starts the ranks of the host with torchrun's agent, and reports their output and how they end.
 
-The launcher starts it, by ssh on other hosts, and both speak through its standard streams. On stdout it writes lines: READY
-when it has been loaded, `[3]<stdout>: text` for what rank 3 prints, REPORT with JSON when it ends. What comes on stderr is
-torch's or ssh's own. When its stdin ends, the launcher has gone or wants the ranks to end.
+The launcher starts the agent, on other hosts by ssh, and reads its stdout. The agent writes lines: READY once its modules are
+imported; `[3]<stdout>: text` for each line that rank 3 prints; REPORT with JSON at the end. Only torch and ssh write to stderr.
+The end of stdin means that the launcher has ended, or wants the ranks to end.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 READY, REPORT = b"[agent]<ready>", b"[agent]<report>: "
 
-#: How often is looked for something new to print.
+#: How often the agent checks for new output of ranks.
 _LOOK_S = 0.05
-#: What torch's agent has to end ranks (it kills them after 30 s), and to leave.
+#: The time that torch's agent has to end the ranks (it kills them after 30 s) and itself.
 _END_S = 40.0
 
 
 class _Output:
-    """Copies what ranks print from their files to stdout, whole lines, each with its rank and stream in front."""
+    """Copy the output of ranks from their files to stdout, line by line, each prefixed with rank and stream."""
 
     def __init__(self, folder: Path, first_rank: int) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class _Output:
         self._thread.start()
 
     def finish(self) -> None:
-        """Copy the rest, a last line without an end too. No rank may run any more."""
+        """Copy the rest, including a last line without a line end. All ranks must have ended."""
         self._ended.set()
         self._thread.join()
         self._copy()
@@ -56,7 +56,7 @@ class _Output:
             file.close()
 
     def _follow(self) -> None:
-        with suppress(BrokenPipeError):  # the launcher has gone: stdin ends, too
+        with suppress(BrokenPipeError):  # the launcher has ended, so stdin ends too
             while not self._ended.wait(_LOOK_S):
                 self._copy()
 
@@ -82,7 +82,7 @@ def say(text: bytes) -> None:
 
 
 def _end_with_the_launcher() -> None:
-    """End the ranks when stdin ends. They get an empty stdin of their own."""
+    """End the ranks when stdin ends. The ranks get an empty stdin."""
     stdin = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -93,7 +93,7 @@ def _end_with_the_launcher() -> None:
                 pass
         os.kill(
             os.getpid(), signal.SIGTERM
-        )  # torch's agent ends the ranks; it may be waiting where no signal is handled
+        )  # torch's agent ends the ranks, unless it waits in a call that handles no signal
         time.sleep(_END_S)
         os._exit(1)
 
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def _run(flags: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Run the ranks to their end, and return what went wrong: exit codes of ranks, or an error of the agent."""
+    """Run the ranks until they end. Return the failures: the exit codes of ranks, a signal or an error of the agent."""
     logs = DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL)
     alone = flags.endpoint is None
     config = LaunchConfig(
@@ -146,7 +146,7 @@ def _run(flags: argparse.Namespace, folder: str) -> dict[str, Any]:
         return {"failures": [[rank, failure.exitcode] for rank, failure in sorted(error.failures.items())]}
     except SignalException as error:
         return {"signal": int(error.sigval)}
-    except Exception as error:  # whatever torch's agent raises goes to the launcher
+    except Exception as error:  # the launcher reports any error of torch's agent
         return {"error": f"{type(error).__name__}: {error}"}
     return {}
 

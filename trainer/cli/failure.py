@@ -7,15 +7,15 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Errors by which a rank says that another one failed.
+#: Errors that a rank raises because another rank failed.
 _CONSEQUENCES = re.compile(r"\b(PeerLost|CollectiveTimeout|Mismatch)\b|Connection (closed|reset) by peer")
-#: The last line of a traceback, perhaps with torchrun's word for the rank before it.
+#: The last line of a traceback, which torchrun may prefix with the rank.
 _RAISED = re.compile(r"(\[rank\d+\]: )?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _LONGEST = 500
 
 
 class LastWords:
-    """Keeps what a process printed last that says why it ended: the error of its last traceback, else its last line."""
+    """Keep the line that explains why a process ended: the error of its last traceback, or else its last line."""
 
     def __init__(self) -> None:
         self._line = ""
@@ -23,7 +23,7 @@ class LastWords:
         self._in_traceback = False
 
     def hear(self, line: str) -> None:
-        """Take the next line."""
+        """Read the next line."""
         if line.startswith("Traceback (most recent call last):"):
             self._in_traceback = True
         elif line.strip():
@@ -33,13 +33,13 @@ class LastWords:
 
     @property
     def text(self) -> str:
-        """Return the line, shortened; nothing where there was none."""
+        """Return the line, shortened; empty if there was none."""
         return (self._error or self._line)[:_LONGEST]
 
 
 def cause_among(lines: Sequence[str]) -> str:
-    """Return the first line that says which error a rank raised, other than that another failed; nothing where none does.
-    torchrun's own error says no more than that a rank failed."""
+    """Return the first line with an error that a rank raised, except errors that follow from the failure of another rank; empty
+    if there is none. torchrun's own error is skipped: it only reports that some rank failed."""
     raised = [line.strip() for line in lines if _RAISED.match(line) or line.startswith("gradwire: rank")]
     return next((line for line in raised if not _CONSEQUENCES.search(line) and "ChildFailedError" not in line), "")[
         :_LONGEST
@@ -48,7 +48,7 @@ def cause_among(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """Holds why a job failed on one host, as far as it is known. rank: in an elastic job that of a worker; None where the host
+    """Hold why a job failed on one host, as far as known. rank: in an elastic job, the number of the worker; None if the host
     itself failed."""
 
     host: str
@@ -58,21 +58,20 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Tell whether the rank only says that others failed, or was ended for it by torch's agent."""
+        """Return whether the rank failed only because others did, or torch's agent ended it for that reason."""
         if self.rank is None:
             return False
         if self.exit_code == -signal.SIGTERM and not _RAISED.match(self.words):
-            return True  # torch's agent ended it; but not a rank that was on its way out by an error of its own
+            return True  # torch's agent ended it, unless the rank had already raised an error of its own
         return _CONSEQUENCES.search(self.words) is not None
 
     @property
     def common(self) -> tuple[str | None, int | None, str]:
-        """Return what is equal for failures that one line reports together: None, the exit code, and the words without the rank's
-        own number. In place of None the host's name where the host itself failed, which is
-        like no other failure."""
+        """Return what is equal for failures that share a line of the report: None, the exit code, and the words without the
+        rank's own number. If the host itself failed, return its name instead of None, so that no other failure is equal."""
         if self.rank is None:
             return self.host, self.exit_code, self.words
-        raised = self.exit_code == -signal.SIGTERM and _RAISED.match(self.words)  # and would have ended with 1
+        raised = self.exit_code == -signal.SIGTERM and _RAISED.match(self.words)  # the rank would have ended with 1
         return (
             None,
             1 if raised else self.exit_code,
@@ -81,7 +80,7 @@ class Failure:
 
 
 def ending(exit_code: int) -> str:
-    """Return how a process ended, in words. exit_code: negative for a signal, as subprocess has it."""
+    """Return how a process ended, in words. exit_code: as in subprocess, negative for a signal."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
@@ -92,7 +91,7 @@ def ending(exit_code: int) -> str:
 
 
 def _line(alike: Sequence[Failure], noun: str) -> str:
-    """Return the report of a failure, or of several that have all in common."""
+    """Return the report of one failure, or of several with equal `common`."""
     first = alike[0]
     by_host: dict[str, list[int]] = {}
     for failure in alike:
@@ -106,8 +105,8 @@ def _line(alike: Sequence[Failure], noun: str) -> str:
 
 
 def told_failures(failures: list[Failure], noun: str = "rank") -> list[str]:
-    """Return a line for each failure; those that are alike, and those that only follow from others, share one. noun: what has
-    failed."""
+    """Return the lines that report failures. Failures with equal `common` share a line, and so do all consequences of others.
+    noun: "rank" or "worker"."""
     causes = [failure for failure in failures if not failure.is_consequence] or failures
     alike: dict[tuple[str | None, int | None, str], list[Failure]] = {}
     for failure in causes:
@@ -123,7 +122,7 @@ def _numbered(ranks: Sequence[int], noun: str) -> str:
 
 
 def exit_status(failures: list[Failure]) -> int:
-    """Return the exit status of a job, as a shell has it: that of its first failure."""
+    """Return the exit status of a job, by the convention of shells: the status of its first failure."""
     causes = sorted(failures, key=lambda failure: failure.is_consequence)
     code = next((code for failure in causes if (code := failure.common[1])), 1)
     return 128 - code if code < 0 else code

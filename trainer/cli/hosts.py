@@ -1,4 +1,4 @@
-"""Which hosts a job runs on, and which ranks on which of them."""
+"""The hosts of a job, and the ranks on each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Host:
-    """Holds a host of a job: its ranks are first_rank, ..., first_rank + slots - 1."""
+    """Hold a host of a job. Its ranks are first_rank, ..., first_rank + slots - 1. is_here: whether it is this host."""
 
     name: str
     slots: int
@@ -29,7 +29,7 @@ def parse_hosts(text: str) -> dict[str, int]:
 def read_hostfile(path: Path) -> dict[str, int]:
     """Return the slots of each host in a file with one host a line: 'a slots=2', 'a:2' or 'a'; '#' begins a comment.
 
-    Raises ValueError for a file that cannot be read, for other lines and where there is no host.
+    Raises ValueError if the file cannot be read, has other lines, or names no host.
     """
     try:
         lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
@@ -41,9 +41,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def place(ranks: int | None, slots: dict[str, int]) -> list[Host]:
-    """Return the hosts that get ranks, each in turn filled to its slots; all names of this host are one.
+    """Return the hosts that get ranks. Each host in turn gets as many ranks as it has slots. All names of this host count as
+    one host.
 
-    ranks: how many there are in all; None for as many as there are slots. Raises ValueError where they are too many.
+    ranks: the number of ranks; None: the number of slots. Raises ValueError if there are more ranks than slots.
     """
     total = sum(slots.values())
     ranks = total if ranks is None else ranks
@@ -71,7 +72,7 @@ def place(ranks: int | None, slots: dict[str, int]) -> list[Host]:
 
 
 def _slots(entries: Iterable[str]) -> dict[str, int]:
-    """Return the slots of each host; those of a host that is named again add up."""
+    """Return the slots of each host. If a host is named several times, its slots are added."""
     slots: dict[str, int] = {}
     for entry in entries:
         match = re.fullmatch(r"(\[[^\]\s]+\]|[^\s:\[\]-][^\s:\[\]]*)(?::(\d+))?", entry)

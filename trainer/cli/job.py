@@ -1,4 +1,4 @@
-"""How a job runs: starts an agent on each host, here as a child process and elsewhere by ssh, and ends them together."""
+"""The launcher of a job: starts an agent on each host, here as a child process and elsewhere by ssh, and ends all together."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from gradwire.trainer.cli.reach import AgentProcess, command_on
 from gradwire.trainer.cli.signals import signals_heard
 
 _LOOK_S = 0.1
-#: What the ranks of other hosts have to say themselves that a rank is lost, before they are ended.
+#: The time that the ranks of other hosts have to raise their own errors about a lost rank before the launcher ends them.
 _GRACE_S = 5.0
-#: What agents have to end their ranks (torch's agent kills them after 30 s), before they are killed themselves.
+#: The time that agents have to end their ranks (torch's agent kills them after 30 s) before the launcher kills the agents.
 _END_S = 45.0
 
 _MASTER_PORT = 29500
 
 
 class _Run:
-    """Runs one job: hears its agents until they have ended, and decides when they must."""
+    """Run one job: read the output of its agents until they have ended, and end them if one fails."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -39,7 +39,7 @@ class _Run:
         self._reports: dict[AgentProcess, dict[str, Any]] = {}
         self._output = Output(job.output_folder, len(str(sum(host.slots for host in job.hosts) - 1)))
         self._failures: list[Failure] = []
-        self._end_at: float | None = None  # when the agents are asked to
+        self._end_at: float | None = None  # when to ask the agents to end
         self._kill_at: float | None = None
 
     def run(self) -> int:
@@ -77,13 +77,13 @@ class _Run:
             wait([stream.fileno() for agent in self._running for stream in agent.streams.values()], _LOOK_S)
             now = time.monotonic()
             for agent in [*self._running]:
-                has_ended = agent.process.poll() is not None  # and what it said is all there
+                has_ended = agent.process.poll() is not None  # before its last lines are read, so that none is missed
                 self._hear(agent)
                 if has_ended:
                     self._running.remove(agent)
                     self._ended(agent)
             if now > start_by and self._end_at is None:
-                # This computer's own agent needs no deadline: it is seen to end, and a busy computer is slow to start.
+                # The agent of this host needs no deadline: the launcher sees its end, and a busy host starts it slowly.
                 for agent in [a for a in self._running if not a.is_ready and not a.host.is_here]:
                     self._fail(Failure(agent.host.name, None, None, agent.why_late(self._job.start_timeout_s)), 0)
             if signals:
@@ -100,7 +100,7 @@ class _Run:
                 return
 
     def _hear(self, agent: AgentProcess) -> None:
-        """Take what an agent has said."""
+        """Read the new lines of an agent."""
         for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
             if stream == "stdout" and self._output.take(line):
                 continue
@@ -112,7 +112,7 @@ class _Run:
                 agent.hear_other(line, is_told=self._job.verbose)
 
     def _ended(self, agent: AgentProcess) -> None:
-        """Note why an agent failed, if it did, and was not asked to."""
+        """Note why an agent ended, if it failed and was not asked to end."""
         report = self._reports.get(agent)
         for rank, exit_code in (report or {}).get("failures", []):
             self._fail(Failure(agent.host.name, rank, exit_code, self._output.words(rank)), _GRACE_S)
@@ -135,7 +135,7 @@ class _Run:
 
 
 def commands(job: Job, environment: Mapping[str, str]) -> list[list[str]]:
-    """Return what starts the agent of each host. Raises ValueError where this host has no address for the others."""
+    """Return the command that starts the agent of each host. Raises ValueError if this host has no address for the others."""
     return [_command(job, node, environment) for node in range(len(job.hosts))]
 
 
@@ -151,7 +151,7 @@ def _command(job: Job, node: int, environment: Mapping[str, str]) -> list[str]:
 
 
 def _master(job: Job, environment: Mapping[str, str]) -> str:
-    """Return the address of the first host, as all hosts know it."""
+    """Return the address of the first host for all hosts."""
     first = job.hosts[0]
     address = own_address({**environment, **job.settings}) if first.is_here else first.name
     return f"[{address}]" if ":" in address else address
@@ -160,6 +160,7 @@ def _master(job: Job, environment: Mapping[str, str]) -> str:
 def run_job(job: Job) -> int:
     """Run a job to its end, and return its exit status.
 
-    Raises ValueError where this host has no address for others, lacks a variable to hand on, or a folder cannot be made.
+    Raises ValueError if this host has no address for other hosts, a variable of -x is not set, or the output folder cannot be
+    made.
     """
     return _Run(job).run()

@@ -23,7 +23,7 @@ Every host needs the same folder, the same script and the same Python, at the sa
 variables that begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_, and those named by -x.
 """
 
-#: horovodrun's flags that nothing here has a use for: those that stand alone, and those that take a value.
+#: Flags of horovodrun that have no effect here: flags without a value, and flags with one.
 _SWITCHES = """
 --autotune --no-autotune --disable-cache --gloo --hierarchical-allgather --no-hierarchical-allgather --hierarchical-allreduce
 --no-hierarchical-allreduce --mpi-threads-disable --no-mpi-threads-disable --tcp
@@ -34,10 +34,10 @@ _VALUES = """
 --thread-affinity
 """
 
-#: horovodrun's flags that would change what happens, and why they cannot be had.
+#: Flags of horovodrun that are not supported, and what to do instead.
 _MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init() works under mpirun too"
 _SLOTS = "have the discovery script print host:slots; a host without a number has one slot"
-_BLACKLIST = "a failed host is used again only after the discovery script has omitted it at least once"
+_BLACKLIST = "a lost host is used again after 10 seconds; each further loss doubles this pause, up to 120 seconds"
 _REFUSED = {
     **dict.fromkeys(("--mpi", "--mpi-args", "--jsrun"), _MPI),
     **dict.fromkeys(("--slots-per-host", "--slots"), _SLOTS),
@@ -48,11 +48,11 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Elastic:
-    """Says how the number of ranks may change while a job runs.
+    """Describe how the number of ranks may change while a job runs.
 
-    ranks: how many it begins with. min_ranks, max_ranks: fewer than the one wait for others, and no more than the other are
-    started. None: as many as there are slots. discovery_script: prints the hosts; None where they do not change. reset_limit:
-    how many epochs may follow the first; None: any number. timeout_s: for how long the next epoch may be waited for.
+    min_ranks: fewer ranks wait for others. ranks: the number at the start. max_ranks: the launcher starts no more than these.
+    For both, None means the number of slots. discovery_script: prints the hosts; None if they do not change. reset_limit: how
+    many epochs may follow the first; None: any number. timeout_s: how long ranks wait for the next epoch.
     """
 
     min_ranks: int = 1
@@ -65,10 +65,10 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Job:
-    """Holds what a job is: a command for each rank, the hosts, and how they are reached.
+    """Describe a job: the command of every rank, the hosts, and how to connect to them.
 
-    settings: environment variables for all ranks. names: those of further variables to hand on to other hosts. master_port:
-    where hosts meet; None for the usual one. elastic: None where the number of ranks is fixed.
+    settings: environment variables for all ranks. names: of further variables that other hosts get. master_port: the rendezvous
+    port; None: the default port. elastic: None if the number of ranks is fixed.
     """
 
     command: list[str]
@@ -86,7 +86,7 @@ class Job:
 
 
 def parse_job(arguments: list[str]) -> Job:
-    """Return the job that the arguments of `gradwire run` describe. Leaves with status 2 and a message where they are wrong."""
+    """Return the job that the arguments of `gradwire run` describe. If they are wrong, exit with status 2 and a message."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
@@ -117,7 +117,7 @@ def parse_job(arguments: list[str]) -> Job:
 
 
 def _elastic(flags: argparse.Namespace) -> Elastic | None:
-    """Return how the number of ranks may change; None where no flag says that it may. Raises ValueError."""
+    """Return how the number of ranks may change; None if no flag of elastic jobs is given. Raises ValueError."""
     given = (flags.min_np, flags.max_np, flags.host_discovery_script, flags.reset_limit, flags.elastic_timeout)
     if not flags.elastic and all(value is None for value in given):
         return None
@@ -132,8 +132,8 @@ def _elastic(flags: argparse.Namespace) -> Elastic | None:
 
 
 def _hosts(flags: argparse.Namespace, elastic: Elastic | None) -> list[Host]:
-    """Return the hosts that flags name, each with the ranks that it gets, or with all its slots in an elastic job; none where a
-    script is to find them. Raises ValueError."""
+    """Return the hosts that flags name, each with its ranks, or in an elastic job with all its slots. Return no hosts if there
+    is a discovery script. Raises ValueError."""
     named = {"-H": flags.hosts, "--hostfile": flags.hostfile, "--host-discovery-script": flags.host_discovery_script}
     given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
@@ -157,14 +157,14 @@ def _hosts(flags: argparse.Namespace, elastic: Elastic | None) -> list[Host]:
 
 
 def _full_command(command: list[str], *, is_module: bool) -> list[str]:
-    """Return what is executed: a .py file and a module need this Python; `python train.py` or a shell script are a command."""
+    """Return the command of a rank: a .py file or a module is run by this Python, anything else is a command already."""
     if is_module:
         return [sys.executable, "-m", *command]
     return [sys.executable, *command] if command[0].endswith(".py") else command
 
 
 def _settings(flags: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that flags stand for, under the names that Horovod has for them."""
+    """Return the environment variables that the flags set, by Horovod's names."""
     settings = {
         "HOROVOD_TIMELINE": flags.timeline_filename,
         "HOROVOD_TIMELINE_MARK_CYCLES": "1" if flags.timeline_mark_cycles else None,
@@ -182,7 +182,7 @@ def _settings(flags: argparse.Namespace) -> dict[str, str]:
 
 
 class _WithoutMeaning(argparse.Action):
-    """Collects flags that are ignored."""
+    """Collect the flags that have no effect."""
 
     def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
         assert isinstance(namespace, argparse.Namespace)
@@ -190,7 +190,7 @@ class _WithoutMeaning(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """Leaves with the reason why there is no such flag."""
+    """Exit with the reason why a flag is not supported."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
@@ -200,7 +200,7 @@ class _Refused(argparse.Action):
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return what converts the value of a flag that takes whole numbers, or ports where there is a greatest one."""
+    """Return a function that converts the value of a flag to a whole number, or to a port if `most` is given."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):

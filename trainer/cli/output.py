@@ -1,4 +1,4 @@
-"""What ranks print: passed on with the number of the rank in front, kept in files where that is wanted, and remembered."""
+"""The output of ranks: printed with the number of the rank, optionally written to files, and kept for error messages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OF_A_RANK = re.compile(rb"\[(\d+)\]<(stdout|stderr)>: (.*)", re.DOTALL)
 
 
 class Output:
-    """Passes on the lines of ranks. folder: where each gets files, NAME.NUMBER/stdout and stderr; None: nowhere.
-    digits: that numbers have at least, so that folders sort.
+    """Print the lines of ranks. folder: gets the files NAME.NUMBER/stdout and NAME.NUMBER/stderr of each rank; None: no files.
+    digits: the minimum number of digits of NUMBER, so that folders sort.
 
-    Raises ValueError where the folder cannot be made.
+    Raises ValueError if the folder cannot be made.
     """
 
     def __init__(self, folder: Path | None, digits: int, name: str = "rank") -> None:
@@ -32,12 +32,12 @@ class Output:
                 raise ValueError(f"--output-filename {folder}: {error.strerror}") from error
 
     def take(self, line: bytes) -> bool:
-        """Pass on a line that an agent has written, if a rank has printed it; return whether one has."""
+        """Print a line of an agent if a rank printed it. Return whether a rank did."""
         if (match := _OF_A_RANK.fullmatch(line)) is None:
             return False
         number, stream, text = int(match[1]), match[2].decode(), match[3]
         to = sys.stdout if stream == "stdout" else sys.stderr
-        to.buffer.write(line + b"\n")  # as it came, whatever the encoding
+        to.buffer.write(line + b"\n")  # unchanged, in any encoding
         to.buffer.flush()
         if stream == "stderr":
             self._words.setdefault(number, LastWords()).hear(text.decode(errors="replace"))
@@ -46,7 +46,7 @@ class Output:
         return True
 
     def words(self, number: int) -> str:
-        """Return what a rank said last."""
+        """Return the last words of a rank (see LastWords)."""
         return self._words.get(number, LastWords()).text
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How agents are reached: a child process on this host, ssh for another one, and what comes back on their streams."""
+"""The process of an agent, a child process on this host or an ssh to another host, and its output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gradwire.trainer.cli.failure import LastWords
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
 
-#: What of the environment goes to other hosts. The id of a host is its own.
+#: The environment variables that other hosts get. Each host has its own host id.
 _PREFIXES = ("COLLECTIVES_", "GLOO_", "HOROVOD_", "NCCL_")
 _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
 _NOT = (HOST_ID,)
 
-#: When ssh gives a host up that does not answer: after ten seconds, before the connections of the ranks do.
+#: ssh ends after ten seconds without an answer from the host, which is sooner than the ranks' connections fail.
 _SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
 
 
 class AgentProcess:
-    """Holds the process that is the agent of one host, or the ssh that leads to it, and its output so far. Raises OSError where
-    the command cannot be started."""
+    """Hold the agent process of one host, or the ssh to it, and its output so far. Raises OSError if the command cannot be
+    started."""
 
     def __init__(self, host: Host, command: list[str], environment: Mapping[str, str]) -> None:
         self.host = host
@@ -39,7 +39,7 @@ class AgentProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher, which ends all
+            start_new_session=True,  # only the launcher gets Ctrl-C, and ends all agents
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -48,7 +48,7 @@ class AgentProcess:
             os.set_blocking(stream.fileno(), False)
 
     def read(self, name: str) -> list[bytes]:
-        """Return the new lines of a stream, all that are there."""
+        """Return all new lines of a stream."""
         if name not in self.streams:
             return []
         pieces = [self._rests[name]]
@@ -56,12 +56,12 @@ class AgentProcess:
             while piece := os.read(self.streams[name].fileno(), 1 << 16):
                 pieces.append(piece)
             self.streams.pop(name).close()
-            pieces.append(b"\n")  # at the end, what is there is a line
+            pieces.append(b"\n")  # the end of the stream ends the last line
         *lines, self._rests[name] = b"".join(pieces).split(b"\n")
         return lines
 
     def hear_other(self, line: bytes, *, is_told: bool) -> None:
-        """Take a line of torch's or ssh's own."""
+        """Keep a line that torch or ssh printed, and print it if is_told."""
         text = line.decode(errors="replace")
         self.words.hear(text)
         if is_told:
@@ -69,16 +69,16 @@ class AgentProcess:
 
     @property
     def why_lost(self) -> str:
-        """Return what is known of why it has ended before it was ready."""
+        """Return why the agent ended before it was ready, as far as known."""
         return f"by ssh: {self.words.text or f'exit code {self.process.returncode}'}"
 
     def why_late(self, start_timeout_s: int) -> str:
-        """Return what is known of why it is not ready in time."""
+        """Return why the agent is not ready in time, as far as known."""
         why = f"did not start within {start_timeout_s} s"
         return f"{why}: {self.words.text}" if self.words.text else why
 
     def ask_to_end(self) -> None:
-        """Let it end its ranks and itself. An ssh that has not reached its agent ends at once."""
+        """Ask the agent to end its ranks and itself. An ssh that is not connected yet ends at once."""
         with suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -86,7 +86,8 @@ class AgentProcess:
             self.process.terminate()
 
     def leave(self) -> None:
-        """Let go of it. An agent of this host that still runs ends its ranks first; an ssh is ended, as its agent then will."""
+        """Close the streams. A running agent of this host then ends its ranks and itself; an ssh is terminated, which ends its
+        agent."""
         self.ask_to_end()
         if self.process.poll() is None and not self.host.is_here:
             self.process.terminate()
@@ -95,7 +96,7 @@ class AgentProcess:
 
 
 def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that go to other hosts. Raises ValueError for a name given with -x that is not set here."""
+    """Return the variables that other hosts get. Raises ValueError if a variable named by -x is not set here."""
     if missing := next((name for name in job.names if name not in environment), None):
         raise ValueError(f"-x {missing}: it is not set here; write -x {missing}=VALUE")
     names = {name for name in environment if name.startswith(_PREFIXES)} | {*_NAMES, *job.names}
@@ -103,7 +104,7 @@ def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return what starts an agent on a host. Raises as handed_on() where that is another one."""
+    """Return the command that starts an agent on a host. For another host, raises the errors of handed_on()."""
     if host.is_here:
         return agent
     settings = [f"{name}={value}" for name, value in handed_on(job, environment).items()]

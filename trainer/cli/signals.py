@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def signals_heard() -> Iterator[list[int]]:
-    """Give the signals of Ctrl-C and SIGTERM as they come: the first asks all to end, another one to leave at once."""
+    """Yield a list to which each SIGINT and SIGTERM is appended: after the first, the job ends; after the second, at once."""
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda number, frame: heard.append(number))

@@ -1,5 +1,5 @@
-"""Elastic jobs: a rank that is lost ends no other process, and is replaced; hosts come and go.
+"""Elastic jobs: if a rank is lost, the other processes continue and a new one replaces it; hosts can be added and removed.
 
-The launcher (job) tells a policy what has happened, and does what that decides: it has an agent on each host start and kill
-workers, and writes the epochs to the store that it keeps.
+The launcher (job) reports events to a policy, and carries out the actions that the policy returns: an agent on each host starts
+and kills workers, and the launcher writes the epochs to the store that it runs.
 """

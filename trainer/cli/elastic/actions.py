@@ -1,4 +1,4 @@
-"""What the policy of an elastic job can decide, and the launcher does."""
+"""The actions that the policy of an elastic job decides on, and that the launcher carries out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradwire.trainer.world.epochs import Epoch
 
 @dataclass(frozen=True)
 class Start:
-    """Start a worker on a host, in a slot that no other running one has."""
+    """Start a worker on a host, in a slot without a running worker."""
 
     worker: int
     node: int
@@ -18,28 +18,28 @@ class Start:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a worker, which counts as lost from now on."""
+    """Kill a worker that the policy counts as lost."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Let a worker end that is not needed any more."""
+    """Ask a worker to end because the job no longer needs it."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Release:
-    """Let the agent of a host end that has no worker any more, and gets none."""
+    """Let the agent of a host end: the host has no workers and gets none."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Begin an epoch. news: what has changed, in words."""
+    """Begin an epoch. news: the changes since the last epoch, in words."""
 
     epoch: Epoch
     news: tuple[str, ...]
@@ -54,15 +54,15 @@ class Update:
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the user."""
+    """Print a line for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class End:
-    """End the job. failed: the workers that have failed since the last epoch began. reason: why that is the end; empty where all
-    is well, and where the failures say so themselves."""
+    """End the job. failed: the workers that have failed since the last epoch began. reason: why the job ends; empty if all
+    ranks have finished, or if the failures are the reason."""
 
     failed: tuple[int, ...]
     reason: str

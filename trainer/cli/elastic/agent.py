@@ -1,8 +1,10 @@
-"""The agent of one host of an elastic job: starts and ends workers as it is told. Runs as a script, with no other module.
+"""The agent of one host of an elastic job: starts and ends workers at the launcher's request. It is a script that imports no
+other module of the package.
 
-On stdin it reads lines: `start 3` with JSON, the variables of worker 3; `kill 3`, at once; `stop 3`, which may end by
-itself. When stdin ends, the launcher has gone or wants all workers to end. On stdout it writes READY, `[3]<stdout>: text`
-for what worker 3 prints, and EXITED with a worker's number and exit code. Arguments: the command of a worker.
+The agent reads lines from stdin: `start 3` and the environment variables of worker 3 as JSON; `kill 3` to kill the worker at
+once; `stop 3` to let it end by itself. The end of stdin means that the launcher has ended, or wants all workers to end. The
+agent writes lines to stdout: READY; `[3]<stdout>: text` for each line that worker 3 prints; EXITED with a worker's number and
+exit code. Arguments: the command of a worker.
 """
 
 from __future__ import annotations
@@ -21,19 +23,20 @@ from typing import IO
 
 READY, EXITED = b"[agent]<ready>", b"[agent]<exited>: "
 
-#: What workers have to end by themselves, before they are killed.
+#: The time that workers have to end by themselves before the agent kills them.
 _STOP_S = 30.0
-#: For how long output is awaited, after the last worker has ended, from processes that it has left.
+#: How long, after the last worker has ended, the agent still reads the output of processes that workers started.
 _OUTPUT_S = 1.0
-#: What is read of an output before others are looked at, and how much of that when its worker has ended: a full pipe and more.
+#: The bytes that the agent reads from one output before it serves others, and how many times as many after the worker has
+#: ended: more than a pipe holds.
 _PIECE_BYTES, _LAST_PIECES = 1 << 16, 64
-#: How often is looked for what no signal has woken it for.
+#: The longest time between two checks of all workers, in case that no signal announces an end.
 _LOOK_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 class _Stream:
-    """What a worker writes to stdout or stderr."""
+    """The stdout or stderr of a worker."""
 
     def __init__(self, worker: int, name: str, pipe: IO[bytes]) -> None:
         self.pipe = pipe
@@ -42,7 +45,7 @@ class _Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def copy(self, pieces: int) -> bool:
-        """Write whole lines to the launcher, of so many pieces at most; return whether there may be more later."""
+        """Read at most so many pieces, write their whole lines to the launcher, and return whether more output may come."""
         for _ in range(pieces):
             try:
                 piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
@@ -58,7 +61,7 @@ class _Stream:
         return True
 
     def finish_line(self) -> None:
-        """Write a last line without an end."""
+        """Write the last line, which has no line end."""
         if self._rest:
             say(self._prefix + self._rest)
             self._rest = b""
@@ -78,7 +81,7 @@ class _Agent:
         self._is_ending = False
 
     def run(self) -> None:
-        """Do what the launcher says, to the end of all workers."""
+        """Carry out the launcher's requests until all workers have ended."""
         woken, wakes = os.pipe()
         for descriptor in (woken, wakes):
             os.set_blocking(descriptor, False)
@@ -113,7 +116,7 @@ class _Agent:
             os.read(descriptor, 1 << 12)
 
     def _listen(self) -> None:
-        """Take what has come on stdin."""
+        """Carry out the requests that have arrived on stdin."""
         piece = os.read(self._stdin, 1 << 16)
         if not piece:
             self._selector.unregister(self._stdin)
@@ -166,7 +169,7 @@ class _Agent:
             stream.pipe.close()
 
     def _reap(self) -> None:
-        """Report the workers that have ended, after what they have printed."""
+        """Report the workers that have ended, after the rest of their output."""
         for worker, process in [*self._workers.items()]:
             if (code := process.poll()) is not None:
                 del self._workers[worker]
@@ -177,13 +180,13 @@ class _Agent:
                 say(EXITED + b"%d %d" % (worker, code))
 
     def _stop(self, worker: int) -> None:
-        """Ask a worker to end, the first time."""
+        """Ask a worker to end, unless the agent has asked it already."""
         if worker in self._workers and worker not in self._kill_at:
             self._kill_at[worker] = time.monotonic() + _STOP_S
             self._signal(worker, signal.SIGTERM)
 
     def _signal(self, worker: int, number: signal.Signals) -> None:
-        """Send a signal to a worker that has not been reaped, and to what it has started."""
+        """Send a signal to a worker that has not been reaped, and to all processes of its group."""
         if worker in self._workers:
             with suppress(ProcessLookupError):
                 os.killpg(self._workers[worker].pid, number)
@@ -193,7 +196,7 @@ class _Agent:
 
 
 def say(text: bytes) -> None:
-    """Write lines to the launcher; to nobody where it has gone, as the end of stdin says, too."""
+    """Write lines to the launcher. If it has ended, drop them: the end of stdin then ends the agent."""
     text += b"\n"
     with suppress(OSError):
         while text:

@@ -1,4 +1,4 @@
-"""Runs a script again and again that prints which hosts there are."""
+"""The script that prints the hosts of an elastic job, which the launcher runs repeatedly."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import IO
 
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place
 
-#: How long after its end the script runs again, and how long it may take.
+#: The pause between two runs of the script, and the longest time that a run may take.
 _AGAIN_S, _LONGEST_S = 1.0, 60.0
 
 
 class Discovery:
-    """Runs the script. Raises ValueError where it cannot be started."""
+    """Run the script repeatedly. Raises ValueError if the script cannot be started."""
 
     def __init__(self, script: Path) -> None:
         self._script = script
@@ -26,7 +26,8 @@ class Discovery:
         self._start()
 
     def look(self) -> dict[str, Host] | None:
-        """Return the hosts by their names, if the script has said them since the last look. Says so where it has failed."""
+        """Return the hosts by name if a run of the script has ended since the last call. If the run failed, print why and
+        return None."""
         try:
             return self._look(time.monotonic())
         except ValueError as error:

@@ -1,5 +1,5 @@
-"""How an elastic job runs: its policy hears what agents report, what workers write to the store and which hosts there are, and
-its decisions are carried out."""
+"""The launcher of an elastic job: passes the reports of agents, the workers' entries in the store and the list of hosts to the
+policy, and carries out the actions that the policy returns."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from gradwire.trainer.cli.signals import signals_heard
 from gradwire.trainer.world.epochs import WORKER, Epochs
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 
-#: How often the store is looked at, while an epoch lasts and when one is about to change.
+#: How often the launcher reads the store during an epoch, and while the epoch is about to change.
 _LOOK_S, _LOOK_CLOSELY_S = 0.1, 0.01
-#: What agents have to end their workers (which they kill after 30 s), before they are killed themselves.
+#: The time that agents have to end their workers (they kill them after 30 s) before the launcher kills the agents.
 _END_S = 45.0
-#: What an operation of the store may take.
+#: The timeout of an operation of the store.
 _STORE_S = 60.0
 
-#: What places this process in a job that it is part of itself. Its workers are none of that.
+#: Variables that may describe this process as a rank of another job. Workers must not inherit them.
 _LOCAL_RANK = "LOCAL_RANK"
 _OF_OTHERS = ("RANK", "WORLD_SIZE", _LOCAL_RANK, "LOCAL_WORLD_SIZE", "GROUP_RANK", MASTER_ADDR, MASTER_PORT)
 _OF_TORCHRUN = "TORCHELASTIC_"
@@ -52,7 +52,7 @@ class _Run:
         self._job = job
         outside = {name: value for name, value in os.environ.items() if name not in _OF_OTHERS}
         self._environment = {name: value for name, value in outside.items() if not name.startswith(_OF_TORCHRUN)}
-        handed_on(job, os.environ)  # raises for what is missing before anything is started
+        handed_on(job, os.environ)  # raises for a missing variable before any process starts
         address = "127.0.0.1"
         if wanted.discovery_script is not None or len(job.hosts) > 1 or not job.hosts[0].is_here:
             address = own_address({**os.environ, **job.settings})
@@ -98,11 +98,12 @@ class _Run:
         return self._tell_end(signals)
 
     def _hear(self, at_most_s: float) -> None:
-        """Take what agents say, and note those that have ended; wait for it if there is nothing."""
+        """Read the lines of the agents, and note which agents have ended. Wait for at most so many seconds if there is
+        nothing."""
         wait([stream.fileno() for agent in self._agents.values() for stream in agent.streams.values()], at_most_s)
         now = time.monotonic()
         for node, agent in [*self._agents.items()]:
-            has_ended = agent.process.poll() is not None  # and what it said is all there
+            has_ended = agent.process.poll() is not None  # before its last lines are read, so that none is missed
             for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
                 if stream == "stdout" and self._output.take(line):
                     continue
@@ -120,7 +121,7 @@ class _Run:
                 self._lose(node, agent.why_late(self._job.start_timeout_s))
 
     def _look(self) -> None:
-        """See which hosts there are, and what workers have written."""
+        """Read the list of hosts, and the entries of the workers in the store."""
         if self._discovery is not None and (hosts := self._discovery.look()) is not None:
             self._have_hosts(hosts.values())
         policy, now = self._policy, time.monotonic()
@@ -156,7 +157,7 @@ class _Run:
                 self._end = action
 
     def _tell_lost(self) -> None:
-        """Note for the ranks of an epoch, which may still meet, for whom they need not wait."""
+        """Write to the store which ranks of the epoch are lost, so that the others do not wait for them in a rendezvous."""
         epoch, lost = self._policy.epoch, self._policy.lost
         if epoch is not None and lost and self._told_lost != (epoch.number, lost):
             self._told_lost = epoch.number, lost
@@ -168,7 +169,7 @@ class _Run:
 
     def _start(self, worker: int, node: int, slot: int) -> None:
         if not self._policy.workers.of[worker].is_running:
-            return  # lost with its host, by an attempt to start another one there
+            return  # the host was lost when another worker was started there
         if node not in self._agents:
             host = self._known[self._policy.workers.hosts[node].name]
             script = [sys.executable, "-I", "-S", agent_script.__file__, *self._job.command]
@@ -186,12 +187,12 @@ class _Run:
     def _tell(self, worker: int, line: str) -> None:
         agent = self._agents.get(self._policy.workers.of[worker].node)
         if agent is not None and agent.process.stdin is not None:
-            with suppress(OSError):  # it has ended, as is about to be seen
+            with suppress(OSError):  # the agent has ended, which the next _hear() notes
                 agent.process.stdin.write(f"{line}\n".encode())
                 agent.process.stdin.flush()
 
     def _lose(self, node: int, why: str) -> None:
-        """Let go of an agent that has ended, or never came. That is a loss of its workers, unless it was to end."""
+        """Remove an agent that has ended or did not start. Its workers are lost, unless the agent was asked to end."""
         if (agent := self._agents.pop(node, None)) is not None:
             agent.leave()
         host = self._policy.workers.hosts[node]
@@ -200,7 +201,7 @@ class _Run:
             self._policy.host_lost(node, why, time.monotonic())
 
     def _end_all(self, signals: list[int]) -> None:
-        """Let all workers end, and their agents; leave at once after a second signal."""
+        """Wait until all workers and agents have ended. Return at once after a second signal."""
         end_at = time.monotonic() + _END_S
         self._is_ending = True
         if self._end is None:
@@ -218,7 +219,7 @@ class _Run:
                 return
 
     def _tell_end(self, signals: list[int]) -> int:
-        """Say why the job has failed, if it has, and return its exit status."""
+        """Print why the job has failed, if it has, and return its exit status."""
         if self._end is None:
             return 128 + signals[0]
         failures = list(dict.fromkeys(self._failure(worker) for worker in self._end.failed))
@@ -229,7 +230,7 @@ class _Run:
         return exit_status(failures) if failures else int(bool(self._end.reason))
 
     def _failure(self, worker: int) -> Failure:
-        """Return how a worker has failed, or its host."""
+        """Return the failure of a worker, or of its host."""
         if worker in self._lost:
             return self._lost[worker]
         host = self._policy.workers.host_of(worker)
@@ -239,14 +240,14 @@ class _Run:
 def run_elastic_job(job: Job, wanted: Elastic) -> int:
     """Run an elastic job to its end, and return its exit status.
 
-    Raises ValueError where this host has no address for others, the port is taken, a variable to hand on is missing, a folder
-    cannot be made, or the script that finds hosts cannot be started.
+    Raises ValueError if this host has no address for other hosts, the port is taken, a variable of -x is not set, the output
+    folder cannot be made, or the discovery script cannot be started.
     """
     return _Run(job, wanted).run()
 
 
 def _store(address: str, port: int | None) -> TCPStore:
-    """Return the store of a job, which this process keeps. Raises ValueError where the port is taken."""
+    """Start the store of a job in this process, and return it. Raises ValueError if the port is taken."""
     try:
         return TCPStore(address, port or 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S))
     except RuntimeError as error:

@@ -1,6 +1,7 @@
-"""What an elastic job does when workers arrive, leave an epoch, end or are blamed, and when hosts come and go.
+"""The decisions of an elastic job: when epochs begin and end, and which workers start and end.
 
-The launcher tells a Policy what has happened, and does what it decides. No process is started here, and no clock is read.
+The launcher reports events to a Policy, and carries out the actions that the policy returns. The policy starts no process and
+reads no clock.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ from gradwire.trainer.cli.failure import ending
 from gradwire.trainer.cli.options import Elastic
 from gradwire.trainer.world.epochs import Departure, Epoch
 
-#: What a worker has to leave an epoch, or to end, once another one says that it is lost.
+#: The time that a worker has to leave an epoch or to end after another worker has reported it as lost.
 BLAMED_S = 2.0
-#: What the others have to end once one worker has finished and another one has failed.
+#: The time that the other workers have to end after one worker has finished and another one has failed.
 GRACE_S = 5.0
-#: For how long workers that have arrived wait for those that were started with them, before an epoch begins.
+#: How long workers that are ready wait for other starting workers before an epoch begins.
 TOGETHER_S = 5.0
-#: How many epochs in a row that get no further may end without a survivor and still be followed by one of new workers.
+#: How many epochs in a row may end without a survivor and without a later commit before the job ends.
 NEW_STARTS = 3
 
 
 @dataclass
 class _Happened:
-    """Holds what has happened since the last epoch began.
+    """Holds the events since the last epoch began.
 
-    departed: the workers that have left it. broken_since: when it began to end, by a departure or a loss. waits_since: when
-    workers for the next one turned out to be too few. arrived_since: when there began to be workers that are no ranks.
-    failed: the workers that are lost. is_struck: whether a signal or the loss of a host has ended a rank, so that the others
-    may have failed because of that. reasons: of departures. news: for the user.
+    departed: the workers that have left the epoch. blamed_since: when another worker first reported a worker as lost.
+    broken_since: when the first worker left the epoch or was lost. is_update_wanted: whether the ranks have been asked to
+    leave. waits_since: when the workers for the next epoch turned out to be too few. arrived_since: since when workers are
+    ready that are not ranks. failed: the workers that are lost. is_struck: whether a signal or the loss of a host has ended a
+    rank, so that the other ranks may have failed as a consequence. reasons: why workers left. news: the changes, in words for
+    the user.
     """
 
     departed: set[int] = field(default_factory=set)
@@ -48,7 +51,8 @@ class _Happened:
 
 
 class Policy:
-    """Decides for one job. Times are those of one clock, in seconds; start_by: when the first epoch may begin without all."""
+    """Decide for one job. All times are seconds of the same clock. start_by: when the first epoch may begin with fewer workers
+    than wanted."""
 
     def __init__(self, wanted: Elastic, start_by: float) -> None:
         self.epoch: Epoch | None = None
@@ -61,15 +65,15 @@ class Policy:
         self._new = _Happened()
         self._untold: list[Action] = []
 
-    # What has happened
+    # Events
 
     def set_hosts(self, slots: Mapping[str, int]) -> None:
-        """Note which hosts there are now."""
+        """Set the current hosts and their slots."""
         self.workers.set_hosts(slots)
 
     def host_lost(self, node: int, why: str, now: float) -> None:
-        """Note that the agent of a host has ended, and with it all its workers. The log says so with the next epoch, or at once
-        if none of them is a rank, as after a failed attempt to use the host again."""
+        """Note that the agent of a host has ended, and so have all its workers. The log reports it with the next epoch, or at
+        once if none of the workers is a rank, as after a failed attempt to use the host again."""
         self.workers.lose_host(node, now)
         host, lost = self.workers.hosts[node], self.workers.running_on(node)
         again = f", and is tried again in {host.pause_s:g} s" if host.slots else ""
@@ -89,7 +93,7 @@ class Policy:
                 self._new.failed.append(number)
 
     def arrived(self, worker: int) -> None:
-        """Note that a worker can become a rank."""
+        """Note that a worker is ready to become a rank."""
         self.workers.of[worker].has_arrived = True
 
     def departed(self, worker: int, departure: Departure, now: float) -> None:
@@ -102,7 +106,7 @@ class Policy:
             self._new.blamed_since.setdefault(other, now)
 
     def resumed(self, commit: int) -> None:
-        """Note from which commit the current epoch goes on. A later one than before was made by ranks that got further."""
+        """Note from which commit the current epoch continues. A later commit than before shows that the job makes progress."""
         if commit > self._commit:
             self._commit, self._new_starts = commit, 0
 
@@ -116,28 +120,28 @@ class Policy:
         elif each.is_alive:
             self._lose(worker, ending(exit_code), now, is_struck=exit_code < 0)
 
-    # What is looked for, and what is done
+    # Decisions
 
     @property
     def staying(self) -> list[int]:
-        """Return the ranks, as workers, that may still leave the current epoch."""
+        """Return the workers of the current epoch that are alive and have not left it."""
         return [
             number for number in self._ranks if self.workers.of[number].is_alive and number not in self._new.departed
         ]
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks of the current epoch, as workers, that have ended or were given up."""
+        """Return the workers of the current epoch that are lost."""
         return tuple(number for number in self._ranks if not self.workers.of[number].is_alive)
 
     @property
     def is_changing(self) -> bool:
-        """Return whether an epoch is about to begin or to end, so that it is worth looking often."""
+        """Return whether an epoch is about to begin or to end, so that the launcher should check often."""
         is_between = self.epoch is None or self._new.broken_since is not None or self._new.is_update_wanted
         return is_between or bool(self.workers.coming())
 
     def decide(self, now: float) -> list[Action]:
-        """Return what is to be done next, in this order, because of what has happened. After an End there is nothing."""
+        """Return the next actions, in order. After an End, there are none."""
         actions: list[Action] = []
         self.workers.try_again(now)
         for step in (self._kills, self._turn, self._stops, self._starts, self._releases, self._says):
@@ -156,7 +160,7 @@ class Policy:
         return killed
 
     def _turn(self, now: float) -> list[Action]:
-        """Begin an epoch, ask for the next one, or end the job."""
+        """Begin an epoch, ask the ranks to leave the current one, or end the job."""
         if self.epoch is None:
             return self._first(now)
         if self._finished_since is not None:
@@ -192,22 +196,22 @@ class Policy:
         if not survivors and len(joining) >= least and not self._are_together(now):
             return []
         welcome = [number for number in survivors if self.workers.of[number].is_welcome]
-        # Those of hosts that have been taken away go on for one more epoch where nobody else has what has been learnt, or others
-        # are too few.
+        # Workers on removed hosts stay for one more epoch if no other worker has the state, or if the other workers are too
+        # few.
         staying = welcome if welcome and len(welcome) + len(joining) >= least else survivors
         if len(staying) + len(joining) >= least:
             return self._begin(next_epoch(epoch, staying, joining, self.workers.nodes()))
         return self._wait(now, len(staying) + len(joining))
 
     def _last(self, now: float, finished_since: float) -> list[Action]:
-        """Wait for the end of all ranks, once one has finished."""
+        """Wait until all ranks have ended, after one has finished."""
         if self._new.broken_since is not None:
             is_late = now >= max(self._new.broken_since, finished_since) + GRACE_S
             reasons = "" if self._new.failed else "".join(f"; {reason}" for reason in self._new.reasons)
             return self._end(f"not all ranks have finished{reasons}") if is_late or not self.staying else []
         if self.staying:
             return []
-        self._new.failed = []  # at most workers that have never been needed
+        self._new.failed = []  # these workers were never ranks
         return self._end()
 
     def _update(self, now: float, epoch: Epoch) -> list[Action]:
@@ -220,7 +224,7 @@ class Policy:
         return [Update(epoch.number)]
 
     def _are_together(self, now: float) -> bool:
-        """Return whether workers that have arrived need not wait any longer for others that may come."""
+        """Return whether the ready workers have waited long enough for starting ones, or no others are starting."""
         if not self._joining:
             self._new.arrived_since = None
         elif self._new.arrived_since is None:
@@ -229,7 +233,7 @@ class Policy:
         return not (self.workers.coming() or self._starting) or (since is not None and now >= since + TOGETHER_S)
 
     def _wait(self, now: float, found: int) -> list[Action]:
-        """Wait for workers to arrive, where they may, and it is not too late."""
+        """Wait until there are enough workers. End the job if that is impossible or takes too long."""
         least, timeout_s = self._wanted.min_ranks, self._wanted.timeout_s
         few = f"{found} of at least {least} rank{'s' * (least > 1)}"
         is_first = self._new.waits_since is None
@@ -246,7 +250,7 @@ class Policy:
         return [Say(f"{few} can continue, and wait for others; {'; '.join(self._new.news)}")]
 
     def _stops(self, now: float) -> list[Action]:
-        """Stop those that take no part, where they are not going to."""
+        """Stop workers that are not ranks and will not become ranks."""
         is_ending = self.epoch is not None and self._finished_since is not None
         stopped: list[Action] = []
         for number, worker in self.workers.of.items():
@@ -270,7 +274,7 @@ class Policy:
         said, self._untold = self._untold, []
         return said
 
-    # What that follows from
+    # Derived state
 
     @property
     def _ranks(self) -> tuple[int, ...]:
@@ -278,7 +282,7 @@ class Policy:
 
     @property
     def _joining(self) -> list[int]:
-        """Return the workers that can become ranks."""
+        """Return the workers that are ready to become ranks and are not."""
         workers = self.workers.of.items()
         return [
             number for number, each in workers if each.has_arrived and each.is_welcome and number not in self._ranks
@@ -286,7 +290,8 @@ class Policy:
 
     @property
     def _starting(self) -> list[tuple[int, int]]:
-        """Return where workers are to be started now. Before one has arrived, none replaces one that has failed: all may fail."""
+        """Return in which slots to start workers now. Until the first worker is ready, no failed worker is replaced: the script
+        may fail everywhere."""
         is_hopeless = self._new.failed and not any(worker.has_arrived for worker in self.workers.of.values())
         if self._finished_since is not None or self._is_last or (self.epoch is None and is_hopeless):
             return []

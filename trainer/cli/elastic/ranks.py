@@ -1,4 +1,4 @@
-"""Which ranks the workers of an elastic job get in its next epoch."""
+"""The assignment of ranks to the workers of an elastic job in its next epoch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gradwire.trainer.world.epochs import Epoch
 
 
 def next_epoch(before: Epoch | None, staying: Sequence[int], joining: Sequence[int], nodes: Mapping[int, int]) -> Epoch:
-    """Return the epoch of workers that stay and that join. nodes: the host of each worker.
+    """Return the epoch of the workers that stay and of those that join. nodes: the host of each worker.
 
-    Those that stay keep their order. One that joins takes the rank of one that is gone from its host, or, where it is of a host
-    without any that stay, of any that is gone. So nobody's rank changes where as many join as are gone. The ranks of a host are
-    in a row.
+    Workers that stay keep their order. A worker that joins takes the rank of a worker that its host has lost. If no worker of
+    its host stays, it takes the rank of any lost worker. So if as many workers join as are lost, no rank changes. The ranks of
+    a host are consecutive.
     """
     old = () if before is None else before.workers
     places: list[int | None] = [worker if worker in staying else None for worker in old]

@@ -1,4 +1,4 @@
-"""The hosts and workers of an elastic job, whatever the epoch: who lives, who is welcome, and where is room for more."""
+"""The hosts and workers of an elastic job: which are alive, which may take part, and which slots are free."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: After how many failures in a row, of workers that were no rank yet, a host is not used any more.
+#: After how many failures in a row, of workers that had not become ranks, the host gets no more workers.
 HOST_FAILURES = 3
-#: How long a host that was lost is left alone, the first time, and at most: each further loss doubles it.
+#: The first pause before a lost host is used again, and the longest one: each further loss doubles the pause.
 LOST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 120.0
 
 
 @dataclass
 class Host:
-    """slots: how many workers it may have now. is_failed: whether it gets no more. failures: in a row, of workers that were no
-    rank. is_lost: whether its agent has ended and the host waits to be tried again, at again_at, pause_s after the loss.
-    is_released: whether its agent has been let go, so that the name, if it comes again, is another host."""
+    """slots: how many workers the host may have now. is_failed: whether it gets no more workers. failures: the number of
+    failures in a row of workers that had not become ranks. is_lost: whether its agent has ended and the host is not used before
+    again_at, pause_s after the loss. is_released: whether its agent was asked to end; a host of the same name is then a new
+    Host."""
 
     name: str
     slots: int
@@ -30,8 +31,8 @@ class Host:
 
 @dataclass
 class Worker:
-    """is_alive: whether it has neither ended nor been given up. is_running: whether its process has not ended, and its slot is
-    taken. is_leaving: whether its host is not one of the job any more."""
+    """has_arrived: whether it is ready to become a rank. is_alive: whether it has neither ended nor counts as lost. is_running:
+    whether its process occupies the slot. is_leaving: whether its host or slot is no longer part of the job."""
 
     node: int
     slot: int
@@ -43,12 +44,13 @@ class Worker:
 
     @property
     def is_welcome(self) -> bool:
-        """Return whether the next epoch may have it."""
+        """Return whether the worker may be a rank of the next epoch."""
         return self.is_alive and not self.is_leaving
 
 
 class Workers:
-    """Holds hosts and workers by their numbers, which are not used twice. most: how many may be welcome; None: no limit."""
+    """Hold hosts and workers by number; no number is used twice. most: the maximum number of welcome workers; None: no
+    limit."""
 
     def __init__(self, most: int | None) -> None:
         self.of: dict[int, Worker] = {}
@@ -56,7 +58,7 @@ class Workers:
         self._most = most
 
     def set_hosts(self, slots: Mapping[str, int]) -> None:
-        """Have these hosts, and no others. A worker on another one, or in a slot that is gone, is leaving."""
+        """Set the hosts and their slots. A worker on a host or in a slot that is no longer there is leaving."""
         known = {host.name for host in self.hosts.values() if not host.is_released}
         for host in self.hosts.values():
             host.slots = slots.get(host.name, 0)
@@ -79,11 +81,11 @@ class Workers:
         return [number for number, worker in self.of.items() if worker.node == node and worker.is_running]
 
     def coming(self) -> list[int]:
-        """Return the workers that may still arrive."""
+        """Return the workers that are alive and not ready yet."""
         return [number for number, worker in self.of.items() if worker.is_alive and not worker.has_arrived]
 
     def free_slots(self) -> list[tuple[int, int]]:
-        """Return host and slot of each worker that could be started, those of lost workers first."""
+        """Return the host and slot of each worker that could be started, slots of lost workers first."""
         used = {(worker.node, worker.slot) for worker in self.of.values()}
         taken = {(worker.node, worker.slot) for worker in self.of.values() if worker.is_running}
         unusable = {node for node, host in self.hosts.items() if host.is_failed or host.is_lost or host.is_released}
@@ -99,7 +101,7 @@ class Workers:
         return number
 
     def fail(self, number: int) -> str:
-        """Note that a worker is lost; return what is new because of that, in words, or nothing."""
+        """Note that a worker is lost. Return a message if its host therefore gets no more workers, else an empty string."""
         worker, host = self.of[number], self.host_of(number)
         worker.is_alive = False
         host.failures += not worker.was_rank and not host.is_lost
@@ -109,14 +111,15 @@ class Workers:
         return f"host {host.name} gets no more workers, since {HOST_FAILURES} failed in a row"
 
     def lose_host(self, node: int, now: float) -> None:
-        """Note that the agent of a host has ended. The pauses begin anew once the host has lasted longer than the longest."""
+        """Note that the agent of a host has ended. If the host has lasted longer than the longest pause, the next pause is the
+        first one again."""
         host = self.hosts[node]
         has_lasted = now >= host.again_at + LONGEST_PAUSE_S
         host.pause_s = LOST_PAUSE_S if has_lasted else min(2 * host.pause_s, LONGEST_PAUSE_S)
         host.is_lost, host.again_at = True, now + host.pause_s
 
     def try_again(self, now: float) -> None:
-        """Let those hosts be used again that were lost long enough ago."""
+        """Make lost hosts usable again after their pause."""
         for host in self.hosts.values():
             host.is_lost = host.is_lost and now < host.again_at
 
@@ -127,7 +130,7 @@ class Workers:
 
     @property
     def _most_more(self) -> int | None:
-        """Return how many more may be welcome; None for any number."""
+        """Return how many more workers may be welcome; None: any number."""
         return (
             None if self._most is None else max(0, self._most - sum(worker.is_welcome for worker in self.of.values()))
         )
