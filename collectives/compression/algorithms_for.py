@@ -1,12 +1,12 @@
-"""Which codecs each allreduce algorithm supports, and how often numbers are encoded in it.
+"""The codecs that each allreduce algorithm supports, and how often each algorithm encodes a number.
 
-The error of an exchange grows with how often a number is encoded on its way. 'two_shot' encodes it twice for any number of
-ranks: its schedule is `direct`, between hosts if there are several and ranks share them, after plain sums inside the hosts.
-'one_shot' is the same with a single round: every rank sends its code to all others, p/2 times the bytes with p ranks, and
-nothing is encoded again. Any other schedule encodes each partial sum that it sends: `gradwire.collectives.check_algorithm`
+The error of an exchange grows with the number of encodings on the way of a number. 'two_shot' encodes a number twice for any
+number of ranks: its schedule is `direct`, between hosts if there are several and ranks share them, after plain sums inside the
+hosts. 'one_shot' has a single round: every rank sends its code to all other ranks, p/2 times the bytes with p ranks, and
+nothing is encoded again. Any other schedule encodes each partial sum that it sends: `gradwire.collectives.plan.check.encodings`
 counts how often, and the table is in docs/guides/compression.md. The error of encoding a partial sum is not kept, so error
 feedback, and codecs that keep state from step to step, need 'two_shot' or 'one_shot', whichever the codec selects. Codes that
-can be added as they are (fp16, bf16, randomk, none) use the other algorithms as numbers do.
+can be added undecoded (fp16, bf16, randomk, none) use the other algorithms like plain numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TWO_SHOT = "two_shot"
 
 
 def shot_of(codec: Codec) -> str:
-    """Return 'one_shot' or 'two_shot', the one that a codec selects. 'auto' runs it for codes that cannot be added as they are,
-    and only it supports error feedback."""
+    """Return 'one_shot' or 'two_shot', as the codec selects. 'auto' runs this algorithm for codes that cannot be added
+    undecoded, and no other algorithm supports error feedback."""
     return ONE_SHOT if codec.one_shot else TWO_SHOT
 
 
@@ -42,11 +42,11 @@ def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bo
 
 @dataclass(frozen=True)
 class Ride:
-    """The way of codes in an allreduce by one algorithm.
+    """How an allreduce algorithm exchanges codes.
 
-    planner: makes the schedule of the ranks that exchange codes. by_hosts: whether ranks of one host first sum their numbers,
-    as they are. encodes_sums: whether the sum over all ranks is encoded and sent; False if each rank receives the codes of all
-    others, and adds them up by itself.
+    planner: makes the schedule of the ranks that exchange codes. by_hosts: whether ranks of one host first sum their numbers
+    uncompressed. encodes_sums: whether the sum over all ranks is encoded and sent; False if each rank receives the codes of all
+    other ranks, and adds them by itself.
     """
 
     planner: Planner
@@ -55,8 +55,8 @@ class Ride:
 
 
 def ride(algorithm: str) -> Ride:
-    """Return the way of codes by an algorithm: 'one_shot', 'two_shot', or one with a planner. Raises KeyError for one without a
-    planner, such as a link's own."""
+    """Return the Ride of an algorithm: 'one_shot', 'two_shot', or one with a planner. Raises KeyError for an algorithm without
+    a planner, such as a link's own."""
     if algorithm == ONE_SHOT:
         return Ride(direct.one_shot, by_hosts=True, encodes_sums=False)
     if algorithm == TWO_SHOT:

@@ -22,16 +22,16 @@ def identity_of(name: str, settings: object) -> str:
 class Codec(ABC):
     """A way to write n float32 numbers in `wire_bytes(n)` bytes.
 
-    Codecs are values: frozen, without state, equal if their settings are. The caller keeps the error of an encoding, as the
-    residual of error feedback, and the codec's state. The same input, seed, state and settings give the same bytes on every
+    Codecs are values: frozen, without state, equal if their settings are equal. The caller keeps the error of an encoding, as
+    the residual of error feedback, and the codec's state. The same input, seed, state and settings give the same bytes on every
     device.
 
-    name: in the registry. summable: whether codes may be added as they are, as numbers of wire_dtype. needs_feedback: whether
-    training does not converge without error feedback. one_shot: whether each rank sends its code to all others, and every rank
-    adds up all codes, because encoding the sum again would lose too much. Else each rank adds up its share of the numbers, and
-    sends a code of the sum to all others. draws: whether the step decides (`at`) which numbers are sent. remembers: the names
-    of the state's values per number, which must begin as zero and may be added: the values of several ranks for a number may be
-    summed and given to one rank.
+    name: in the registry. summable: whether codes may be added undecoded, as numbers of wire_dtype. needs_feedback: whether
+    training does not converge without error feedback. one_shot: whether each rank sends its code to all other ranks, and every
+    rank adds all codes, because encoding the sum again would lose too much. Otherwise each rank adds its share of the numbers,
+    and sends a code of the sum to all other ranks. draws: whether the numbers that are sent depend on the step (`at`).
+    remembers: the names of the state's tensors with one value per number. The values must begin as zero, and may be added: the
+    values of several ranks for a number may be summed and moved to one rank.
     """
 
     name: ClassVar[str]
@@ -50,16 +50,16 @@ class Codec(ABC):
 
     @property
     def alignment(self) -> int:
-        """Return the number of elements at whose multiples a buffer is cut into parts."""
+        """Return the alignment of parts, in elements: a buffer is cut into parts at multiples of this number."""
         return 1
 
     @property
     def omega(self) -> float:
-        """Bound an unbiased codec's loss: the mean of |decoded - x|^2 is at most omega * |x|^2. 0 for others."""
+        """Bound an unbiased codec's loss: the mean of |decoded - x|^2 is at most omega * |x|^2. 0 for biased codecs."""
         return 0.0
 
     def at(self, step: int) -> Codec:
-        """Return the codec of a step, counted from 0. Shards are cut for `self`, at any step."""
+        """Return the codec of a step, counted from 0. Shards are cut for `self`, whatever the step."""
         return self
 
     def headroom(self, size: int) -> float:
@@ -81,7 +81,7 @@ class Codec(ABC):
         """Write the code of `values` to `wire`.
 
         values: float32, 1-D, contiguous, (n,). wire: uint8, (wire_bytes(n),), its address a multiple of 16. residual: float32,
-        (n,), contiguous: with it, values + residual is encoded, and residual becomes the error of the code. seed: 32 bits, of
+        (n,), contiguous: with it, values + residual is encoded, and residual becomes the error of the code. seed: 32 bits, for
         stochastic rounding. state: from new_state for this length; without it, the codec keeps none.
 
         Raises ValueError for other tensors.
@@ -90,7 +90,7 @@ class Codec(ABC):
         self._encode(values, wire, residual, seed, state)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        """Set out (float32, 1-D, contiguous, (n,)) = scale * what `wire` stands for, or with add, out += that.
+        """Set out (float32, 1-D, contiguous, (n,)) to scale times the numbers of the code `wire`; with add, add them to out.
 
         Raises ValueError for other tensors.
         """

@@ -1,7 +1,7 @@
 """The dense codecs: one code for every number, written by the kernels of the codec's name.
 
-Those that round stochastically are unbiased: right on average. Those with omega >= 1 (QSGD and TernGrad with blocks as large as
-these) cannot be used with error feedback: the error then exceeds the numbers, and the residual grows from step to step.
+Codecs that round stochastically are unbiased: correct on average. Codecs with omega >= 1 (QSGD and TernGrad with their default
+blocks) cannot be used with error feedback: the error may exceed the numbers, and the residual then grows from step to step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.collectives.kernels.wire import pad16
 
 
 class Dense(Codec):
-    """bits: of a code. A wire is the codes, filled up with zeros to 16 bytes."""
+    """Writes a code of `bits` bits for every number. A wire holds the codes, and zeros up to a multiple of 16 bytes."""
 
     bits: ClassVar[int]
 
@@ -46,7 +46,7 @@ class Dense(Codec):
 class Blocked(Dense):
     """Dense, with a scale for every block of `block` elements, a multiple of 16. Scales follow the codes on the wire.
 
-    A block with a NaN or Inf decodes to NaN, all of it. Magnitudes of 2^127 and more count as Inf.
+    If a block has a NaN or Inf, all of it decodes to NaN. Magnitudes of 2^127 and more count as Inf.
     """
 
     scale_bytes: ClassVar[int] = 4
@@ -73,7 +73,7 @@ class Blocked(Dense):
 @register_codec
 @dataclass(frozen=True)
 class Float16(Dense):
-    """IEEE half precision, rounded to nearest even. The largest is 65504, so numbers are divided before codes are added.
+    """IEEE half precision, rounded to nearest even. The maximum is 65504, so numbers are divided before codes are added.
 
     Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most 2^-11);
     below, the error is at most 2^-25. Larger numbers become Inf, and leave no residual.

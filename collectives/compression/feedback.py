@@ -13,14 +13,14 @@ class Feedback:
     """The errors that one rank keeps between the compressed allreduces of one buffer (Seide et al. 2014; the owner's: Tang et
     al. 2019).
 
-    worker: float32, (numel,): the error of this rank's encodings of its own numbers; zero where another rank of its host
-    encodes them. owner: float32: the error of its encodings of the sum of its shard, in the units of the result. shard: its
-    place in the buffer. state: the codec's, by chunk and shard. step: of the next call, if the call gives none; one more than
-    that of the last. seed: differs between buffers; used if a call gives none.
+    worker: float32, (numel,): the error of this rank's encodings of its own numbers; zero for numbers that another rank of its
+    host encodes. owner: float32, (shard.length,): the error of its encodings of the sum of its shard, in the units of the
+    result. shard: the place of its shard in the buffer. state: the codec's state, by chunk and shard. step: the step of the
+    next call, if the call gives none; one more than the last step. seed: differs between buffers; used if a call gives none.
 
-    The workers' residuals, summed over all ranks, and the owners' are all errors so far: added to the results of any number of
-    steps, they give the sum of the inputs. Exception: the rounding of sums of codes that are added as they are (fp16, bf16),
-    which no residual keeps. Made by Communicator.new_feedback; belongs to an operation while that runs.
+    The residuals of the workers, summed over all ranks, and those of the owners contain all errors so far: added to the results
+    of any number of steps, they give the sum of the inputs. Exception: no residual keeps the rounding of sums of codes that are
+    added undecoded (fp16, bf16). Communicator.new_feedback makes this object. Do not use it while an operation uses it.
     """
 
     def __init__(self, codec: Codec, partition: Partition, device: torch.device, seed: int = 0) -> None:
@@ -52,7 +52,7 @@ class Feedback:
         return {**self.tensors(), "step": torch.tensor(self.step)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors, themselves, by name."""
+        """Return this rank's tensors by name, not copies of them."""
         named = {"worker": self.worker, "owner": self.owner}
         for c, chunk in enumerate(self.state):
             for s, state in enumerate(chunk):
@@ -60,7 +60,7 @@ class Feedback:
         return named
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy saved tensors and the step into this object. Raises ValueError for those of another buffer, codec, or world."""
+        """Copy saved tensors and the step into this object. Raises ValueError if they are of another buffer, codec or world."""
         mine = self.state_dict()
         given = {name: tuple(tensor.shape) for name, tensor in state.items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in mine.items()}

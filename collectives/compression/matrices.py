@@ -1,4 +1,4 @@
-"""The base classes of matrix codecs, which approximate sums over all ranks by sums of fewer numbers."""
+"""The base classes of matrix codecs, which approximate sums over all ranks with sums of fewer numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from gradwire.collectives.compression.codec import identity_of
 
 
 class MatrixCodec(ABC):
-    """A way to exchange tensors by a sequence of sums over all ranks, each of which may depend on the one before, and not by
-    codes of a buffer.
+    """Exchanges tensors by a sequence of sums over all ranks, not by codes of a buffer. Each sum may depend on the one before.
 
-    name: what users call it.
+    name: the name that users give.
     """
 
     name: ClassVar[str]
@@ -32,7 +31,7 @@ class MatrixCodec(ABC):
 
     @abstractmethod
     def wire_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return how many bytes one exchange of float32 tensors of these shapes gives to allreduce."""
+        """Return how many bytes one exchange of float32 tensors of these shapes passes to allreduce."""
 
 
 class MatrixState(ABC):
@@ -40,14 +39,14 @@ class MatrixState(ABC):
 
     @abstractmethod
     def exchange(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Replace the tensors, in place, by an approximation of their sums over the ranks, bit for bit the same on all.
+        """Replace the tensors, in place, with an approximation of their sums over the ranks, bit for bit the same on all ranks.
 
-        tensors: contiguous float32, used by this iterator alone until it ends. It yields one or more 1-D tensors: the caller
-        sums each over the ranks, in place, to the same bits on all, before it asks for the next. If all sums are multiplied by
-        a positive number, so is the result.
+        tensors: contiguous float32. Do not use them until the iterator ends. The iterator yields one or more 1-D tensors. The
+        caller sums each over the ranks, in place, to the same bits on all ranks, before it takes the next. If all sums are
+        multiplied by a positive number, so is the result.
         """
 
     @abstractmethod
     def kept(self, index: int) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return this rank's error of a tensor, and the codec's state of it by name, the same on all ranks; both to read or to
-        write. None for a tensor that is summed as it is."""
+        """Return this rank's error of a tensor, and the codec's state for the tensor by name, which is the same on all ranks.
+        The caller may read and write both. None for a tensor that is summed uncompressed."""

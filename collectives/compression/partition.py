@@ -13,8 +13,8 @@ from gradwire.collectives.plan.algorithms import direct
 from gradwire.collectives.plan.schedule import Place, Planner
 from gradwire.collectives.plan.spans import Layout, Span, split_aligned
 
-#: A chunk is encoded at once. With longer codes, the wire waits longer for the first chunk, and ranks for the last; with more
-#: numbers, fewer sums stay in the cache; with shorter chunks, there are more messages.
+#: The maximum size of a chunk, which is encoded as a whole. Longer codes delay the first chunk on the wire and the last chunk
+#: at the receiver; with more numbers, fewer sums stay in the cache; with shorter chunks, there are more messages.
 _MOST_WIRE_BYTES = 256 << 10
 _MOST_NUMBERS = 1 << 21
 
@@ -23,14 +23,14 @@ _SAMPLE = 1 << 20
 
 @dataclass(frozen=True)
 class Partition:
-    """What one rank does in a compressed allreduce of a buffer of `numel` elements; spans count elements of the buffer.
+    """The work of one rank in a compressed allreduce of a buffer of `numel` elements; spans count elements of the buffer.
 
     inside_hosts: whether the ranks of each host first sum the buffer among themselves, uncompressed, and share the result at
-    the end: if there are several hosts, and several ranks on any. parts: of the buffer; a different rank of the host sums and
-    exchanges each of them. Without inside_hosts there is one. group: the ranks that exchange codes of this rank's part, this
-    one among them: one of each host, or all ranks. Empty for a rank without a part, if its host has more ranks than there are
-    parts. shards: of the part, one for each block of the schedule; if each rank has one, they are in the order of the group.
-    chunks: of all shards, in the order of sending; each has one span for every shard, which may be empty.
+    the end, see sums_inside(). parts: of the buffer; a different rank of the host sums and exchanges each part. Without
+    inside_hosts there is one part. group: the ranks that exchange codes of this rank's part, including this rank: one rank of
+    each host, or all ranks. Empty for a rank without a part, if its host has more ranks than there are parts. shards: of the
+    part, one for each block of the schedule; if each rank has a shard, they are in the order of the group. chunks: of all
+    shards, in the order of sending; each chunk has one span for every shard, which may be empty.
     """
 
     numel: int
@@ -49,13 +49,13 @@ class Partition:
 
     @property
     def longest(self) -> int:
-        """Return the most elements that any chunk of a shard has."""
+        """Return the maximum number of elements in a chunk of a shard."""
         return max((span.length for chunk in self.chunks for span in chunk), default=0)
 
 
 def sums_inside(hosts: Sequence[Sequence[int]]) -> bool:
     """Return whether the ranks of each host first sum a buffer among themselves, uncompressed, so that a host sends one code of
-    each sum: if there are several hosts, and several ranks on any."""
+    each sum. They do so if there are several hosts, and some host has several ranks."""
     return len(hosts) > 1 and any(len(host) > 1 for host in hosts)
 
 
@@ -67,8 +67,8 @@ def partition_of(
     segment_bytes: int,
     planner: Planner = direct.allreduce,
 ) -> Partition:
-    """Cut a buffer for the schedule that a planner makes for a group. hosts: the ranks of each, as in Topology. segment_bytes:
-    the most bytes that a chunk's code should have."""
+    """Cut a buffer for the schedule that a planner makes for a group. hosts: the ranks of each host, see Topology.
+    segment_bytes: the wanted maximum size of a chunk's code."""
     everything = Span(0, numel)
     inside_hosts = sums_inside(hosts)
     if not inside_hosts:
@@ -94,7 +94,7 @@ def partition_of(
 
 def effective(codec: Codec, partition: Partition) -> Codec:
     """Return the codec, or Raw if the numbers are not longer than their code. A codec with state is always used, since its
-    result may differ from the numbers; so is a one-shot codec, with which each rank adds up all codes by itself."""
+    result may differ from the numbers. So is a one-shot codec, since each rank then adds all codes by itself."""
     longest = partition.longest
     if codec.wire_bytes(longest) < 4 * longest or codec.one_shot or codec.new_state(1, torch.device("cpu")) is not None:
         return codec

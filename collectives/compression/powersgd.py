@@ -21,13 +21,12 @@ class PowerSGD(MatrixCodec):
     """Matrices as products P Q^T of rank `rank`, by one step of power iteration that continues from the last one (Vogels et al.
     2019, algorithms 1 and 2).
 
-    It is no codec of single buffers: ranks sum P, then Q. So it has no encode and decode, but a state with an `exchange` that
-    yields the sums to make. A tensor of two or more dimensions is the matrix (first dimension, rest); if it has less than 2 *
-    rank * (rows + columns) numbers, it is summed as it is.
+    PowerSGD does not encode single buffers: ranks sum P, then Q. So it has no encode and decode, but a state whose `exchange`
+    yields the tensors to sum. A tensor of two or more dimensions is the matrix (first dimension, rest); if it has fewer than 2
+    * rank * (rows + columns) numbers, it is summed uncompressed.
 
-    Biased: with error feedback, which is part of it. Contraction: delta is the share of a matrix, in squares, that lies
-    in the span of P; with a gradient that changes slowly, that of its `rank` largest singular values. seed: of the
-    first Q.
+    Biased, with its own error feedback. Contraction: delta is the share of a matrix, in squares, that lies in the span of
+    P; if the gradient changes slowly, the share of its `rank` largest singular values. seed: for the first Q.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -58,9 +57,9 @@ class PowerSGD(MatrixCodec):
 class _Batch:
     """Matrices of one shape.
 
-    members: their places among the tensors. error: (matrices, rows, columns), this rank's. basis: (matrices, rank,
-    columns), the transpose of the Q that the next iteration begins with, the same on all ranks. first: the one that the
-    first iteration began with.
+    members: the indices of the matrices among the tensors. error: (matrices, rows, columns), this rank's errors. basis:
+    (matrices, rank, columns), the transpose of the Q with which the next iteration begins, the same on all ranks.
+    first: the basis with which the first iteration began.
     """
 
     def __init__(self, members: list[int], rows: int, columns: int, first: torch.Tensor) -> None:
@@ -94,8 +93,9 @@ class PowerSGDState(MatrixState):
         """See MatrixState. Yields two tensors to sum; one if no tensor is compressed.
 
         If the iterator does not end, the state must be restored. The error of a rank is that of projecting its own matrix onto
-        the span of P, so that it stays small if ranks differ. A matrix in which any rank has a NaN or Inf becomes NaN in whole;
-        its error is cleared and its iteration begins anew. Raises ValueError for tensors of other shapes.
+        the span of P, so that it stays small if the matrices of the ranks differ. If any rank has a NaN or Inf in a matrix, all
+        of the matrix becomes NaN, its error is cleared, and its iteration restarts. Raises ValueError for tensors of other
+        shapes.
         """
         self._check(tensors)
         return self._sums(tensors)
@@ -137,7 +137,7 @@ class PowerSGDState(MatrixState):
         return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state for load_state_dict. `error.<i>` is this rank's, `basis.<i>` the same on all ranks."""
+        """Return the state for load_state_dict. `error.<i>` is this rank's error, `basis.<i>` is the same on all ranks."""
         batches = list(enumerate(self._batches))
         return {f"error.{i}": batch.error for i, batch in batches} | {f"basis.{i}": batch.basis for i, batch in batches}
 
@@ -152,7 +152,7 @@ class PowerSGDState(MatrixState):
         self, lengths: list[int], more: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return one buffer for a factor of every batch and `more` numbers, with views of the factors. They are transposed,
-        (matrices, rank, length), by which torch multiplies several times faster.
+        (matrices, rank, length), since torch multiplies these several times faster.
         """
         shapes = [
             (len(batch.members), self._rank, length) for batch, length in zip(self._batches, lengths, strict=True)
@@ -163,10 +163,10 @@ class PowerSGDState(MatrixState):
         return flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _begin_next(self, batch: _Batch, right: torch.Tensor) -> None:
-        """Make the factor orthonormal, so that its magnitude does not grow with each iteration; a factor that is lost begins
-        anew."""
+        """Make the factor orthonormal, so that its magnitude does not grow with each iteration; a lost factor restarts from
+        the first one."""
         finite = right.isfinite().all(2).all(1)
-        # On a GPU it would have to be waited for, so there the errors are always passed over.
+        # On a GPU, reading `finite` would wait for the device, so the errors are always masked there.
         if right.is_cuda or not bool(finite.all()):
             batch.error.masked_fill_(~finite[:, None, None], 0)
         self._kernels.powersgd_orthonormalize(right)

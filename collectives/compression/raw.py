@@ -14,7 +14,7 @@ from gradwire.collectives.kernels.wire import pad16
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """The numbers as they are; a residual is added to them. Unbiased, omega = 0."""
+    """The plain numbers; a residual is added to them. Unbiased, omega = 0."""
 
     name: ClassVar[str] = "none"
     summable: ClassVar[bool] = True

@@ -11,7 +11,7 @@ from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.notation import check_name
 
-#: Those that write any buffer in fewer bytes, with their defaults: this package registers its own as others do.
+#: The classes of codecs that encode any buffer, by name. This package registers its own codecs as other packages do.
 CODECS: dict[str, type[Codec]] = {Raw.name: Raw}
 
 _Registered = TypeVar("_Registered", bound=type[Codec])
@@ -48,7 +48,7 @@ def _check_class(given: object) -> None:
     """Raise TypeError, which names what is missing, for anything but a class of codecs."""
     if not isinstance(given, type) or not issubclass(given, Codec) or given is Codec:
         raise TypeError(f"a dataclass that derives from Codec is needed, not {given!r}")
-    codec: Any = given  # what mypy knows of Codec, a class need not have yet
+    codec: Any = given  # the class may lack attributes that mypy expects of a Codec
     is_named = hasattr(codec, "name")
     if is_named and not is_dataclass(codec):
         raise TypeError(
@@ -76,7 +76,7 @@ def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:
 
 
 def make_codec(codec: str | Codec) -> Codec:
-    """Return a codec as find_codec does. Also raises ValueError for a matrix codec, which cannot encode a single buffer."""
+    """Return a codec like find_codec. Also raises ValueError for a matrix codec, which cannot encode a single buffer."""
     made = find_codec(codec)
     if isinstance(made, MatrixCodec):
         raise ValueError(

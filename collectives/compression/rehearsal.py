@@ -1,4 +1,4 @@
-"""Running codecs on a little, so that their kernels are compiled before anyone's deadline runs; and timing them."""
+"""Run codecs on little data, so that their kernels compile before any deadline starts, and measure their speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.collectives.plan.cost import CodecCost
 #: The shape of a matrix that a matrix codec compresses.
 _SHAPE = (256, 256)
 
-#: Numbers that are encoded at once, more than a core's cache holds, and how often.
+#: How many numbers are encoded to measure a codec, more than a core's cache holds, and how often.
 _NUMEL, _TIMES = 1 << 20, 5
 
 
@@ -37,7 +37,7 @@ def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback:
 
 
 def speed_of(codec: Codec, device: torch.device) -> CodecCost:
-    """Return the processor seconds of encoding and decoding on this machine; on a GPU, the elapsed seconds."""
+    """Return the processor's seconds to encode and decode a byte on this machine; on a GPU, the elapsed seconds."""
     values = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8, device=device)
     residual = torch.zeros_like(values) if codec.needs_feedback else None

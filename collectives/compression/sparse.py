@@ -19,8 +19,8 @@ from gradwire.collectives.kernels.wire import pad16
 
 
 class Sparse(Codec):
-    """ratio: of the numbers that are sent, at least one. Indices are 32 bits: a part has less than 2^31 numbers. The kernels of
-    the codec's name do the work; a wire is the indices, then the values, unless the codec's docstring differs.
+    """Sends the share `ratio` of the numbers, at least one. Indices have 32 bits, so a part has fewer than 2^31 numbers. The
+    kernels of the codec's name do the work. A wire holds the indices, then the values, unless the codec's docstring differs.
 
     Biased: meant for error feedback. A number that is not finite is never left in the residual.
     """
@@ -29,7 +29,7 @@ class Sparse(Codec):
 
     @property
     def alignment(self) -> int:
-        return 16  # a cache line's: where results are of that many bytes, more of them can be written past the caches
+        return 16  # a cache line, so that more results can be written past the caches
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -43,7 +43,7 @@ class Sparse(Codec):
         return 2 * pad16(4 * self.count(numel))
 
     def _parameters(self, numel: int) -> tuple[int, ...]:
-        """Return the parameters of the kernels for so many numbers."""
+        """Return the parameters of the kernels for `numel` numbers."""
         return (self.count(numel),)
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
@@ -60,13 +60,13 @@ class Sparse(Codec):
 @register_codec
 @dataclass(frozen=True)
 class TopK(Sparse):
-    """The k = ceil(ratio * n) numbers of largest magnitude, as indices and values; of equal ones those that come first.
+    """The k = ceil(ratio * n) numbers of largest magnitude, as indices and values; of equal magnitudes the first ones.
 
-    Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf are the largest, so that some reach every rank.
+    Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf count as the largest, so that some reach every rank.
 
-    It needs no state to be fast: the k-th largest is guessed from a sample of c = values + residual before the one pass
-    that adds them, which gathers what reaches the guess; it is then found exactly among what was gathered. What is sent
-    does not depend on the guess.
+    The codec needs no state to be fast: it guesses the k-th largest magnitude from a sample of c = values + residual. One pass
+    then computes c and gathers the numbers that reach the guess. The k-th largest is found exactly among the gathered numbers,
+    so the numbers sent do not depend on the guess.
     """
 
     name: ClassVar[str] = "topk"
@@ -80,14 +80,14 @@ class Threshold(Sparse):
     """All numbers of at least the magnitude tau (Strom 2015); tau is kept from one encoding to the next, and adapted to the
     numbers.
 
-    With k = ceil(ratio * n), as many are sent as reach tau, if they are within 5 % of k; if not, and when there is no
-    tau yet, the k largest, exactly, and tau becomes the smallest of these. If m were sent, tau is multiplied by 1 + (m
-    - k) / (8 k): the count falls by the power tau * density(tau) * n / k of tau, about 7 for 1 % of gaussian numbers,
-    and below 16 this settles.
+    Let k = ceil(ratio * n). If the count of numbers that reach tau is within 5 % of k, these are sent. If not, or if there is
+    no tau yet, exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m numbers were sent, tau
+    is multiplied by 1 + (m - k) / (8 k). The count falls with the power tau * density(tau) * n / k of tau, about 7 for 1 % of
+    gaussian numbers; below 16, the adaptation settles.
 
-    Contraction: delta >= (k - floor(k / 20)) / n, as what is sent are the largest numbers, however many.
+    Contraction: delta >= (k - floor(k / 20)) / n, since the numbers sent are the largest, whatever their count.
 
-    State: tau, one number. Without it (the owner of a shard may do so) it is topk on a wire that is 5 % longer.
+    State: tau, one number. Without state (as for the owner of a shard), it works as topk on a wire that is 5 % longer.
     """
 
     name: ClassVar[str] = "threshold"
@@ -95,7 +95,7 @@ class Threshold(Sparse):
     ratio: float = 0.01
 
     def slack(self, numel: int) -> int:
-        """Return by how many the numbers sent may differ from count(numel)."""
+        """Return by how much the count of numbers sent may differ from count(numel)."""
         return self.count(numel) // 20
 
     def wire_bytes(self, numel: int) -> int:
@@ -115,16 +115,16 @@ class Threshold(Sparse):
 @register_codec
 @dataclass(frozen=True)
 class RandomK(Sparse):
-    """k = ceil(ratio * n) numbers, one from each of k parts of the buffer; which ones follows from n, seed and step
+    """k = ceil(ratio * n) numbers, one from each of k parts of the buffer. The selection depends on n, seed and step
     alone.
 
-    So no indices are sent, and codes of ranks that agree on the codec can be added as they are: a wire is k float32 (and zeros
-    up to 16 bytes). The decoder must know what the encoder drew, which is why seed and step are settings and encode's seed,
-    which differs from rank to rank, is not used: `at(step)` returns the codec of a step.
+    So no indices are sent, and codes of ranks with equal codecs can be added undecoded: a wire holds k float32 (and zeros up to
+    a multiple of 16 bytes). The decoder must repeat the encoder's selection. So seed and step are settings, and the codec does
+    not use encode's seed, which differs from rank to rank. `at(step)` returns the codec of a step.
 
     Every number is drawn with probability k / n. Decoded with scale 1, it is biased, for error feedback, with contraction delta
     = k / n on average; with decode's scale n / k it is unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al. 2018). If
-    any number is not finite, whether it was drawn or not, all that is sent is NaN, so that every rank sees it.
+    any number is not finite, drawn or not, all numbers sent are NaN, so that every rank gets a NaN.
     """
 
     name: ClassVar[str] = "randomk"
@@ -144,11 +144,11 @@ class RandomK(Sparse):
         return pad16(4 * self.count(numel))
 
     def _parameters(self, numel: int) -> tuple[int, ...]:
-        # The seed of the draw is mixed, as otherwise the draws of neighbouring steps would be alike, shifted.
+        # The seed of the draw is mixed. Otherwise the draws of successive steps would be shifted copies of each other.
         return self.count(numel), mixed(self.step, self.seed)
 
 
-#: Of the numbers, sent in the first stage of the ramp; each later stage sends a quarter of the one before.
+#: The ratio in the first stage of the ramp; each later stage has a quarter of the ratio of the stage before.
 _FIRST_RATIO = 0.25
 
 
@@ -158,16 +158,16 @@ class DGC(Sparse):
     """Top-k with momentum correction, momentum factor masking and a ramp of the ratio (Lin et al. 2018, sections 3.1
     to 3.3).
 
-    On each rank u = momentum * u + gradient; v += u; the largest of v are sent, and cleared in v and u. v is the
-    residual of error feedback, u the state. The momentum is thereby the codec's: the optimizer must have none. They
-    also clip gradients on each rank, to 1 / sqrt(ranks) of the usual norm, before this.
+    On each rank u = momentum * u + gradient; v += u; the largest numbers of v are sent, and cleared in v and u. v is
+    the residual of error feedback, u the state. So the codec applies the momentum, and the optimizer must have none.
+    Lin et al. also clip the gradients on each rank beforehand, to 1 / sqrt(ranks) of the usual norm.
 
-    Only what a rank has computed has a momentum. Without state, as the owner of a shard must encode the sum, it is
-    topk.
+    Only a rank's own gradients have a momentum. Without state, as when the owner of a shard encodes the sum, the codec
+    works as topk.
 
-    ratio: after the ramp. ramp_steps: in that many steps the ratio falls from 25 %, by a factor of 4 in stages of
-    equal length. The size of a code depends on the codec alone, so `at(step)` gives the codec of a step; state and
-    residual serve all. Contraction: of v, delta >= k / n.
+    ratio: the ratio after the ramp. ramp_steps: the number of steps in which the ratio falls from 25 %, by a factor of
+    4 in stages of equal length. The size of a code depends on the codec alone, so `at(step)` returns the codec of a
+    step; state and residual are the same for all steps. Contraction of v: delta >= k / n.
     """
 
     name: ClassVar[str] = "dgc"
@@ -208,20 +208,20 @@ class DGC(Sparse):
         self._kernels(wire).topk_decode(wire, out, self.count(out.numel()), add, scale)
 
 
-_MOST_OF_A_CHUNK = 1024  # for which a kernel on a GPU has room
+_MOST_OF_A_CHUNK = 1024  # a kernel on a GPU has room for no more
 
 
 @register_codec
 @dataclass(frozen=True)
 class ChunkTopK(Codec):
-    """Of every chunk of 4096 numbers the k of largest magnitude: indices of 12 bits, values of 2 (a sign, and which of two
-    magnitudes a chunk), and two scales as bfloat16. For k = 64 that is 116 bytes a chunk, 141 times fewer than float32.
+    """The k numbers of largest magnitude in every chunk of 4096: indices of 12 bits, values of 2 bits (a sign, and one of two
+    magnitudes of the chunk), and two scales as bfloat16. For k = 64 that is 116 bytes a chunk, 141 times fewer than float32.
 
     The codec of SparseLoCo (2025). Contraction: a chunk keeps the larger part of its energy at the same place, rounded to
     two magnitudes; biased, and meant for error feedback. Ranks mostly choose different places, so the sum over p ranks has
-    up to p * k numbers of a chunk that are not zero. To encode it again would keep k of them: instead every rank sends its
-    code to all others, which add up all codes. A chunk with a number that is not finite decodes to NaN where it sends any.
-    Of a last chunk that is shorter, k / 4096 of the numbers are sent, rounded up.
+    up to p * k nonzero numbers in a chunk, and encoding the sum would keep only k of them. Instead, every rank sends its
+    code to all other ranks, and each rank adds all codes. In a chunk with a number that is not finite, all numbers sent
+    decode to NaN. Of a shorter last chunk, k / 4096 of the numbers are sent, rounded up.
 
     k: a multiple of 4 from 4 to 1024.
     """

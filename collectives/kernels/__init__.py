@@ -1,4 +1,4 @@
-"""The kernels: `reference` in plain torch, `cpu` and `cuda` compiled, each loaded when a process first needs it."""
+"""The kernels: `reference` in plain torch, `cpu` and `cuda` compiled. Each package is loaded when a process first needs it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradwire.collectives.kernels.first_use import FIRST_USE
 
 @cache
 def cpu_kernels() -> ModuleType | str:
-    """Return cpu.shared_memory, its kernels compiled or loaded from the disk; or as text, why there are none."""
+    """Return the module cpu.shared_memory, its kernels compiled or loaded from the disk, or a text why it cannot be used."""
     return _compiled("shared_memory")
 
 
 @cache
 def cpu_sockets() -> ModuleType | str:
-    """Return cpu.tcp, its kernels compiled or loaded from the disk; or as text, why there are none."""
+    """Return the module cpu.tcp, its kernels compiled or loaded from the disk, or a text why it cannot be used."""
     return _compiled("tcp")
 
 
@@ -46,7 +46,7 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
 
 @cache
 def cpu_or_reference(module: str) -> ModuleType:
-    """Return cpu.<module>, for tensors on the CPU; without Numba its slow twin, reference.<module>."""
+    """Return cpu.<module>, for tensors on the CPU; without Numba, reference.<module>, which does the same more slowly."""
     try:
         return import_module(f"gradwire.collectives.kernels.cpu.{module}")
     except ImportError:

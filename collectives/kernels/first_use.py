@@ -1,4 +1,4 @@
-"""The progress message while kernels are compiled, which happens when a machine first uses them."""
+"""The progress message that is shown while kernels are compiled, when a machine first uses them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _CLEAR = "\r\x1b[K"
 
 
 class FirstUse:
-    """Reports that kernels are compiled, once for all that are compiled together. Reports nothing if all are on the disk.
+    """Reports that kernels are being compiled, with one report for all kernels that are compiled together.
 
-    On a terminal (stderr), this is a line that counts the seconds. It stays for the first kernels that a process compiles, and
-    is deleted for later ones. Without a terminal, these are warnings of the logger "gradwire", which Python prints by default:
-    when the first kernels begin, every ten seconds, and when they are done.
+    Reports nothing if all kernels are loaded from the disk. On a terminal (stderr), the report is a line that counts the
+    seconds. It stays for the first kernels that a process compiles, and is deleted for later ones. Without a terminal, the
+    reports are warnings of the logger "gradwire", which Python prints by default: when the first kernels begin to compile,
+    every ten seconds, and when they are compiled.
 
-    Attributes: reports, False in processes for which another one of the host reports; compiled, the names of the kernels that
-    this process has compiled, or waited for while another process did.
+    Attributes: reports, False if another process of the host reports; compiled, the names of the kernels that this process has
+    compiled, or waited for while another process compiled them.
     """
 
     def __init__(self) -> None:
@@ -41,8 +42,8 @@ class FirstUse:
 
     @contextmanager
     def together(self, duration: str, begins: Callable[[], object] | None = None) -> Iterator[None]:
-        """Report as one what this thread compiles inside. duration: of all of it, as text. begins: called before the first
-        kernel is compiled. Inside another together(), this does nothing."""
+        """Report all kernels that this thread compiles inside as one. duration: the expected duration of all, as text. begins:
+        called before the first kernel is compiled. Inside another together(), this does nothing."""
         if getattr(self._thread, "line", None) is not None:
             yield
             return
@@ -55,7 +56,7 @@ class FirstUse:
 
     @contextmanager
     def compiling(self, kernel: str, *, kept: bool) -> Iterator[None]:
-        """Report that a kernel is compiled inside. kept: whether the result is kept on the disk."""
+        """Report that a kernel is being compiled inside. kept: whether the result is saved on the disk."""
         with self.together(_BY_ITSELF):
             self._thread.line.announce()
             if self.reports:
@@ -65,7 +66,7 @@ class FirstUse:
 
 
 class _Line:
-    """Holds one line of a terminal, or a few of the log."""
+    """Writes one report: a line on a terminal, or a few warnings to the log."""
 
     def __init__(self, duration: str, begins: Callable[[], object] | None) -> None:
         self._duration = duration

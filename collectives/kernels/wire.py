@@ -2,5 +2,5 @@
 
 
 def pad16(nbytes: int) -> int:
-    """Return the next multiple of 16. Sections of a wire begin there, so that they can be read 16 bytes at a time."""
+    """Return the next multiple of 16. Sections of a wire begin at multiples of 16, to be read 16 bytes at a time."""
     return -(-nbytes // 16) * 16

@@ -4,7 +4,7 @@
 
 (Maleki et al. 2020, "Scaling distributed training with adaptive summation"): the sum of vectors that are orthogonal, the mean
 of vectors that are equal. More ranks are combined in a binary tree: ranks 0 and 1, 2 and 3, then the results. If their number
-is no power of two, the last ones are first added to earlier ones.
+is not a power of two, the last ranks are first combined with earlier ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AdaptiveSummation(Rule):
     the steps of all ranks are combined, and every rank continues from the previous parameter plus the result: replicas that
     start equal stay equal bit for bit. The learning rate is that of one rank.
 
-    Casts apply to the changes; codecs raise ValueError. GradScaler must not be used, since each rank's decides separately
+    Casts apply to the changes; codecs raise ValueError. Do not use GradScaler: the GradScaler of each rank decides separately
     whether to step.
     """
 
@@ -61,7 +61,7 @@ class AdaptiveSummation(Rule):
         agree_on_parameters(self.communicator, list(trained.values()), list(trained))
 
     def synchronize(self) -> None:
-        """Remember the parameters from which the optimizer steps next."""
+        """Copy the parameters from which the optimizer takes the next step."""
         self._before = {parameter: parameter.detach().clone() for parameter in self._names if parameter.requires_grad}
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -86,7 +86,7 @@ class AdaptiveSummation(Rule):
 
 
 def check_adasum(tensors: Sequence[Tensor]) -> None:
-    """Raise TypeError unless all tensors are of floating point."""
+    """Raise TypeError unless all tensors are floating-point tensors."""
     for tensor in tensors:
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"{here()}op={Adasum!r} needs floating-point tensors, not {tensor.dtype}")
@@ -95,8 +95,8 @@ def check_adasum(tensors: Sequence[Tensor]) -> None:
 def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: float, postscale: float) -> None:
     """Replace each tensor by the Adasum over the ranks of the tensor times prescale, times postscale. Collective.
 
-    The tensors are of floating point. The computation is in float64, and rounded once, at the end; every rank gets the same
-    bits. A rank sends about as much as in an allreduce, and needs some 24 bytes an element meanwhile.
+    The tensors must be floating-point. The computation is in float64, and rounded once, at the end; every rank gets the same
+    bits. A rank sends about as many bytes as in an allreduce, and needs about 24 bytes of memory an element during the call.
     """
     fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -108,8 +108,8 @@ def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: flo
 def _adasum_fused(communicator: Communicator, tensors: Sequence[Tensor], prescale: float, postscale: float) -> None:
     """Replace tensors of one dtype on one device: see adasum_().
 
-    Each rank gets its chunk of all ranks' concatenated tensors, and combines it up the tree. Only the dot products, of which it
-    has its chunk's share, are summed over the ranks on the way.
+    Each rank gets its chunk of the concatenated tensors from all ranks, and combines these vectors up the tree. At each level,
+    the ranks only sum the dot products, to which each rank contributes those of its chunk.
     """
     size = communicator.size
     numels = [tensor.numel() for tensor in tensors]
@@ -128,7 +128,7 @@ def _adasum_fused(communicator: Communicator, tensors: Sequence[Tensor], prescal
 
 
 def _add_pairs(communicator: Communicator, vectors: Tensor, parts: list[int], pairs: Sequence[Pair]) -> None:
-    """Replace the first vector of each pair by the Adasum of both. parts: the elements of every tensor in a vector."""
+    """Replace the first vector of each pair by the Adasum of both. parts: the number of elements of each tensor in a vector."""
 
     def sums(products: Tensor) -> Tensor:
         return torch.stack([part.sum(-1) for part in products.split(parts, dim=1)], dim=-1)
@@ -146,7 +146,7 @@ def _add_pairs(communicator: Communicator, vectors: Tensor, parts: list[int], pa
 
 
 def tree(size: int) -> Iterator[list[Pair]]:
-    """Yield, from the leaves up, the pairs of vectors that are combined: (place of the result, the other one)."""
+    """Yield, from the leaves up, the pairs of vectors to combine: (place of first and result, place of second)."""
     power = 1 << (size.bit_length() - 1)
     if rest := size - power:
         yield [(power - rest + i, power + i) for i in range(rest)]

@@ -1,5 +1,5 @@
-"""A fragment, the parameters that local updates exchange at once: their outer copies, and the outer optimizer that steps
-these."""
+"""A fragment, the parameters that local updates exchange together: their outer copies, and the outer optimizer that steps the
+copies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gradwire.trainer.rules.synchronous import Synchronous
 
 
 class Fragment:
-    """Holds some parameters' outer copies, in float32 at least, so that small steps are not lost, with a copy of the outer
-    optimizer that steps them. The movements are its gradients, exchanged by the synchronous rule."""
+    """Holds the outer copies of some parameters, in float32 at least, so that small steps are not lost, and a copy of the outer
+    optimizer, which steps them. Its gradients are the movements, which the synchronous rule exchanges."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], outer: torch.optim.Optimizer, setup: Setup
@@ -33,24 +33,24 @@ class Fragment:
         self._outer = [nn.Parameter(p.detach().to(dtype, copy=True)) for p, dtype in zip(parameters, wide, strict=True)]
         self._optimizer = of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
         groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [group for group in groups if group["params"]]  # not those of other fragments
+        self._optimizer.param_groups = [group for group in groups if group["params"]]  # without those of other fragments
         self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
         self.rule.add(names, self._outer)
-        self.rule.bucketing.learn(range(len(self._outer)))  # the order does not matter, as all arrive together
+        self.rule.bucketing.learn(range(len(self._outer)))  # the order does not matter, since all arrive together
         self.rule.start()
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
         self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named)
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Set the outer parameters to this rank's own."""
+        """Set the outer parameters to this rank's parameters."""
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
             outer.copy_(parameter)
 
     @torch.no_grad()
     def move(self) -> None:
-        """Set the outer parameters' gradients to outer parameter - parameter; from the second time on, these are views of
-        buckets."""
+        """Set the outer parameters' gradients to outer parameter - parameter. From the second call on, the gradients are views
+        of buckets."""
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
             if outer.grad is None:
                 outer.grad = outer - parameter
@@ -58,7 +58,7 @@ class Fragment:
                 torch.sub(outer, parameter, out=outer.grad)
 
     def exchange(self, step: int) -> None:
-        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer if these then differ between ranks."""
+        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer if they then differ between ranks."""
         self.rule.synchronize()
         self._optimizer.step()
         self.rule.after_step()
@@ -76,9 +76,9 @@ class Fragment:
         return {"outer": [outer.detach().clone() for outer in self._outer], "optimizer": self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]], *, keep_rates: bool) -> None:
-        """Load a state_dict(), and `also`, those of ranks that no longer exist. keep_rates: whether to keep the outer
-        optimizer's present rates, which depend on the world, in place of the saved ones. Raises what an optimizer raises that
-        cannot load a state."""
+        """Load a state_dict(). also: those of ranks that no longer exist. keep_rates: whether to keep the outer optimizer's
+        current rates, which depend on the world, in place of the saved ones. Raises the errors of the optimizer's
+        load_state_dict()."""
         with torch.no_grad():
             for outer, saved in zip(self._outer, state["outer"], strict=True):
                 outer.copy_(saved)
@@ -89,7 +89,7 @@ class Fragment:
 
 
 def cut(parameters: Sequence[Tensor], fragments: int) -> list[slice]:
-    """Return so many parts of the list, none of them empty, about equal in the number of elements."""
+    """Return `fragments` parts of the list, none of them empty, with about equal numbers of elements."""
     total = sum(parameter.numel() for parameter in parameters)
     cuts, before = [0], 0
     for index, parameter in enumerate(parameters):
@@ -103,19 +103,19 @@ def cut(parameters: Sequence[Tensor], fragments: int) -> list[slice]:
 
 
 def is_one_shot(encoding: Cast | Encoding) -> bool:
-    """Return whether movements are sent by one-shot codecs, so that every rank adds up all codes."""
+    """Return whether a one-shot codec sends the movements, so that every rank adds all codes."""
     return isinstance(encoding, Encoding) and isinstance(encoding.codec, Codec) and encoding.codec.one_shot
 
 
 def averaging_outer(
     parameters: Sequence[Tensor], encodings: Sequence[Cast | Encoding], among: Communicator, inner: Communicator | None
 ) -> torch.optim.Optimizer:
-    """Return the outer optimizer that averages parameters. encodings: those of their movements. Collective.
+    """Return the outer optimizer that averages parameters. encodings: of the movements of the parameters. Collective.
 
-    It is an SGD of rate 1. But a one-shot code has few numbers, mostly different ones on every rank, so the mean over all ranks
-    would be only a fraction of each number that is sent. With the number of different codes as the rate, the result is their
-    sum. Each rank sends one code, or each host if its ranks sum inside; ranks with the same `inner` ranks have the same
-    movements, and so the same code.
+    The optimizer is SGD with rate 1, except for one-shot codecs. A one-shot code has few numbers, mostly at different places on
+    every rank, so the mean over all ranks would be only a fraction of each number sent. With the number of different codes as
+    the rate, the result is their sum. Each rank sends one code, or each host if its ranks sum inside. Ranks with the same
+    `inner` ranks have the same movements, and so the same code.
     """
     hosts = among.topology.hosts
     encoders = hosts if sums_inside(hosts) else [[rank] for host in hosts for rank in host]
@@ -124,7 +124,7 @@ def averaging_outer(
         first = min(inner.allgather_record(among.rank))  # identifies this rank's inner ranks
         firsts = among.allgather_record(first)
         codes = len({frozenset(firsts[rank] for rank in encoder) for encoder in encoders})
-    kinds: dict[bool, list[Tensor]] = {}  # not by rate: on one rank both are 1, but checkpoints must fit
+    kinds: dict[bool, list[Tensor]] = {}  # not by rate: on one rank both rates are 1, but checkpoints must fit
     for parameter, encoding in zip(parameters, encodings, strict=True):
         kinds.setdefault(is_one_shot(encoding), []).append(parameter)
     return torch.optim.SGD([{"params": kinds[kind], "lr": float(codes) if kind else 1.0} for kind in kinds])

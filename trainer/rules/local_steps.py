@@ -1,9 +1,9 @@
-"""The rule of local updates: ranks step alone, and exchange their movements every so many steps.
+"""The rule of local updates: ranks step by themselves, and exchange their movements at intervals.
 
-Each rank trains a copy of its own. Every `every` steps, the ranks average the movements of their parameters since the last
-exchange. An outer optimizer applies the average, as if it were a gradient, to the outer parameters, which are equal on all
+Each rank trains its own copy of the model. Every `every` steps, the ranks average the movements of their parameters since the
+last exchange. An outer optimizer applies the average, as if it were a gradient, to the outer parameters, which are equal on all
 ranks (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1, this averages the parameters (local SGD, Stich 2018). The
-movements are exchanged like any gradients, by the synchronous rule, with its buckets, codecs and checkpoints.
+synchronous rule exchanges the movements like gradients, with its buckets, codecs and checkpoints.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from gradwire.trainer.world.world import here
 _log = logging.getLogger("gradwire")
 
 KEY = "gradwire_local"
-"""In the state_dict() of an optimizer with local updates."""
+"""The key of this rule's state in the state_dict() of an optimizer with local updates."""
 
 
 @dataclass(frozen=True)
 class Locality:
-    """The settings of local updates, from the arguments of LocalUpdates. outer: None to average. policy: the encodings of
-    movements. inner: ranks that average their gradients in every step. owns_inner: whether nothing else uses that
-    Communicator."""
+    """The settings of local updates, from the arguments of LocalUpdates. outer: None averages the parameters. policy: selects
+    the encodings of movements. inner: the Communicator of the ranks that average their gradients in every step. owns_inner:
+    whether nothing else uses `inner`, so that close() closes it."""
 
     every: int
     outer: torch.optim.Optimizer | None
@@ -71,8 +71,8 @@ class Locality:
 class LocalSteps(Rule):
     """Averages gradients during the warm-up (and among inner ranks after it), and movements from then on.
 
-    step: how many steps the optimizer has taken, including those before a checkpoint. warmup_taken, alone_taken: how many of
-    them it has taken since this was made, in the warm-up and after it.
+    step: the number of steps of the optimizer, including those before a checkpoint. warmup_taken, alone_taken: the number of
+    steps since this object was made, in the warm-up and after it.
     """
 
     def __init__(self, setup: Setup, locality: Locality) -> None:
@@ -86,7 +86,7 @@ class LocalSteps(Rule):
         self._averaging: Synchronous | None = None
         self._fragments: list[Fragment] = []
         self._pending: tuple[int, int] | None = None  # (fragment that is exchanged, step after which it is merged)
-        self._done: Future[None] | None = None  # its exchange, until it has been waited for
+        self._done: Future[None] | None = None  # the exchange of that fragment, until it has been waited for
         self._thread = DaemonThread("gradwire-local") if locality.delay else None
         self._waited_s = 0.0
         self._has_common = False  # whether the outer parameters are equal on all ranks
@@ -99,8 +99,8 @@ class LocalSteps(Rule):
 
     @property
     def sent(self) -> tuple[ExchangeStats, ExchangeStats, ExchangeStats]:
-        """Return the counts of what this rank has sent so far: gradients in the warm-up, movements, and gradients to inner
-        ranks."""
+        """Return the counts of bytes that this rank has sent so far: of gradients in the warm-up, of movements, and of
+        gradients to inner ranks."""
         inner = ExchangeStats() if self._inner_combination is None else self._inner_combination.traffic.stats
         return self.setup.combination.traffic.stats, self._outer_combination.traffic.stats, inner
 
@@ -153,7 +153,7 @@ class LocalSteps(Rule):
                 self._exchange(number)
 
     def _begin(self) -> None:
-        """Set the outer parameters from the parameters before the first step, as these may have been broadcast or loaded."""
+        """Set the outer parameters before the first step, since the parameters may have been broadcast or loaded until then."""
         if not self._has_common:
             for fragment in self._fragments:
                 fragment.take_over()
@@ -165,7 +165,7 @@ class LocalSteps(Rule):
         return (self.step - self._locality.warmup_steps - (number + 1) * every // fragments) % every == 0
 
     def _exchange(self, number: int) -> None:
-        """Exchange a fragment: now, or with a delay in the background."""
+        """Exchange a fragment: at once, or with a delay in the background."""
         fragment, step = self._fragments[number], self.step
         fragment.move()
         if self._thread is None:
@@ -182,7 +182,7 @@ class LocalSteps(Rule):
         self._fragments[number].merge(self._locality.alpha)
 
     def _settle(self) -> None:
-        """Wait until the fragment that is being exchanged has arrived."""
+        """Wait until the exchange of a fragment that is running is done."""
         if self._done is not None:
             begin = time.perf_counter()
             try:
@@ -192,9 +192,9 @@ class LocalSteps(Rule):
             self._done = None
 
     def _enter(self, step: int) -> None:
-        """Enter the phase to which a step belongs: that of averaging gradients, or that of local updates. Collective."""
+        """Enter the phase to which a step belongs: the averaging of gradients, or local updates. Collective."""
         self.step = step
-        self._waited_s = self.wait_s  # which includes that of the rules that end here
+        self._waited_s = self.wait_s  # includes the waits of the rules that end here
         self._close_rules()
         self._averaging, self._fragments = None, []
         locality = self._locality
@@ -212,7 +212,7 @@ class LocalSteps(Rule):
         self._fragments = [Fragment(self._names[part], self._parameters[part], outer, setup) for part in parts]
 
     def _averaged(self, combination: Combination) -> Synchronous:
-        """Return the rule that averages gradients among these ranks."""
+        """Return the rule that averages gradients among the ranks of a combination."""
         rule = Synchronous(replace(self.setup, combination=combination))
         rule.add(self._names, self._parameters)
         rule.start()
@@ -236,15 +236,15 @@ class LocalSteps(Rule):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under KEY that of this rule, which differs between ranks if there is a codec."""
+        """Return the optimizer's state, and under KEY the rule's state, which differs between ranks if there is a codec."""
         self._settle()
         state = self.setup.optimizer.state_dict() if self._averaging is None else self._averaging.state_dict()
         fragments = [fragment.state_dict() for fragment in self._fragments]
         return {**state, KEY: {"step": self.step, "pending": self._pending, "fragments": fragments}}
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load a state_dict(), collectively; without KEY, begin anew. Raises ValueError on all ranks, with nothing loaded, if
-        the states of ranks are of different steps or of other fragments, or one cannot be loaded."""
+        """Load a state_dict(). If it has no KEY, restart the rule. Collective. Raises ValueError on all ranks, with nothing
+        loaded, if the states of ranks are of different steps or other fragments, or if one cannot be loaded."""
         self._settle()
         before: dict[str, Any] = {}
 
@@ -273,7 +273,7 @@ class LocalSteps(Rule):
 
     def _label(self, part: dict[str, Any]) -> list[Any]:
         """Return the step, the fragment that is being exchanged and the number of fragments, which are equal in all parts of
-        one checkpoint. Raises ValueError, or another error of reading it, for a part that is damaged or not of these
+        one checkpoint. Raises ValueError, or an error from reading the part, if it is damaged or not of these
         parameters."""
         step, pending, fragments = part["step"], part["pending"], part["fragments"]
         warmup_steps = self._locality.warmup_steps

@@ -1,8 +1,8 @@
 """The synchronous rule with waits and updates deferred to the next forward: DistributedOptimizer(overlap="next_forward").
 
-The update of a step has the same bits: each parameter is updated with the gradients of all ranks and the settings at the time
-of step(), before the first module that uses it computes. Earlier modules compute while gradients are on the wire
-(ByteScheduler, Peng et al. 2019).
+The update of a step has the same bits as if not deferred: each parameter is updated with the gradients of all ranks and the
+settings at the time of step(), before the first module that uses the parameter computes. Earlier modules compute while
+gradients are on the wire (ByteScheduler, Peng et al. 2019).
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class NextForward(Synchronous):
     """backward() starts the exchange, and step() records that an update is due. Before a module computes, this rule waits for
     the buckets of its parameters, and updates the parameters in them.
 
-    model: whose modules are watched. The parameters of a module whose forward is never called, as where its parent reads
-    them, are awaited before that of the module around it; those that are in no module of the model, before the first.
+    model: the rule hooks the forward of its modules. If the forward of a module is never called, because its parent reads its
+    parameters, the rule waits for these parameters before the forward of the module around it. It waits for parameters that are
+    in no module of the model before the first forward.
 
-    settle() completes the update. All that uses gradients (AwaitedGradient) calls it, state_dict() and load_state_dict() of
-    model and optimizer, forwards without gradients, the next backward(), step() and synchronize().
+    settle() completes the update. These call it: any use of a gradient (AwaitedGradient), state_dict() and load_state_dict() of
+    model and optimizer, a forward without gradients, the next backward(), step() and synchronize().
 
-    step() does not put off the update where the gradients are there already, as after clipping; where the buckets are to be
-    rebuilt; and where the optimizer has hooks of its step, which would run once for every bucket.
+    step() does not defer the update if the gradients have arrived already, as after clipping; if the buckets must be rebuilt;
+    or if the optimizer has step hooks, which would run once for every bucket.
     """
 
     can_stand_in = False
@@ -72,7 +73,7 @@ class NextForward(Synchronous):
         self._failed = False
         self._called: set[nn.Module] = set()
         self._needed: dict[nn.Module | None, list[int]] = {}
-        self._needed_by: tuple[int, object] = (0, None)  # what _needed was made from
+        self._needed_by: tuple[int, object] = (0, None)  # the inputs from which _needed was made
         self._watched: set[nn.Module] = set()
         reads, loads = Weakly.of(self.settle), Weakly.of(self._before_load)
         optimizer = setup.optimizer
@@ -233,7 +234,7 @@ class NextForward(Synchronous):
                 self._settings = None
 
     def _update(self, parameters: Collection[Tensor]) -> None:
-        """Step some of the optimizer's parameters, with its settings at step()."""
+        """Step some of the optimizer's parameters, with the settings at the time of step()."""
         optimizer, wanted = self.setup.optimizer, set(parameters)
         assert self._settings is not None
         groups = optimizer.param_groups
@@ -250,7 +251,7 @@ class NextForward(Synchronous):
 
 
 def _kept(value: Any) -> Any:
-    """Return the present value of a setting; a tensor, which may be changed in place, is copied."""
+    """Return the current value of a setting; a tensor, which may be changed in place, is copied."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -19,9 +19,9 @@ from gradwire.trainer.gradients.setup import Setup
 class Rule:
     """Decides what the ranks that train one model exchange (gradients, parameters, their differences), and when.
 
-    Derive from it, and override the methods that you need: by default, every rank trains by itself. A DistributedOptimizer
-    calls these methods on all ranks in the same order, so each may communicate. A rule counts its own steps, and saves the
-    count. docs/extending.md has an example.
+    Derive from this class, and override the methods that you need: by default, every rank trains by itself. A
+    DistributedOptimizer calls these methods on all ranks in the same order, so each may communicate. A rule counts its own
+    steps, and saves the count. docs/extending.md has an example.
 
     shares_state: whether the optimizers of all ranks have the same state. If False, check_replicas_every= compares parameters
     only.
@@ -29,7 +29,7 @@ class Rule:
     load those of any other.
     can_stand_in: whether a rank that has joined may call stand_in(); the same on all ranks. If False, operations of the other
     ranks raise PeerJoined.
-    moments: when gradients were exchanged; None: no report of stragglers.
+    moments: the times of exchanges of gradients; None disables the report of stragglers.
     """
 
     shares_state: bool = True
@@ -47,7 +47,7 @@ class Rule:
 
     @property
     def wait_s(self) -> float:
-        """Return for how many seconds this rank has waited for others so far, in the operations of this rule."""
+        """Return the seconds for which this rank has waited for other ranks so far, in the operations of this rule."""
         return 0.0
 
     @property
@@ -57,19 +57,19 @@ class Rule:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Return the buckets in which gradients are exchanged at present, if they are."""
+        """Return the current buckets of gradients; empty if the rule has none."""
         return ()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Add parameters: first those of the optimizer, later those of a new param group. Raises ValueError for those that
-        cannot be exchanged."""
+        """Add parameters: first those of the optimizer, later those of a new param group. Raises ValueError for parameters
+        that cannot be exchanged."""
 
     def start(self) -> None:
-        """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks if they have
-        different parameters."""
+        """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks if the ranks
+        have different parameters."""
 
     def synchronize(self) -> None:
-        """Exchange whatever the optimizer's step needs, unless that is done."""
+        """Exchange all data that the optimizer's step needs, unless that is done."""
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Call the closure of a step, which computes gradients, and return the loss for the optimizer."""
@@ -82,7 +82,7 @@ class Rule:
         return nullcontext()
 
     def take_step(self) -> Any:
-        """Step the optimizer, without a closure, after synchronize(); return what it returns."""
+        """Step the optimizer, without a closure, after synchronize(); return its result."""
         self.synchronize()
         with self.stepping():
             return self.setup.optimizer.step()
@@ -91,14 +91,14 @@ class Rule:
         """Finish all work that backward() and steps have begun, so that parameters and optimizer state are up to date."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients of the next step so that the norm of all of them is at most max_norm; return the norm before."""
+        """Scale the gradients of the next step so that their total norm is at most max_norm; return the norm before."""
         self.synchronize()
         groups = self.setup.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def after_step(self) -> None:
-        """Do what is due when the optimizer has stepped."""
+        """Do the rule's work that follows a step of the optimizer."""
 
     def reset(self) -> None:
         """Discard accumulated gradients, after they have been zeroed."""
@@ -115,7 +115,7 @@ class Rule:
         return self.setup.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load what state_dict() returned, the optimizer's state too. also: on ranks that no longer exist."""
+        """Load a state_dict(), including the optimizer's state. also: the states of ranks that no longer exist."""
         self.setup.optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:

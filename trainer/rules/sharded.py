@@ -2,7 +2,7 @@
 
 ZeRO stage 1 (Rajbhandari et al. 2020): gradients are reduced so that every rank gets its share of each bucket, the optimizer
 steps the pieces of parameters in this share, and the parameters are gathered. The buckets are those of the synchronous rule,
-and the two exchanges are the halves of its allreduce, so a piece's gradient has the same bits.
+and the two exchanges are the halves of its allreduce, so a piece's gradient has the same bits as there.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Sharded(Synchronous):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Let the optimizer step this rank's pieces, inside. Raises RuntimeError if gradients have changed since backward()."""
+        """Let the optimizer step the pieces in the with block. Raises RuntimeError if gradients have changed since
+        backward()."""
         for bucket in self.bucketing.buckets:
             is_changed = bucket.memory._version != bucket.finished_version
             for slot, parameter in enumerate(bucket.parameters):
@@ -103,7 +104,7 @@ class Sharded(Synchronous):
         begin = time.perf_counter()
         self._pieces.gather(self.exchange.step - 1)
         self._gathered_s += time.perf_counter() - begin
-        for bucket in self.bucketing.buckets:  # because an optimizer may overwrite gradients, as it may without shards
+        for bucket in self.bucketing.buckets:  # an optimizer may overwrite gradients, as it may without shards
             bucket.take_note()
         super().after_step()
 
@@ -120,7 +121,7 @@ class Sharded(Synchronous):
             total = total**norm_type
             self.communicator.allreduce(total, Sum)
             total = total ** (1 / norm_type)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN if the norm is
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN if the norm is NaN
         for each in filter(None, parts):
             torch._foreach_mul_(each, factor.to(each[0].device))
         for bucket in self.bucketing.buckets:
@@ -145,9 +146,9 @@ class Sharded(Synchronous):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
-        """Load the state_dict()s of all ranks that saved, on any number of ranks, or an unsharded state. Collective.
+        """Load the state_dict()s of all ranks of a checkpoint, on any number of ranks, or an unsharded state. Collective.
 
-        Raises ValueError on all ranks if they were not given all parts of one checkpoint of these parameters.
+        Raises ValueError on all ranks if together they were not given all parts of one checkpoint of these parameters.
         """
         mine = self._agree([state_dict, *also])
         bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
@@ -198,7 +199,7 @@ class Sharded(Synchronous):
 
 
 def _kept(part: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the optimizer's state of a parameter in a part of a checkpoint; LOST is the update that the parameter lacks."""
+    """Return the optimizer's state of a parameter in a part of a checkpoint; LOST holds the updates that it misses."""
     lacking = part.get(SHARDS, {}).get("owed")
     return {**part["state"].get(number, {}), **({} if lacking is None else {LOST: lacking[number]})}
 

@@ -52,7 +52,7 @@ class Synchronous(Rule):
         self.exchange.flush()
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Return the loss over all ranks, so that the optimizers of all ranks decide alike."""
+        """Return the loss combined over all ranks, so that the optimizers of all ranks decide alike."""
         self.exchange.renew()
         loss = super().evaluate(closure)
         if loss is None:
@@ -71,8 +71,8 @@ class Synchronous(Rule):
         self.exchange.renew(forget=True)
 
     def stand_in(self, verb: str, numel: int) -> bool:
-        """Take part in agreeing on new buckets, or in an exchange: first with accumulated gradients, then with zeros."""
-        if verb == "allgather" and self.bucketing.buckets:  # without buckets, an exchange begins with one
+        """Take part in the agreement on new buckets, or in an exchange: with accumulated gradients if any, else with zeros."""
+        if verb == "allgather" and self.bucketing.buckets:  # without buckets, an exchange begins with an allgather
             self.start()
             return True
         if verb != "allgather" and numel <= 1:  # a loss; a bucket has at least a gradient and its count

@@ -32,14 +32,15 @@ from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, glob
 from gradwire.trainer.world.world import current_world, here
 
 KEY = "gradwire_server"
-"""In the state_dict() of an optimizer at a parameter server."""
+"""The key of the parameter server's entry in state_dict()."""
 
 _REPORT_S = 3.0
-"""How much longer each rank waits than the one that it waits for, which so can report first which rank does not answer: a server
-waits for a worker, an update for all of them, a worker for its server, the members of a group for their first rank."""
+"""The difference in seconds between the timeouts of waits that depend on each other. From the shortest: a server for a worker,
+an update for all workers, a worker for its server, the members of a group for their first rank. The shortest wait raises first,
+and its error names the rank that does not answer."""
 
 _LOOK_S = 1.0
-"""How often serve() looks whether Ctrl-C was pressed."""
+"""How many seconds Ctrl-C takes at most to interrupt serve()."""
 
 
 class ParameterServer(WrappingOptimizer):
@@ -49,12 +50,12 @@ class ParameterServer(WrappingOptimizer):
     parameters. A server makes an update when the gradients of `quorum` ranks have arrived and grace_s seconds have passed, or
     when all have arrived. The update uses the weighted average. docs/guides/parameter-server.md is the guide.
 
-    optimizer, named_parameters, process_set: as of DistributedOptimizer. Each parameter belongs to one server as a whole, so
-    the optimizer must treat parameters one by one. An update uses the settings of the param groups on the server's rank. On a
-    rank that serves only, they are those of the lowest-numbered worker at its last step(); numbers, strings and tuples are
+    optimizer, named_parameters, process_set: as in DistributedOptimizer. Each parameter is on one server, so the optimizer must
+    update each parameter independently. An update uses the settings of the param groups on the server's rank. A server that
+    does not train uses the settings of the lowest-numbered worker at its last step(); numbers, strings and tuples are
     supported.
-    quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: the slowest are
-    not waited for (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
+    quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: updates do not
+    wait for the slowest ranks (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
     grace_s: how many seconds a server waits for further gradients after the quorum.
     staleness: how many steps a rank may be ahead of the slowest before it waits (Ho et al. 2013); None: any number.
     late: what happens to gradients of an old version. "weight": the next update uses them, weighted by 1 / (1 + age). "next":
@@ -62,23 +63,23 @@ class ParameterServer(WrappingOptimizer):
     servers: the ranks of the process set that serve. Default: the ranks that do not train; if all train, all that push.
     workers: the ranks that train; default: all. Other ranks only serve, by serve().
     inner: a process set, such as the ranks of a host, that averages its gradients in every step; its first rank pushes and
-    pulls, and the quorum counts such groups (hybrid; Kurth et al. 2017). Different ranks name different groups. A Communicator
+    pulls, and the quorum counts such groups (hybrid; Kurth et al. 2017). Each group passes its own process set. A Communicator
     as inner= keeps its own timeout_s, which should be 10 seconds longer than that of init().
-    compression: the compression of pushed gradients, as of DistributedOptimizer, except PowerSGD. Error feedback is kept by
-    the worker. Parameters are pulled uncompressed.
+    compression: the compression of pushed gradients, as in DistributedOptimizer, except PowerSGD. The worker keeps the
+    residuals of error feedback. Parameters are pulled uncompressed.
 
-    Replicas must start equal. Load or broadcast the parameters (broadcast_parameters) before making it: the servers copy them
-    then. A parameter without a gradient contributes zeros. Runs with a quorum of all repeat to the bit; with fewer, the order
-    of arrival decides.
+    Replicas must start equal: load or broadcast the parameters (broadcast_parameters) before making the optimizer, since the
+    constructor copies them to the servers. A parameter without a gradient contributes zeros. Runs with a quorum of all are
+    bitwise reproducible. With a smaller quorum, results depend on the order of arrival.
 
-    If a rank dies, the others continue while they are `quorum` and the rank was not a server; otherwise step() raises
-    QuorumLost or PeerLost. A group ends with any of its ranks. A lost rank cannot return. A rank that pushes nothing for the
-    timeout_s of init() counts as lost; one that calls close() is no longer waited for.
+    If a rank dies, the others continue if at least `quorum` remain and the rank was not a server; otherwise step() raises
+    QuorumLost or PeerLost. If a rank of a group dies, the whole group ends. A lost rank cannot return. A rank that pushes
+    nothing for the timeout_s of init() counts as lost. The others do not wait for a rank that has called close().
 
-    Each server has a small Communicator and a thread per rank, which suits some dozens of ranks. CUDA parameters are copied
-    through the CPU, on which servers compute.
+    Each server has a small Communicator and a thread for each worker, which suits a few dozen ranks. Servers compute on the
+    CPU; CUDA parameters are copied.
 
-    Making it is collective. Raises ValueError or TypeError for invalid arguments.
+    The constructor is collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class ParameterServer(WrappingOptimizer):
         return self._part.communicators[-1]
 
     def _numbers(self, group: Communicator | None) -> list[int] | None:
-        """Return the ranks of a group by their numbers in the process set. Raises ValueError for others."""
+        """Return a group's ranks, numbered as in the process set. Raises ValueError if one is not in the process set."""
         if group is None:
             return None
         place = {launched: number for number, launched in enumerate(self._communicator.global_ranks)}
@@ -202,14 +203,14 @@ class ParameterServer(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:
-        """Push this rank's gradients, wait until the servers let it continue, and fill the parameters with the newest ones.
+        """Push this rank's gradients, wait until the servers let it continue, and copy the newest parameters into its own.
 
         closure: a function that clears gradients, calls backward() and returns this rank's loss, which step() returns.
         weight: the weight of these gradients in the average, such as their number of tokens.
 
-        Raises QuorumLost if too few ranks are left, PeerLost if a server is lost, and CollectiveError at each further call,
-        also after Ctrl-C. Raises RuntimeError if parameters have changed since the servers copied them, and ValueError if a
-        parameter requires a gradient that did not when this was made.
+        Raises QuorumLost if too few ranks remain, and PeerLost if a server is lost. After any such error or Ctrl-C, every
+        further call raises CollectiveError. Raises RuntimeError if parameters have changed since the servers copied them, and
+        ValueError if a parameter requires a gradient now but did not when this optimizer was made.
         """
         worker = self._training()
         self._check_unbroken()
@@ -258,7 +259,7 @@ class ParameterServer(WrappingOptimizer):
     def report(self) -> ServerReport:
         """Return the counts of all contributions so far; on a rank that serves only, those at this server.
 
-        A rank may call it at any time except during its step(); of a group, only the first rank may.
+        A rank may call it at any time except during its step(). In a group, only the first rank may call it.
         """
         self._check_open()
         if self._worker is not None:
@@ -269,9 +270,9 @@ class ParameterServer(WrappingOptimizer):
         """Return the state of this rank and its server. Every rank saves its own, after the same step, together with the
         model.
 
-        Raises ValueError with a quorum of fewer than all, where ranks have different states, and if ranks serve only, which do
-        not stop between two steps. Raises CollectiveError after a step() that has failed, which only some servers may have
-        made.
+        Raises ValueError if the quorum is less than all, since ranks then have different states, and if some ranks only serve,
+        since they do not stop between two steps. Raises CollectiveError after a step() that has failed, since only some servers
+        may have updated.
         """
         self._check_synchronous("state_dict")
         self._check_unbroken()
@@ -281,10 +282,10 @@ class ParameterServer(WrappingOptimizer):
         return {**self.optimizer.state_dict(), KEY: at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with which training resumes bit for bit, on the same number of ranks with the same servers. Collective.
+        """Load a state, to resume training bit for bit on the same number of ranks with the same servers. Collective.
 
-        Load the model before: the servers take the parameters from it. Raises ValueError on all ranks, with nothing loaded, if
-        the state of one does not fit or is that of another step; CollectiveError after a step() that has failed.
+        Load the model first: the servers copy its parameters. Raises ValueError on all ranks, with nothing loaded, if the state
+        of one rank does not fit or is that of another step; CollectiveError after a step() that has failed.
         """
         self._check_synchronous("load_state_dict")
         self._training()
@@ -306,10 +307,10 @@ class ParameterServer(WrappingOptimizer):
             self._communicator.barrier()
 
         on_all_ranks(self._communicator, lambda: self._take(state_dict), take_back)
-        self._communicator.barrier()  # no rank contributes before all servers know the version
+        self._communicator.barrier()  # no rank contributes before all servers have loaded the version
 
     def _take(self, state_dict: dict[str, Any]) -> None:
-        """Load a state on this rank and at its server. Raises what their load_state_dict() raise."""
+        """Load a state on this rank and at its server. Raises the errors of their load_state_dict()."""
         saved = state_dict[KEY]
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
         if self._updater is not None:
@@ -320,8 +321,8 @@ class ParameterServer(WrappingOptimizer):
     def close(self, timeout_s: float | None = None) -> None:
         """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
 
-        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, a warning is logged and they
-        are served no more. The parameters and the wrapped optimizer remain usable. Further calls do nothing.
+        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, logs a warning and stops
+        serving them. The parameters and the wrapped optimizer remain usable. Further calls do nothing.
         """
         self._part.close(timeout_s)
 
@@ -336,7 +337,7 @@ class ParameterServer(WrappingOptimizer):
             raise CollectiveError(f"{here()}{message}") from self._failure
 
     def _hashes(self) -> dict[str, int]:
-        """Return hashes of the parameters, by name. (Versions of tensors would not do: receiving does not change them.)"""
+        """Return hashes of the parameters, by name. (Tensor._version would not suffice: receiving does not change it.)"""
         return {name: hash_of(parameter) for name, parameter in self._trained.items()}
 
     def _check_unchanged(self) -> None:
@@ -352,7 +353,7 @@ class ParameterServer(WrappingOptimizer):
         self._taken_over = None
 
     def _training(self) -> Worker | Member:
-        """Return the Worker or Member of this rank. Raises RuntimeError on a rank that only serves, or has closed."""
+        """Return the Worker or Member of this rank. Raises RuntimeError on a rank that only serves, and after close()."""
         self._check_open()
         if self._worker is None:
             raise RuntimeError(f"{here()}this rank serves only: call serve(), then close()")

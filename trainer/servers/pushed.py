@@ -22,8 +22,8 @@ from gradwire.trainer.world.world import here
 
 @dataclass(frozen=True)
 class _Group:
-    """The numbers of parameters whose gradients are sent together: if encoding is None, uncompressed, in one buffer for each
-    dtype; else as one code of float32 values. flat: the layout of these buffers or values."""
+    """Describes gradients that are sent together: if encoding is None, uncompressed, in one buffer for each dtype; else as one
+    code of float32 values. members: the numbers of their parameters. flat: the layout of the buffers or values."""
 
     encoding: Encoding | None
     members: tuple[int, ...]
@@ -34,23 +34,23 @@ class _Group:
         return None if self.encoding is None else self.encoding.codec_at(step)
 
     def empty(self, step: int) -> list[Tensor]:
-        """Return new buffers for what comes from a worker at its step."""
+        """Return new buffers into which to receive a worker's gradients of a step."""
         codec = self.codec_at(step)
         if codec is None:
             return self.flat.empty()
         return [torch.empty(codec.wire_bytes(self.flat.numel), dtype=torch.uint8)]
 
     def pack(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new buffers with the members of all gradients, as `flat` lays them out."""
+        """Return new buffers with this group's members of all gradients, laid out by `flat`."""
         return self.flat.pack([gradients[number] for number in self.members])
 
 
 class Packing:
-    """The packing of some parameters' gradients: first the uncompressed ones, in one buffer for each dtype; then a code for
-    each encoding.
+    """Lays out the gradients of some parameters in messages: first the uncompressed ones, in one buffer for each dtype; then a
+    code for each encoding.
 
     policy: selects the encoding of each parameter by name; no matrix codecs. Attribute flat: the layout of all gradients, and
-    of the parameters, without codes.
+    of the parameters, when uncompressed.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], policy: Policy) -> None:
@@ -69,12 +69,12 @@ class Packing:
             self.groups.append(_Group(encoding, tuple(numbers), Flat(given)))
 
     def empty(self, step: int) -> list[Tensor]:
-        """Return new buffers for what comes from a worker at its step."""
+        """Return new buffers into which to receive a worker's gradients of a step."""
         return [buffer for group in self.groups for buffer in group.empty(step)]
 
     def decode(self, pushed: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Return the gradients of a Sender's buffers of a step, laid out by `flat`."""
-        if len(self.groups) == 1:  # as they are
+        """Decode the buffers of a Sender for a step, and return the gradients, laid out by `flat`."""
+        if len(self.groups) == 1:  # all gradients are uncompressed
             return list(pushed)
         gradients = self.flat.empty()
         views = self.flat.views(gradients)
@@ -91,8 +91,8 @@ class Packing:
 
 
 class Sender:
-    """Makes buffers of gradients, and adds the error of each encoding to the next step's gradients. seed: of the codecs that
-    draw random numbers; it differs between Senders."""
+    """Encodes gradients into buffers, and adds the error of each encoding to the next step's gradients. seed: for codecs that
+    draw random numbers; different for each Sender."""
 
     def __init__(self, packing: Packing, seed: int) -> None:
         self._plain, *self._coded = packing.groups
@@ -108,7 +108,7 @@ class Sender:
             self._states.append(codec.new_state(numel, torch.device("cpu")) if keeps else None)
 
     def encode(self, gradients: Sequence[Tensor | None], step: int) -> list[Tensor]:
-        """Return buffers for Packing.decode()."""
+        """Return buffers with the gradients of a step, for Packing.decode()."""
         pushed = self._plain.pack(gradients)
         for number, group in enumerate(self._coded):
             (values,) = group.pack(gradients)
@@ -121,12 +121,12 @@ class Sender:
         return pushed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of what is kept, by name."""
+        """Return copies of the residuals and the codec states, by name."""
         return {name: tensor.clone() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what state_dict() returned for the same parameters and encodings. Raises KeyError or ValueError, with nothing
-        loaded, for a state of others, and for one with numbers that are not finite."""
+        """Load a state of state_dict() for the same parameters and encodings. Raises KeyError or ValueError, with nothing
+        loaded, for a state of other ones, and for numbers that are not finite."""
         tensors = self._tensors()
         for name, tensor in tensors.items():
             if state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
@@ -144,7 +144,7 @@ class Sender:
 
 
 def encodings_of(compression: Compressor) -> Policy:
-    """Return the encodings of pushed gradients. Raises ValueError for codecs that approximate sums over ranks."""
+    """Return the encodings of pushed gradients. Raises ValueError for matrix codecs, which compress sums over ranks."""
     encodings = Policy(compression)
     for encoding in encodings.encodings:
         if isinstance(encoding.codec, MatrixCodec):

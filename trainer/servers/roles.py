@@ -13,7 +13,7 @@ from gradwire.trainer.world.world import here
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a process set's ranks at a parameter server.
+    """Holds the roles of a process set's ranks at a parameter server.
 
     servers: the ranks that hold parameters. groups: the ranks that train, in groups that average their gradients. The first
     rank of a group, the worker, pushes and pulls for all of it.
@@ -43,10 +43,10 @@ def checked_ranks(name: str, ranks: Sequence[int] | None, size: int) -> list[int
 def roles_of(
     servers: Sequence[int] | None, workers: Sequence[int] | None, groups: Sequence[Sequence[int] | None]
 ) -> Roles:
-    """Return the roles of as many ranks as there are groups.
+    """Return the roles of all ranks.
 
-    servers: the ranks that serve; None: those that do not train, or if all train, all that push. workers: the ranks that train;
-    None for all. groups: by rank, its argument inner=: the ranks with which it averages, in their order; None for none. Raises
+    servers: the ranks that serve; None for the ranks that do not train, or if all train, for those that push. workers: the
+    ranks that train; None for all. groups: for each rank, the ranks of its argument inner=, in their order, or None. Raises
     ValueError, on all ranks, if these contradict each other.
     """
     training = sorted(range(len(groups)) if workers is None else workers)

@@ -30,7 +30,7 @@ from gradwire.trainer.servers.connection import from_record, of_pair, receive, t
 from gradwire.trainer.world.world import here
 
 LEAVE, COUNTS, OWN = range(3)
-"""The kinds of request of every server: LEAVE, a worker has finished; COUNTS, return the Counts; OWN, its first own kind."""
+"""Kinds of request. LEAVE: a worker has finished. COUNTS: return the Counts. OWN: the first kind that a server may define."""
 
 DONE, FAILED = range(2)
 
@@ -82,8 +82,8 @@ class Serving:
             thread.start()
 
     def join(self, deadline: float) -> bool:
-        """Wait until all workers have left or are lost, at most until the deadline (time.monotonic()). Return whether they
-        have."""
+        """Wait until all workers have left or are lost, or until the deadline (time.monotonic()). Return whether none
+        remains."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

@@ -1,4 +1,4 @@
-"""The Updater of a parameter server: some of the parameters with their optimizer, updated by the workers' contributions."""
+"""Updater: holds some of the parameters with their optimizer on a server, and updates them with workers' contributions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradwire.trainer.servers.connection import Flat, QuorumLost
 
 
 class Updater:
-    """Holds some of the parameters with their optimizer, and updates them by all workers' contributions.
+    """Holds some of the parameters with their optimizer, and updates them with all workers' contributions.
 
-    servers: the ranks that serve; if one is lost, no rank can go on. optimizer: has the class, settings and state; each update
-    uses the settings of its param groups, unless workers have sent theirs. timeout_s: how long a worker waits for an update
-    before it raises.
+    servers: the ranks that serve; if one is lost, no rank can continue. optimizer: gives the class, settings and state of the
+    server's optimizer; each update uses the settings of its param groups, unless workers have sent their own. timeout_s: how
+    long exchange() waits before it raises CollectiveTimeout.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class Updater:
         self._failure: CollectiveError | None = None
 
     def exchange(self, worker: int, version: int, weight: float, gradients: list[Tensor]) -> tuple[int, list[Tensor]]:
-        """Add a worker's gradients, wait until it may go on, and return the version and the parameters.
+        """Add a worker's gradients, wait until the worker may continue, and return the version and the parameters.
 
-        Raises QuorumLost; CollectiveTimeout after timeout_s; CollectiveError if the optimizer has failed.
+        Raises QuorumLost if too few workers remain; CollectiveTimeout after timeout_s; CollectiveError if the optimizer has
+        failed; the error of lose() if a rank that serves is lost.
         """
         operation = f"step of rank {worker} at the parameter server"
         deadline = time.monotonic() + self._timeout_s
@@ -64,7 +65,7 @@ class Updater:
             self._update()
             self._changed.notify_all()
             while self._failure is not None or not aggregator.may_go(worker):
-                if self._failure is not None:  # a new error in each thread that raises it
+                if self._failure is not None:  # each thread raises a new error
                     raise self._failure.again(str(self._failure), operation) from self._failure
                 if not aggregator.holds_quorum:
                     raise QuorumLost(aggregator.lost, aggregator.quorum, rank=self.rank, operation=operation)
@@ -79,8 +80,8 @@ class Updater:
             return aggregator.version, self._newest
 
     def take_settings(self, worker: int, settings: list[dict[str, Any]]) -> None:
-        """Keep the settings of a worker's param groups. Updates use those of the lowest-numbered worker that still takes
-        part."""
+        """Keep the settings of a worker's param groups. Updates use the settings of the lowest-numbered remaining
+        worker."""
         with self._changed:
             self._settings[worker] = [
                 {name: tuple(value) if isinstance(value, list) else value for name, value in group.items()}
@@ -88,7 +89,7 @@ class Updater:
             ]
 
     def leave(self, worker: int) -> None:
-        """Remove a worker that is done."""
+        """Remove a worker that has finished."""
         with self._changed:
             self._forget_settings(worker)
             self._aggregator.leave(worker, time.monotonic())
@@ -96,7 +97,7 @@ class Updater:
             self._changed.notify_all()
 
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Remove a worker that has failed with this error. If the lost rank serves too, raise the error on all workers."""
+        """Remove a worker that has failed with this error. If its rank also serves, exchange() raises the error from now on."""
         with self._changed:
             if worker in self._servers and self._failure is None:
                 self._failure = error
@@ -106,7 +107,7 @@ class Updater:
             self._changed.notify_all()
 
     def counts(self) -> Counts:
-        """Return the counts of all contributions so far."""
+        """Return the Counts of all contributions so far."""
         with self._changed:
             return self._aggregator.counts()
 
@@ -116,7 +117,7 @@ class Updater:
             return {"version": self._aggregator.version, "optimizer": copy.deepcopy(self._optimizer.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what state_dict() returned, and the parameters of this rank's model."""
+        """Load a state of state_dict(), and copy the parameters of this rank's model."""
         with self._changed, torch.no_grad():
             self._optimizer.load_state_dict(state["optimizer"])
             self._aggregator = Aggregator(self.workers, self._scheme, state["version"])
@@ -125,21 +126,21 @@ class Updater:
             self._newest = self.flat.pack(self._parameters)
 
     def _update(self) -> None:
-        """Make the update that is due, if any, and only then wake the waiting threads, which would otherwise wake each other
-        for ever."""
+        """Make the update that is due, if any, and wake the waiting threads. Without an update, do not wake them: they call
+        this too, and would wake each other for ever."""
         shares = self._aggregator.take(time.monotonic())
         if shares is None:
             return
         try:
             self._step(shares)
-        except Exception as error:  # it concerns every worker, not only this thread's
+        except Exception as error:  # every worker must raise it, not only this thread's
             message = f"the optimizer has failed: {error!r}"
             self._failure = CollectiveError(message, rank=self.rank, operation="update at the parameter server")
             self._failure.__cause__ = error
         self._changed.notify_all()
 
     def _forget_settings(self, worker: int) -> None:
-        """Drop a worker's settings, so that the next worker's are used; those of the last worker are kept."""
+        """Drop a worker's settings, so that updates use another worker's. Keep them if there are no others."""
         if len(self._settings) > 1:
             self._settings.pop(worker, None)
 
@@ -159,8 +160,8 @@ class Updater:
 
 
 def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:
-    """Divide parameters among servers, about equally by elements. Return their numbers for each server, without servers that
-    would have none."""
+    """Divide parameters among servers, with about equal numbers of elements. Return the parameters' numbers for each server
+    that has any."""
     parts: dict[int, list[int]] = {server: [] for server in servers}
     loads = dict.fromkeys(servers, 0)
     for number in sorted(range(len(parameters)), key=lambda number: -parameters[number].numel()):

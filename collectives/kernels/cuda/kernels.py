@@ -12,19 +12,19 @@ from gradwire.collectives.kernels.cuda.quantize import Quantizers
 from gradwire.collectives.kernels.cuda.sparse import Sparse
 from gradwire.collectives.kernels.reference import quantize, sparse
 
-_CAPABILITY = (8, 0)  # of a GPU that has the instructions which the kernels use
+_CAPABILITY = (8, 0)  # the lowest that has the instructions of the kernels
 
 
 class CudaKernels(Quantizers, Sparse):
     """The functions of reference.quantize and reference.sparse on CUDA tensors.
 
-    They neither synchronise nor copy through the host, and can be captured in a CUDA graph once a first call outside of it has
-    compiled the kernels.
+    They neither synchronise nor copy through the host. They can be captured in a CUDA graph after a first call outside the
+    graph has compiled the kernels.
     """
 
 
 class TorchKernels:
-    """The functions of CudaKernels in plain torch: the same bytes, but slower, and sometimes the host waits for the GPU."""
+    """The functions of CudaKernels in plain torch. They write the same bytes more slowly, and may make the host wait."""
 
     def __getattr__(self, function: str) -> Callable[..., None]:
         module = quantize if hasattr(quantize, function) else sparse
@@ -33,9 +33,9 @@ class TorchKernels:
 
 
 def cuda_kernels() -> CudaKernels | TorchKernels | str:
-    """Return the kernels or, if a package that they need is missing, plain torch, with a warning that names the package.
+    """Return the kernels. If they cannot be used, return TorchKernels, with a warning that gives the reason.
 
-    If torch has no CUDA, return that as text.
+    If torch was built without CUDA, return that as text.
     """
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
@@ -47,7 +47,7 @@ def cuda_kernels() -> CudaKernels | TorchKernels | str:
 
 
 def _cupy_launch(major: str) -> CupyLaunch | str:
-    """Return a Launch by CuPy or, as a line of text, why there is none: no CuPy for CUDA `major`, no GPU for the kernels."""
+    """Return a Launch by CuPy, or a line of text why there is none: no CuPy for CUDA `major`, or a GPU that is too old."""
     for number in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(number)
         if capability < _CAPABILITY:
@@ -57,7 +57,7 @@ def _cupy_launch(major: str) -> CupyLaunch | str:
     try:
         import cupy
     except ImportError as error:
-        # If CuPy is installed but does not load, its own message is a page; that of the cause is a line.
+        # If CuPy is installed but cannot be loaded, its message has a page, and the message of the cause one line.
         return f"{str(error.__cause__ or error).strip().splitlines()[0]}: {advice}"
     built_for = str(cupy.cuda.runtime.runtimeGetVersion() // 1000)
     if built_for != major:

@@ -13,7 +13,7 @@ from gradwire.collectives.kernels.cuda.source import OPTIONS, THREADS, source
 
 
 class CupyLaunch:
-    """Launches kernels; compiles one when it is first launched on a device."""
+    """Launches kernels. Compiles a kernel at its first launch on a device."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -31,7 +31,7 @@ class CupyLaunch:
                 function((grid, 1, 1), (THREADS, 1, 1), (parameters,))
 
     def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
-        """Compile a kernel, without cupy.RawModule, which flushes denormals with any options."""
+        """Compile a kernel. Do not use cupy.RawModule: it flushes denormals with any options."""
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         code, name = compile_kernel(self._cupy.cuda.nvrtc, family, kernel, architecture)
         module = self._cupy.cuda.function.Module()

@@ -1,4 +1,4 @@
-"""Launches of quantize.cu: the functions of reference.quantize on a GPU, the same bytes."""
+"""Launches of quantize.cu: the functions of reference.quantize on a GPU. They write the same bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradwire.collectives.kernels.reference import quantize as reference
 #: One tensor, or several that one launch processes.
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
-_TENSORS = 96  # of a launch: as in quantize.cu, so that the table stays below the 4 KB of a kernel's parameters
+_TENSORS = 96  # the most of a launch, as in quantize.cu: the table must fit in the 4 KB of a kernel's parameters
 _TENSOR = np.dtype(
     [("values", "u8"), ("residual", "u8"), ("wire", "u8"), ("numel", "i8"), ("seed", "u4"), ("first_tile", "u4")]
 )
 _TABLE = np.dtype([("tensors", _TENSOR, _TENSORS), ("count", "i4"), ("tiles", "u4"), ("scale", "f4"), ("unused", "u4")])
 _FRACTION = {"e4m3": 3, "e5m2": 2}  # bits of the mantissa
 _WARPS = THREADS // 32
-_BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # that a warp holds in registers
-_DEFAULTS = {"block": 512, "stochastic": False, "levels": 7}  # of what a function is not given
+_BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # lengths that a warp holds in registers
+_DEFAULTS = {"block": 512, "stochastic": False, "levels": 7}  # of parameters that a function does not take
 
 
 def _several(tensors: Tensors) -> Sequence[torch.Tensor]:
@@ -30,7 +30,7 @@ def _several(tensors: Tensors) -> Sequence[torch.Tensor]:
 
 
 def _tile(name: str, block: int) -> int:
-    """Return how many elements a warp works on: Layout::TILE of codecs.cuh."""
+    """Return how many elements a warp processes: Layout::TILE of codecs.cuh."""
     return 1024 if block > 512 or name == "onebit" else 512
 
 
@@ -48,8 +48,9 @@ def _codec(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return <name>_encode and <name>_decode, with the arguments of the functions of reference.quantize.
 
-    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of both. values and wires are one
-    tensor each, or as many of both (and of residuals, outputs and seeds), in one launch.
+    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of each function. values and wire
+    are one tensor each, or sequences of equal length (and so are residuals, outputs and seeds), which a launch processes
+    together.
     """
 
     def encode(
@@ -84,7 +85,7 @@ def _codec(
 
 
 class Quantizers:
-    """The quantizers. Blocks whose length is not a power of two from 16 to 1024 are encoded by the reference."""
+    """Runs the dense codecs. The reference handles blocks whose length is not a power of two from 16 to 1024."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -109,7 +110,8 @@ class Quantizers:
         seeds: Sequence[int],
         scale: float,
     ) -> None:
-        """Launch a kernel of quantize.cu on all tensors, a table of them at a time. tile: how many elements a warp works on."""
+        """Launch a kernel of quantize.cu on all tensors, a table of them at a time. tile: how many elements a warp
+        processes."""
         entries = list(zip(values, residuals, wires, seeds, strict=True))
         for begin in range(0, len(entries), _TENSORS):
             table = np.zeros((), _TABLE)

@@ -1,4 +1,4 @@
-"""The CUDA sources, and the protocol of their launch: by CuPy on a GPU, or by the tests without one."""
+"""The CUDA sources, and the protocol of a launch. CuPy launches kernels on a GPU, and the tests emulate them without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 _FOLDER = Path(__file__).parent
 
-#: Every operation is rounded by itself, and denormals are kept: only so do a GPU and a CPU write the same bytes.
+#: Round every operation separately, and keep denormals, so that a GPU and a CPU write the same bytes.
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
 #: Threads of a block, in every kernel.
@@ -22,25 +22,25 @@ THREADS = 256
 
 
 class Launch(Protocol):
-    """The protocol of a launch."""
+    """The protocol of a function that launches kernels."""
 
     def __call__(
         self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
     ) -> None:
         """Launch a kernel, an instance of a template in `<family>.cu`.
 
-        parameters: its only argument. tensors: all that it reads or writes.
+        parameters: the kernel's only argument. tensors: all that the kernel reads or writes.
         """
 
 
 def literal(flag: bool) -> str:
-    """Return a flag as C++ writes it."""
+    """Return a flag as a C++ literal."""
     return "true" if flag else "false"
 
 
 @cache
 def source(family: str) -> str:
-    """Return the text of `<family>.cu`, with every header in the place of its #include."""
+    """Return the text of `<family>.cu`, with every #include replaced by the header's text."""
     return re.sub(r'#include "(.+)"', lambda include: _text(include[1]), _text(f"{family}.cu"))
 
 

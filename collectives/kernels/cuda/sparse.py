@@ -1,4 +1,4 @@
-"""Launches of sparse.cu: the functions of reference.sparse on a GPU, the same bytes."""
+"""Launches of sparse.cu: the functions of reference.sparse on a GPU. They write the same bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
 from gradwire.collectives.kernels.reference.sparse import CHUNK, powersgd_multiply, powersgd_orthonormalize
 
-# As in sums.cuh.
+# The same as in sums.cuh.
 _CHUNK = 8192
 _MOST_BLOCKS = 1024
 _SCRATCH = np.dtype([("state", "u4", 16), ("histograms", "u4", 2048 + 1024 + 1024), ("counts", "u4", 2 * _MOST_BLOCKS)])
@@ -27,9 +27,9 @@ _HEADER = 16  # bytes of a threshold's wire before its indices
 
 
 class Sparse:
-    """The sparse codecs. Only the GPU knows how many numbers reach a threshold. Indices outside of `out` are ignored."""
+    """Runs the sparse codecs. The host does not read how many numbers are sent. Decoders ignore indices outside of `out`."""
 
-    blocks: ClassVar[int] = _MOST_BLOCKS  # of a launch over all numbers, at most
+    blocks: ClassVar[int] = _MOST_BLOCKS  # the most in a launch over all numbers
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -131,7 +131,7 @@ class Sparse:
             self._launch("sparse", kernel, blocks, parameters, _present(tensors))
 
     def _runs(self, numel: int) -> tuple[int, int]:
-        """Return the blocks of a launch over all numbers, and the chunks of each."""
+        """Return how many blocks a launch over all numbers has, and how many chunks each block has."""
         chunks = -(-numel // _CHUNK)
         each = -(-chunks // self.blocks)
         return -(-chunks // each), each
@@ -139,7 +139,7 @@ class Sparse:
     def _scatter(
         self, kernel: str, wire: Tensor, out: Tensor, add: bool, k: int, entries: int | None = None, **numbers: float
     ) -> None:
-        """Write every entry of the wire at its index. entries: their number; k without it."""
+        """Write every entry of the wire at its index. entries: the number of entries; None for k."""
         if not add:
             out.zero_()
         if (entries := k if entries is None else entries) > 0:
@@ -149,7 +149,7 @@ class Sparse:
 
 
 def _parameters(tensors: Mapping[str, Tensor | None], **numbers: float) -> NDArray[np.void]:
-    """Return the parameters of a kernel; those not named are 0."""
+    """Return the parameters of a kernel. Parameters that are not given are 0."""
     selection: NDArray[np.void] = np.zeros((), _SELECTION)
     for name, tensor in tensors.items():
         selection[name] = 0 if tensor is None else tensor.data_ptr()
@@ -163,5 +163,5 @@ def _present(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
 
 
 def _slots(entries: int) -> int:
-    """Return how many int32 or float32 a section of a wire has, which ends at a multiple of 16 bytes."""
+    """Return how many int32 or float32 a section of a wire has, with its padding to a multiple of 16 bytes."""
     return -(-entries // 4) * 4

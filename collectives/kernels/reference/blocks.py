@@ -15,7 +15,7 @@ PARTIALS = 128
 
 
 def in_blocks(flat: Tensor, block: int) -> Tensor:
-    """Return the numbers as (blocks, block); the last block is filled up with 0."""
+    """Return the numbers as (blocks, block); the last block is padded with 0."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-(-flat.numel() // block), block)
 
 
@@ -26,7 +26,7 @@ def lengths(numel: int, block: int, device: torch.device) -> Tensor:
 
 
 def block_sums(terms: Tensor) -> Tensor:
-    """Return (blocks, 1) sums of the rows of (blocks, block), in the stated order: 128 partials, then a tree."""
+    """Return (blocks, 1) sums of the rows of (blocks, block), in a fixed order: 128 partial sums, then a tree."""
     partials = terms.new_zeros(len(terms), PARTIALS)
     for row in torch.nn.functional.pad(terms, (0, -terms.shape[1] % PARTIALS)).split(PARTIALS, dim=1):
         partials = partials + row
@@ -50,12 +50,12 @@ def largest_magnitudes(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quotient(numerator: float, maximum: Tensor) -> Tensor:
-    """Return numerator / maximum, and 0 for 0, in one division: torch computes `number / tensor` by a reciprocal."""
+    """Return numerator / maximum, or 0 if maximum is 0, by one division: torch computes `number / tensor` by a reciprocal."""
     return torch.where(maximum > 0, torch.full_like(maximum, numerator) / maximum, torch.zeros_like(maximum))
 
 
 def divided(numbers: Tensor, divisor: float) -> Tensor:
-    """Return numbers / divisor, in one division: on a GPU, torch computes `tensor / number` by a product."""
+    """Return numbers / divisor, by one division: on a GPU, torch computes `tensor / number` by a multiplication."""
     return numbers / torch.full_like(numbers, divisor)
 
 
@@ -65,7 +65,7 @@ def sections(wire: Tensor, code_bytes: int) -> tuple[Tensor, Tensor]:
 
 
 def write(wire: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write all of a wire. codes: bytes. scales: of any dtype."""
+    """Write codes, scales and padding into a wire. codes: bytes. scales: of any dtype."""
     wire.zero_()
     code_bytes, scale_bytes = sections(wire, codes.numel())
     code_bytes.copy_(codes)
@@ -74,25 +74,25 @@ def write(wire: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def with_nan(scales: Tensor, finite: Tensor) -> Tensor:
-    """Return the scales, NaN for blocks that are not finite."""
+    """Return the scales, with NaN for blocks that are not finite."""
     return torch.where(finite, scales, torch.full_like(scales, float("nan")))
 
 
 def keep_loss(residual: Tensor | None, corrected: Tensor, decoded: Tensor) -> None:
-    """Set the residual to the error of the code, and to 0 where the decoded number is not finite."""
+    """Set the residual to the encoding error, and to 0 where the decoded number is not finite."""
     if residual is not None:
         residual.copy_(torch.where(decoded.isfinite(), corrected - decoded, torch.zeros_like(decoded)))
 
 
 def keep_dense_loss(residual: Tensor | None, blocks: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Set the residual to the error of the blocks' codes (blocks, block) and scales (blocks, 1)."""
+    """Set the residual to the encoding error of blocks with codes (blocks, block) and scales (blocks, 1)."""
     if residual is not None:
         n = residual.numel()
         keep_loss(residual, blocks.view(-1)[:n], scaled(codes, scales, n))
 
 
 def put(out: Tensor, decoded: Tensor, add: bool, scale: float) -> None:
-    """Set a tensor, or add to it."""
+    """Set a tensor to decoded * scale, or with `add`, add that to the tensor."""
     out.copy_(out + decoded * scale if add else decoded * scale)
 
 

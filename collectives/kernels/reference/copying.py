@@ -1,7 +1,7 @@
-"""Copies of memory that add up what they copy, so that it need not be read once more for a checksum.
+"""Copies of memory that also compute a checksum, so that the memory is read only once.
 
-The sums are Fletcher's (1982), modulo 2^64, of lines of 64 bytes: for each of the eight words of a line, the sum of this word
-over all lines, and the sum of that sum after each line, by which the order of lines counts too.
+The checksum is Fletcher's (1982), modulo 2^64, over lines of 64 bytes. For each of the eight words of a line, it has the sum of
+this word over all lines, and the sum of the running sums after each line, which depends on the order of the lines.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 LINE_BYTES = 64
-"""What is added at once. The last line of a piece is filled up with zeros."""
+"""How many bytes are added at once. The last line of a piece is padded with zeros."""
 
 SUMS = 2 * LINE_BYTES // 8
-"""How many sums there are."""
+"""The number of sums."""
 
 
 def add_pieces(sums: Tensor, pieces: Sequence[Tensor], target: Tensor | None = None) -> None:
-    """Add the lines of pieces of memory to the sums of those before, and copy them, end to end.
+    """Add the lines of pieces of memory to the sums, and copy the pieces to target, one after the other.
 
-    sums: int64 of shape (SUMS,), at first zeros. pieces: of any dtypes and shapes, contiguous. target: uint8 of shape (n,) for at
-    least all lines, at an address that LINE_BYTES divides; None: nothing is copied. All are on the CPU.
+    sums: int64 of shape (SUMS,), zeros before the first call. pieces: contiguous tensors of any dtypes and shapes. target:
+    uint8 of shape (n,) with room for all lines, at a multiple of LINE_BYTES; None: copy nothing. All tensors are on the CPU.
     """
     first, second = sums.view(2, -1)
     at = 0

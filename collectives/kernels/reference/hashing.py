@@ -1,8 +1,8 @@
-"""A 64-bit hash of memory, by which ranks find out whether they hold the same bits.
+"""A 64-bit hash of memory, with which ranks check whether they hold the same bits.
 
-The sum, modulo 2^64, of mixed(word ^ (place * 0x9E3779B97F4A7C15)) over the 64-bit words, whose places count from 1.
-Mixed is Stafford's mix13 (2011), as splitmix64 has it, which is a bijection: a change within one word always changes the
-sum, any other leaves it as it is with a probability of 2^-64.
+The hash is the sum, modulo 2^64, of mixed(word ^ (place * 0x9E3779B97F4A7C15)) over the 64-bit words. Places count from 1.
+`mixed` is Stafford's mix13 (2011), as in splitmix64. It is a bijection: a change within one word always changes the hash;
+any other change does not change the hash with a probability of 2^-64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WORDS_AT_ONCE = 1 << 20
 
 
 def hash_words(words: Tensor, place: int = 1) -> int:
-    """Return the hash of words, int64 of shape (n,) on any device, the first of which has this place."""
+    """Return the hash of words, int64 of shape (n,) on any device. place: the place of the first word."""
     total = 0
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
         piece = words[start : start + _WORDS_AT_ONCE]

@@ -2,15 +2,15 @@
 
 <codec>_encode(values, residual, wire, <parameters>, seed) and <codec>_decode(wire, out, <parameters>, add, scale), with
 tensors as in gradwire.collectives.compression.codec; decoders take only the parameters that they need. All arithmetic is
-float32, rounded to nearest even after every operation, none fused, denormals kept.
+float32, rounded to nearest even after every operation, with denormals and without fused operations.
 
-A wire is [codes][scales, one per block], each section filled up with zero bytes to a multiple of 16. A block with a
-NaN, an Inf or a magnitude of 2^127 or more is *not finite*: its scale is NaN and its codes are 0, so that all of it
-decodes to NaN. A block (of a codec that divides by the scale) whose largest magnitude is below 2^-100 is zero: scale
-and codes are 0. The limits keep every scale, inverse and product below finite, and scales out of the denormals.
+A wire is [codes][scales, one per block], each section padded with zero bytes to a multiple of 16. A block with a NaN, an
+Inf or a magnitude of 2^127 or more is *not finite*: its scale is NaN and its codes are 0, so that the whole block decodes
+to NaN. A block (of a codec that divides by the scale) whose largest magnitude is below 2^-100 counts as zero: its scale
+and codes are 0. These limits keep every scale, inverse and product finite, and scales out of the denormals.
 
-The residual becomes the error of the code, and 0 where the decoded number is not finite: one overflow must not spoil all later
-steps.
+The residual becomes the encoding error, and 0 where the decoded number is not finite, so that one overflow does not spoil all
+later steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from gradwire.collectives.kernels.reference.randomness import random_bits, stoch
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return integers packed into `bits` bits each, the first in the lowest bits of a byte; the last byte is filled with
+    """Return integers packed into `bits` bits each, the first in the lowest bits of a byte; the last byte is padded with
     zeros."""
     per_byte = 8 // bits
     digits = in_blocks(codes.to(torch.int64) & (2**bits - 1), per_byte)
@@ -53,7 +53,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Return the (numel,) unsigned integers that pack() was given, int64."""
+    """Return the (numel,) integers packed by pack(), as unsigned numbers, int64."""
     shifts = torch.arange(8 // bits, device=packed.device) * bits
     codes: Tensor = packed.to(torch.int64).view(-1, 1).bitwise_right_shift(shifts) & (2**bits - 1)
     return codes.view(-1)[:numel]
@@ -64,7 +64,7 @@ def signed(codes: Tensor, bits: int) -> Tensor:
     return torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes).to(torch.float32)
 
 
-# fp16, bf16: a number that the format cannot hold becomes Inf; NaN has one code (0x7E00, 0x7FC0).
+# fp16, bf16: a number that is too large for the format becomes Inf; every NaN has the same code (0x7E00, 0x7FC0).
 
 
 def _cast_encode(dtype: torch.dtype) -> Callable[[Tensor, Tensor | None, Tensor, int], None]:
@@ -91,7 +91,7 @@ bf16_encode, bf16_decode = _cast_encode(torch.bfloat16), _cast_decode(torch.bflo
 
 
 def _integers(blocks: Tensor, inverse: Tensor, finite: Tensor, limit: int, stochastically: bool, seed: int) -> Tensor:
-    """Return the codes before the multiplication by the scales, (blocks, block) float32."""
+    """Return the codes as integers, (blocks, block) float32."""
     numbers = torch.where(finite, blocks * inverse, torch.zeros_like(blocks))
     if stochastically:
         numbers = stochastic(numbers, uniform(blocks.numel(), seed, blocks.device).view_as(blocks))
@@ -116,7 +116,7 @@ def int8_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) 
 
 
 def _bfloat16_above(numbers: Tensor) -> Tensor:
-    """Return the bfloat16 that is not below a positive float32, as a float32."""
+    """Return positive float32 numbers rounded up to bfloat16, as float32."""
     return ((numbers.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
@@ -161,7 +161,7 @@ def fp8_decode(wire: Tensor, out: Tensor, format: str, block: int, add: bool, sc
     put(out, scaled(codes, scales_of(wire, out.numel(), len(codes)), out.numel()), add, scale)
 
 
-# onebit: scale = mean magnitude of the block, bit = (c >= 0). Not finite: the sum of magnitudes is not.
+# onebit: scale = mean magnitude of the block, bit = (c >= 0). A block is not finite if its sum of magnitudes is not.
 
 
 def onebit_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: int, seed: int) -> None:
@@ -180,13 +180,13 @@ def onebit_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float
     put(out, scaled(codes, scales_of(wire, code_bytes, len(codes)), out.numel()), add, scale)
 
 
-#: natural: code 1 stands for 2^NATURAL_LEAST, code 126 for 2^(NATURAL_LEAST + 125).
+#: natural: code 1 means 2^NATURAL_LEAST, code 126 means 2^(NATURAL_LEAST + 125).
 NATURAL_LEAST = -76
 _NATURAL_NAN = 127
 
 
 def _square_root(numbers: Tensor) -> Tensor:
-    """Return square roots rounded to nearest, as IEEE has it; torch's own in float32 may be a unit off."""
+    """Return square roots rounded to nearest, as in IEEE 754; torch's in float32 may be off by a unit in the last place."""
     return numbers.to(torch.float64).sqrt().to(torch.float32)
 
 
@@ -194,9 +194,9 @@ def _square_root(numbers: Tensor) -> Tensor:
 
 
 def qsgd_encode(values: Tensor, residual: Tensor | None, wire: Tensor, levels: int, block: int, seed: int) -> None:
-    """Encode with the norm of each block.
+    """Encode each block relative to its norm.
 
-    Squares are of c over the power of two at or below the block's maximum, so that they neither overflow nor vanish.
+    For the norm, c is divided by the power of two at or below the block's maximum, so that squares neither overflow nor vanish.
     """
     blocks = in_blocks(corrected(values, residual), block)
     maximum, finite = largest_magnitudes(blocks)

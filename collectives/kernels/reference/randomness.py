@@ -23,6 +23,6 @@ def uniform(numel: int, seed: int, device: torch.device) -> Tensor:
 
 
 def stochastic(numbers: Tensor, random: Tensor) -> Tensor:
-    """Return integers (float32) whose mean is the numbers: up where the uniform `random` is below the fraction."""
+    """Round numbers to integers (float32), up if the uniform `random` is below the fraction, so that the mean is kept."""
     below = numbers.floor()
     return below + (random < numbers - below)

@@ -1,13 +1,13 @@
 """The sparse and low-rank codecs in plain torch. Every other kernel must write and read the same bytes.
 
 <codec>_encode(values, residual, wire, <parameters>) and <codec>_decode(wire, out, <parameters>, add, scale), with tensors as in
-gradwire.collectives.compression.codec. c = values + residual, in float32. The numbers of c that are sent leave the residual. So
-do those that are not finite, sent or not, as they would return in every later sum.
+gradwire.collectives.compression.codec. Encoders send numbers of c = values + residual, in float32. The new residual is c, with
+0 for the numbers that were sent and for those that are not finite, which would return in every later sum.
 
-Magnitudes are compared by their bits, the *key* of a number: of two equal ones the lower index counts as larger, and a
-NaN is larger than Inf, whatever its sign and payload. On the wire there is one NaN, 0x7FC00000.
+Magnitudes are compared by their bits, the *key* of a number. Of two equal keys, the one with the lower index counts as larger.
+A NaN of any sign and payload is larger than Inf. On the wire, every NaN is 0x7FC00000.
 
-Sections of a wire: int32 indices, ascending, then float32 values, each filled up with zero bytes to a multiple of 16.
+Sections of a wire: int32 indices, ascending, then float32 values, each padded with zero bytes to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _one_nan(numbers: Tensor) -> Tensor:
 
 
 def write_entries(wire: Tensor, entries: int, indices: Tensor, values: Tensor) -> None:
-    """Write indices and values into a wire with room for so many entries."""
+    """Write indices and values into a wire that has room for `entries` entries."""
     wire.zero_()
     section = pad16(4 * entries)
     wire[:section].view(torch.int32)[: len(indices)] = indices.to(torch.int32)
@@ -44,7 +44,7 @@ def put_entries(out: Tensor, indices: Tensor, values: Tensor, add: bool, scale: 
 
 
 def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
-    """Set the residual to c, without the numbers that were sent or are not finite."""
+    """Set the residual to c, with 0 for the numbers that were sent or are not finite."""
     if residual is not None:
         residual.copy_(torch.where(c.isfinite(), c, torch.zeros_like(c)))
         residual[sent] = 0
@@ -53,10 +53,10 @@ def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
 #: The key of every NaN.
 _NAN = 0x7F800001
 
-#: The numbers of a chunk of chunktopk.
+#: chunktopk: how many numbers a chunk has.
 CHUNK = 4096
 
-#: powersgd: a vector is rounding errors if this share of its squared norm is left after the projections are subtracted.
+#: powersgd: a vector is mere rounding errors if at most this share of its squared norm remains after the projections.
 LOST = 1e-12
 
 
@@ -65,12 +65,12 @@ def _keys(numbers: Tensor) -> Tensor:
 
 
 def _largest(numbers: Tensor, k: int) -> Tensor:
-    """Return (k,) indices of the largest keys, ascending."""
+    """Return the (k,) indices of the k largest keys, ascending."""
     return _keys(numbers).sort(descending=True, stable=True).indices[:k].sort().values
 
 
 def topk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
-    """Send the k largest numbers, exactly."""
+    """Send exactly the k numbers with the largest magnitudes."""
     c = corrected(values, residual)
     sent = _largest(c, k)
     write_entries(wire, k, sent, c[sent])
@@ -84,7 +84,7 @@ def topk_decode(wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> N
 def dgc_encode(values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum: Tensor, decay: float) -> None:
     """Set momentum = decay * momentum + values, and send topk of momentum + residual.
 
-    Numbers that leave the residual leave the momentum too.
+    Numbers that become 0 in the residual also become 0 in the momentum.
     """
     momentum.copy_(momentum * decay + values)
     c = residual + momentum
@@ -97,13 +97,13 @@ def dgc_encode(values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum:
 def threshold_encode(
     values: Tensor, residual: Tensor | None, wire: Tensor, k: int, slack: int, tau: Tensor | None
 ) -> None:
-    """Send all that reach the magnitude `tau` ((1,), float32), if they are k - slack to k + slack; otherwise send topk.
+    """Send the m numbers with at least the magnitude `tau` ((1,), float32) if m is k - slack to k + slack; otherwise send topk.
 
-    Without tau, and for tau = 0, also send topk.
+    If tau is None or 0, also send topk.
 
-    tau then moves: if m numbers were sent for it, it is multiplied by 1 + (m - k) / (8 k); if not, it becomes the
-    smallest magnitude that was sent, or 0 if that is not finite. The wire begins with m as int32 and 12 zero bytes, and
-    has k + slack entries.
+    Then update tau: if it selected the numbers, multiply it by 1 + (m - k) / (8 k); otherwise set it to the smallest
+    magnitude that was sent, or to 0 if that is not finite. The wire begins with the count of sent numbers as int32 and 12
+    zero bytes, and has k + slack entries.
     """
     c = corrected(values, residual)
     keys = _keys(c)
@@ -128,11 +128,11 @@ def threshold_decode(wire: Tensor, out: Tensor, k: int, slack: int, add: bool, s
 
 
 def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
-    """Return (k,) indices: n places on a ring are divided into k parts, and one is drawn from each.
+    """Return (k,) indices: divide a ring of n places into k parts, and draw one place from each part.
 
-    With u(j) the 32 random bits of index j: the ring begins at floor(u(k) * n / 2^32), so that every index is drawn
-    with the same probability, k / n; part j is [floor(j * n / k), floor((j + 1) * n / k)), of which element floor(u(j)
-    * length / 2^32) is taken.
+    u(j) are the 32 random bits of index j. The ring begins at floor(u(k) * n / 2^32), so that every index is drawn with
+    the same probability, k / n. Part j is [floor(j * n / k), floor((j + 1) * n / k)). Its element floor(u(j) * length /
+    2^32) is drawn.
     """
     random = random_bits(k + 1, seed, device)
     ends = torch.arange(k + 1, device=device) * n // max(k, 1)
@@ -141,7 +141,7 @@ def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
 
 
 def randomk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
-    """Send the numbers at randomk_indices, in that order; all NaN if any number, sent or not, is not finite."""
+    """Send the numbers at randomk_indices, in that order. If any number, sent or not, is not finite, send NaN for all."""
     c = corrected(values, residual)
     sent = randomk_indices(len(c), k, seed, c.device)
     wire.zero_()
@@ -156,8 +156,8 @@ def randomk_decode(wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scal
 def powersgd_orthonormalize(vectors: Tensor) -> None:
     """Make the vectors of each set, (batch, rank, length) float32 and contiguous, orthonormal, in place.
 
-    Modified Gram-Schmidt in float64, in the order of the vectors, sums in the order of reference.block_sums. A vector
-    that lies in the span of those before it becomes zero. A set that is not finite becomes NaN somewhere.
+    Use modified Gram-Schmidt in float64, in the order of the vectors, with sums in the order of blocks.block_sums. A vector
+    in the span of earlier vectors becomes zero. If a set has numbers that are not finite, some of it becomes NaN.
     """
     done: list[Tensor] = []
     for vector in vectors.to(torch.float64).unbind(1):
@@ -173,18 +173,18 @@ def powersgd_orthonormalize(vectors: Tensor) -> None:
 def powersgd_multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Set out (rows, columns) to the transpose of left (rank, rows) times right (rank, columns), all contiguous.
 
-    The products are added in the order of the rank, each rounded: the same bits on every machine.
+    Add the products in the order of the vectors, and round each operation, so that every machine gets the same bits.
     """
     out.copy_(left[0][:, None] * right[0])
     for p, q in zip(left[1:], right[1:], strict=True):
         out.add_(p[:, None] * q)
 
 
-# chunktopk: of every chunk of numbers the largest, as indices of 12 bits and values of 2.
+# chunktopk: the largest numbers of every chunk, as 12-bit indices and 2-bit codes.
 
 
 def _counts(numel: int, k: int) -> Tensor:
-    """Return (chunks,): how many numbers of each chunk are sent, k of CHUNK, rounded up where the last one is shorter."""
+    """Return (chunks,): how many numbers of each chunk are sent: k; in a shorter last chunk the same share, rounded up."""
     lengths = torch.full((-(-numel // CHUNK),), CHUNK)
     if numel % CHUNK:
         lengths[-1] = numel % CHUNK
@@ -192,7 +192,7 @@ def _counts(numel: int, k: int) -> Tensor:
 
 
 def _mean(magnitudes: Tensor, wanted: Tensor) -> Tensor:
-    """Return (chunks, 1): the mean of the magnitudes (chunks, k) that are wanted, summed one after the other; 0 of none."""
+    """Return (chunks, 1): the mean of the wanted magnitudes (chunks, k), added one after the other; 0 if there are none."""
     total = magnitudes.new_zeros(len(magnitudes))
     for column, is_wanted in zip(magnitudes.unbind(1), wanted.unbind(1), strict=True):
         total = torch.where(is_wanted, total + column, total)
@@ -201,7 +201,7 @@ def _mean(magnitudes: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _bfloat16(numbers: Tensor) -> Tensor:
-    """Return numbers rounded to bfloat16, all NaN alike."""
+    """Return numbers rounded to bfloat16, with the same bits for every NaN."""
     bits = numbers.to(torch.bfloat16).view(torch.int16)
     return torch.where(numbers.isnan(), torch.full_like(bits, 0x7FC0), bits).view(torch.bfloat16)
 
@@ -216,9 +216,9 @@ def _sections(wire: Tensor, chunks: int, k: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
-    """Send the k largest magnitudes of every chunk, of equal ones those that come first: each as its place in the chunk,
-    its sign, and whether it reaches the mean magnitude of those that are sent. The scales are the mean magnitudes of
-    those that do not and of those that do, as bfloat16; both are NaN where a number is not finite.
+    """Send the k largest magnitudes of every chunk; of equal ones, the first. Send each as its place in the chunk, its
+    sign, and whether its magnitude reaches the mean of the magnitudes sent. The scales of a chunk are the mean of the
+    magnitudes below that mean and the mean of the others, as bfloat16; both are NaN if a number is not finite.
     """
     wire.zero_()
     numel = values.numel()
@@ -230,7 +230,7 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
     keys = _keys(blocks)
     keys.view(-1)[numel:] = -1
     largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    unused = CHUNK  # it sorts behind all places
+    unused = CHUNK  # sorts after all places
     wanted = torch.arange(k) < counts.unsqueeze(1)
     places = torch.where(wanted.to(largest.device), largest, unused).sort(dim=1).values
     wanted = places < unused
@@ -260,7 +260,7 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers of codes (chunks, k). scales: (chunks, 2) bfloat16."""
+    """Return the numbers that codes (chunks, k) represent. scales: (chunks, 2) bfloat16."""
     magnitudes = scales.to(torch.float32).gather(1, (codes & 1).to(torch.int64))
     return torch.where(codes >= 2, -magnitudes, magnitudes)
 
