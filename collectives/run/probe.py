@@ -66,7 +66,9 @@ class Probe:
         self._leaders = [host[0] for host in topology.hosts]
         self._lanes = min(len(host) for host in topology.hosts)
         self._costs: Costs | None = None
-        self._buffer = torch.zeros(_MOST_BYTES).fill_(0.0)  # float32; fill_() makes the system back every page with memory
+        self._buffer = torch.zeros(_MOST_BYTES).fill_(
+            0.0
+        )  # float32; fill_() makes the system back every page with memory
 
     def run(self, known: Costs | None = None, codecs: Sequence[Codec] = (), device: str = "cpu") -> Costs:
         """Measure the links, unless `known` gives their costs, and codecs on a device of this type. This is a collective call

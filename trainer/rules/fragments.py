@@ -33,7 +33,9 @@ class Fragment:
         self._outer = [nn.Parameter(p.detach().to(dtype, copy=True)) for p, dtype in zip(parameters, wide, strict=True)]
         self._optimizer = of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
         groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [group for group in groups if group["params"]]  # without those of other fragments
+        self._optimizer.param_groups = [
+            group for group in groups if group["params"]
+        ]  # without those of other fragments
         self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
         self.rule.add(names, self._outer)
         self.rule.bucketing.learn(range(len(self._outer)))  # the order does not matter, since all arrive together

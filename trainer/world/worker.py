@@ -116,9 +116,7 @@ class Losses:
             self._thread.join(_ANSWER_S)
 
     def _ask(self) -> None:
-        with suppress(
-            RuntimeError
-        ):  # the launcher is gone: this process gets the same error from its own next call
+        with suppress(RuntimeError):  # the launcher is gone: this process gets the same error from its own next call
             while not self._is_over.wait(_ASK_S):
                 lost = self._epochs.lost(self._epoch.number)
                 self._ranks = tuple(self._epoch.workers.index(worker) for worker in lost)
