@@ -152,7 +152,7 @@ def compressed(name: str) -> str:
 
 
 def codecs(name: str) -> str:
-    """Return a table of codecs on one core: each operation beside a copy, and beside torch's operations."""
+    """Return a table of codecs on one core or GPU: each operation beside a copy, and beside torch's operations."""
     rows: dict[str, dict[str, Any]] = {}
     for row in figures(name)["rows"]:
         rows.setdefault(row["codec"], {})[row["operation"]] = row

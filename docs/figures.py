@@ -1,7 +1,7 @@
 """Put measured figures into README and docs, each table from the JSON of one run.
 
 `python docs/figures.py` writes every page that shows a figure again. `python docs/figures.py measure` first runs the benchmarks
-of RUNS, and `python docs/figures.py measure NAME ...` those named. Simulated hosts need root, and mpirun
+of RUNS that need no GPU, and `python docs/figures.py measure NAME ...` those named. Simulated hosts need root, and mpirun
 the extra `peers`. In a page,
 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
@@ -51,6 +51,7 @@ RUNS: dict[str, str] = {
     "compare-between": f"{_HOSTS.format(4, 8, '1gbit')} allreduce --algorithm auto,torch -b 16K -e 64M -f 4096 -n 10",
     "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
     "codecs": "python -m gradwire.bench codec --iters 5",
+    "codecs-gpu": "python -m gradwire.bench codec --device cuda",
     "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
     "rules-slow-link": f"{_HOSTS.format(4, 4, '100mbit')} rules synchronous+powersgd average+onebit {_LOCAL} --seconds 240"
     " --warmup-codec powersgd",
@@ -102,7 +103,7 @@ def measure(name: str) -> None:
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["measure"]:
-        for name in arguments[1:] or RUNS:
+        for name in arguments[1:] or [name for name, command in RUNS.items() if "--device cuda" not in command]:
             measure(name)
     for page in PAGES:
         text = page.read_text()

@@ -13,10 +13,12 @@ from gradwire.collectives.plan.algorithms import direct
 from gradwire.collectives.plan.schedule import Place, Planner
 from gradwire.collectives.plan.spans import Layout, Span, split_aligned
 
-#: The maximum size of a chunk, which is encoded as a whole. Longer codes delay the first chunk on the wire and the last chunk
-#: at the receiver; with more numbers, fewer sums stay in the cache; with shorter chunks, there are more messages.
-_MOST_WIRE_BYTES = 256 << 10
-_MOST_NUMBERS = 1 << 21
+#: The maximum bytes of a chunk's code, and numbers of a chunk, which is encoded as a whole. Longer codes delay the first chunk on
+#: the wire and the last chunk at the receiver; with more numbers, fewer sums stay in the cache; with shorter chunks, there are
+#: more messages.
+_MOST_ON_CPU = 256 << 10, 1 << 21
+#: On a GPU, the host needs longer to launch a kernel than the GPU to encode a million numbers.
+_MOST_ON_GPU = 4 << 20, 1 << 23
 
 _SAMPLE = 1 << 20
 
@@ -66,9 +68,10 @@ def partition_of(
     hosts: Sequence[Sequence[int]],
     segment_bytes: int,
     planner: Planner = direct.allreduce,
+    device_type: str = "cpu",
 ) -> Partition:
     """Cut a buffer for the schedule that a planner makes for a group. hosts: the ranks of each host, see Topology.
-    segment_bytes: the wanted maximum size of a chunk's code."""
+    segment_bytes: the wanted maximum size of a chunk's code, of numbers on the CPU. device_type: of the numbers."""
     everything = Span(0, numel)
     inside_hosts = sums_inside(hosts)
     if not inside_hosts:
@@ -85,8 +88,9 @@ def partition_of(
     blocks = planner(Place(group.index(rank), len(group))).blocks
     shards = split_aligned(part, blocks, codec.alignment)
     longest = max(shard.length for shard in shards)
-    wire_bytes = min(segment_bytes, _MOST_WIRE_BYTES)
-    wanted = min(_MOST_NUMBERS, wire_bytes * _SAMPLE // codec.wire_bytes(_SAMPLE))
+    most_bytes, most_numbers = _MOST_ON_CPU if device_type == "cpu" else _MOST_ON_GPU
+    wire_bytes = min(segment_bytes, most_bytes) if device_type == "cpu" else most_bytes
+    wanted = min(most_numbers, wire_bytes * _SAMPLE // codec.wire_bytes(_SAMPLE))
     count = max(1, -(-longest // max(codec.alignment, wanted)))
     sliced = [split_aligned(shard, count, codec.alignment) for shard in shards]
     return Partition(numel, rank, inside_hosts, parts, group, shards, tuple(zip(*sliced, strict=True)))

@@ -229,7 +229,10 @@ class ProcessGroupTransport(Transport):
                         backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
 
     def close(self) -> None:
-        """Release the backends. Their connections close when the last user, such as a work in flight, releases them too."""
+        """Release the backends. gloo's connections close when their last user, such as a work in flight, releases them too. A
+        backend of NCCL that was not shut down warns at the end of the process."""
+        if "cuda" in self._backends:
+            self._backends["cuda"].shutdown()
         self._backends = {}
 
 

@@ -248,13 +248,15 @@ class Engine:
         """Sum a float32 buffer in place by exchanging codes, and divide the sum by `divisor`. If the algorithm has rounds
         inside hosts and ranks share hosts, only messages between hosts are coded."""
         self._note(algorithm, flat.nbytes)
-        partition = self.plans.partition(codec, flat.numel(), algorithm)
+        device_type = flat.device.type
+        partition = self.plans.partition(codec, flat.numel(), algorithm, device_type)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 0)
         if partition.group:
             used = effective(codec.at(step), partition)
             code_bytes = used.wire_bytes(partition.longest)
-            program = self.plans.of_codes(codec, flat.numel(), algorithm, code_bytes, grouped=self._grouped(flat))
+            grouped = self._grouped(flat)
+            program = self.plans.of_codes(codec, flat.numel(), algorithm, code_bytes, device_type, grouped=grouped)
             payload = Codes(
                 program,
                 flat,

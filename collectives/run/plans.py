@@ -256,15 +256,15 @@ class Plans:
         segments = segments_of_blocks(parts, self._segment(element_size))
         return self._program("allreduce", schedule, segments, grouped=grouped)
 
-    def partition(self, codec: Codec, numel: int, algorithm: str | None = None) -> Partition:
+    def partition(self, codec: Codec, numel: int, algorithm: str | None = None, device_type: str = "cpu") -> Partition:
         """Return the Partition of a buffer: which rank encodes which part. algorithm: None means shot_of(codec)."""
-        return self._partition(codec, numel, algorithm or shot_of(codec))
+        return self._partition(codec, numel, algorithm or shot_of(codec), device_type)
 
     @_once
-    def _partition(self, codec: Codec, numel: int, chosen: str) -> Partition:
+    def _partition(self, codec: Codec, numel: int, chosen: str, device_type: str) -> Partition:
         hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
         planner = partial(self._schedule_of_codes, chosen)
-        return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner)
+        return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner, device_type)
 
     def predict(self, costs: Costs, numel: int, itemsize: int, codec: Codec | None) -> float:
         """Return the predicted seconds of an allreduce of `numel` numbers, the same on all ranks. With a codec, the numbers are
@@ -312,10 +312,12 @@ class Plans:
         return Plans(replace(self.topology, rank=rank), self._algorithms, self.tables, self.segment_bytes)
 
     @_once
-    def of_codes(self, codec: Codec, numel: int, algorithm: str, code_bytes: int, *, grouped: bool) -> CodedProgram:
+    def of_codes(
+        self, codec: Codec, numel: int, algorithm: str, code_bytes: int, device_type: str = "cpu", *, grouped: bool
+    ) -> CodedProgram:
         """Return the program for an allreduce of codes. code_bytes: of the code of the partition's longest chunk in the
         step."""
-        partition = self.partition(codec, numel, algorithm)
+        partition = self.partition(codec, numel, algorithm, device_type)
         group = partition.group
         schedule = self._schedule_of_codes(algorithm, Place(group.index(self._place.rank), len(group)))
         sums, lookahead = ride(algorithm).encodes_sums, 0 if grouped else 1

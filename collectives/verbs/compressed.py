@@ -62,8 +62,9 @@ def allreduce_compressed(
     nbytes = present.wire_bytes(tensor.numel())
     chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback)
     corrected = ", error feedback" if with_feedback else ""
+    place = " on cuda" if tensor.is_cuda else ""  # which decides how the buffer is cut into chunks
     text, signature = (
-        f"allreduce({arguments.described(tensor)}, {reduction}, {chosen}, {each.identity}{corrected})"
+        f"allreduce({arguments.described(tensor)}{place}, {reduction}, {chosen}, {each.identity}{corrected})"
         for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
     )
     call = Call(
@@ -83,7 +84,7 @@ def allreduce_compressed(
     codes = torch.empty(0, dtype=codec.wire_dtype, device=tensor.device)
     whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size()) if adds_codes else None
     if not adds_codes:
-        engine.plans.partition(codec, tensor.numel(), chosen)  # raises before anything is sent
+        engine.plans.partition(codec, tensor.numel(), chosen, tensor.device.type)  # raises before anything is sent
     held = arguments.held([tensor], async_op)
     divisor = engine.size if reduction.op == "average" else 1
 
@@ -126,9 +127,8 @@ def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: Te
     if not isinstance(feedback, Feedback):
         raise ValueError(f"rank {engine.rank}: feedback must be from Communicator.new_feedback, not {feedback!r}")
     given = (feedback.codec, feedback.partition.numel, feedback.device)
-    if given != (codec, tensor.numel(), tensor.device) or feedback.partition != engine.plans.partition(
-        codec, tensor.numel()
-    ):
+    own = engine.plans.partition(codec, tensor.numel(), device_type=tensor.device.type)
+    if given != (codec, tensor.numel(), tensor.device) or feedback.partition != own:
         raise ValueError(
             f"rank {engine.rank}: feedback must be from this Communicator's new_feedback for {codec!r} and {tensor.numel()} "
             f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.partition.numel} on {feedback.device}, "

@@ -101,7 +101,8 @@ class Reductions(Ranks):
         if not isinstance(numel, int) or numel < 0:
             raise ValueError(f"rank {self.rank}: numel={numel!r}; a whole number from 0 is needed")
         with torch.inference_mode(False):  # so that it can be used in any mode
-            return Feedback(made, self._engine.plans.partition(made, numel), torch.device(device), seed)
+            place = torch.device(device)
+            return Feedback(made, self._engine.plans.partition(made, numel, device_type=place.type), place, seed)
 
     def prepare_allreduce(
         self,

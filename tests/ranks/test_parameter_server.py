@@ -226,7 +226,8 @@ def test_asynchronous_training_keeps_to_the_bound(staleness: int | None) -> None
         (version,) = optimizer.versions
         if staleness is not None:  # the others have taken at least as many steps as this one, but for so many
             assert version >= step + (hvd.size() - 1) * (step - staleness)
-    assert loss_of(model, batch_of(0, hvd.rank(), torch.float64)).item() < before
+    if staleness is not None:  # without a bound, the updates for the others' batches may all come last
+        assert loss_of(model, batch_of(0, hvd.rank(), torch.float64)).item() < before
     hvd.barrier()
     report = optimizer.report()
     assert report.updates == steps * hvd.size()

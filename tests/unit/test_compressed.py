@@ -73,6 +73,15 @@ def test_shares_cover_the_buffer_once(numel: int, hosts: list[list[int]], name: 
         assert sum(span.length for span in owned) == partition.shard.length
 
 
+def test_a_gpu_encodes_few_chunks() -> None:
+    """A launch costs more than to encode a CPU's chunk."""
+    chunks = {
+        device_type: len(partition_of(Int8(), 6_500_000, 0, [[0, 1]], 96 << 10, device_type=device_type).chunks)
+        for device_type in ("cpu", "cuda")
+    }
+    assert chunks["cuda"] == 1 < 30 < chunks["cpu"]
+
+
 def test_seeds_differ() -> None:
     seeds = {
         rounding_seed(step, rank, chunk, shard, shot)

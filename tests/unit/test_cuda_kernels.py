@@ -133,6 +133,12 @@ def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -
         def __init__(self, pointer: int) -> None:
             self.pointer = pointer
 
+        @classmethod
+        def from_external(cls, stream: Any) -> "Stream":
+            version, pointer = stream.__cuda_stream__()
+            assert version == 0
+            return cls(pointer)
+
         def __enter__(self) -> None:
             streams.append(self.pointer)
 
@@ -150,11 +156,10 @@ def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -
         compiled.append((family, kernel, architecture))
         return architecture.encode(), kernel.upper()
 
-    cupy = SimpleNamespace(
-        cuda=SimpleNamespace(nvrtc=None, function=SimpleNamespace(Module=Module), ExternalStream=Stream)
-    )
+    cupy = SimpleNamespace(cuda=SimpleNamespace(nvrtc=None, function=SimpleNamespace(Module=Module), Stream=Stream))
     monkeypatch.setattr(cuda, "compile_kernel", compile_kernel)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7 + device.index))
     launch, parameters = CupyLaunch(cupy), np.zeros((), np.dtype("u4"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,18 @@ import torch
 from numpy.typing import NDArray
 
 from gradwire.collectives.kernels.cuda.source import OPTIONS, THREADS, source
+
+
+class _Stream:
+    """A stream by NVIDIA's CUDA stream protocol, which torch.cuda.Stream implements only from torch 2.10 on. handle: the address
+    of a cudaStream_t."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, and the handle."""
+        return 0, self._handle
 
 
 class CupyLaunch:
@@ -23,11 +36,12 @@ class CupyLaunch:
         self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
     ) -> None:
         device = tensors[0].device
-        with torch.cuda.device(device):
+        # The guard of a device takes as long as a launch.
+        with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
             function = self._functions.get((kernel, device))
             if function is None:
                 function = self._functions[kernel, device] = self._compile(family, kernel, device)
-            with self._cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream):
+            with self._cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream)):
                 function((grid, 1, 1), (THREADS, 1, 1), (parameters,))
 
     def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
