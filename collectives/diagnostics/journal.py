@@ -55,12 +55,12 @@ class Journal:
 
 
 class OperationTally:
-    """Sums the calls, bytes and seconds of one Communicator's operations by verb, codec, algorithm and message size, rounded up
-    to a power of two, and writes the sums now and then.
+    """Sums the calls, bytes and seconds of one Communicator's operations by verb, codec, algorithm, device type and message
+    size, rounded up to a power of two, and writes the sums now and then.
 
     folder: of the journal, whose header describes this process. rank: among all processes. size, routes: of the Communicator. A
-    line is a list of [verb, codec, algorithm, power, calls, bytes of the messages, seconds, greatest bytes per second of one
-    call]. Each line replaces the one before.
+    line is a list of [verb, codec, algorithm, device type, power, calls, bytes of the messages, seconds, greatest bytes per
+    second of one call]. Each line replaces the one before.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, routes: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class OperationTally:
             "versions": [f"torch {torch.__version__}", f"Python {platform.python_version()}"],
         }
         self._journal = Journal(folder, OPERATIONS, header)
-        self._rows: dict[tuple[str, str, str, int], list[float]] = {}
+        self._rows: dict[tuple[str, str, str, str, int], list[float]] = {}
         self._lock = threading.RLock()  # the garbage collector may call write() inside of add()
         self._began_s = self._written_s = time.monotonic()
 
@@ -85,7 +85,8 @@ class OperationTally:
             return
         nbytes, seconds = details.get("bytes", 0), max(1, duration_ns) / 1e9
         with self._lock:
-            key = name, details.get("codec", "none"), details.get("algorithm", ""), nbytes.bit_length()
+            kind = details.get("codec", "none"), details.get("algorithm", ""), details.get("device", "cpu")
+            key = name, *kind, nbytes.bit_length()
             row = self._rows.setdefault(key, [0, 0, 0.0, 0.0])
             row[:3] = row[0] + 1, row[1] + nbytes, row[2] + seconds
             row[3] = max(row[3], nbytes / seconds)

@@ -100,8 +100,10 @@ class Lane:
         finally:
             self.span(name, begin_ns, **details)
 
-    def note(self, algorithm: str, nbytes: int) -> None:
-        """Keep the algorithm and the bytes of the running operation, for take_notes()."""
+    def note(self, algorithm: str, nbytes: int, device: str) -> None:
+        """Keep the algorithm and the bytes of the running operation, and the type of the device whose tensors are sent, for
+        take_notes()."""
+        self._notes["device"] = device
         self._notes["bytes"] = self._notes.get("bytes", 0) + nbytes
         known = self._notes.get("algorithm")
         self._notes["algorithm"] = algorithm if known in (None, algorithm) else f"{known}, {algorithm}"

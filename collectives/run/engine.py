@@ -97,9 +97,10 @@ class Engine:
         """Return a context manager that records a part of an operation, if operations are recorded."""
         return _NOT_RECORDED if self._lane is None else self._lane.during(name, **details)
 
-    def _note(self, algorithm: str, nbytes: int) -> None:
+    def _note(self, algorithm: str, nbytes: int, like: torch.Tensor) -> None:
+        """Record the algorithm, bytes and device of the running operation. like: a tensor of the operation."""
         if self._lane is not None:
-            self._lane.note(algorithm, nbytes)
+            self._lane.note(algorithm, nbytes, "cpu" if self._via_host else like.device.type)
 
     def note_codec(self, codec: Codec, nbytes: int) -> None:
         """Record the codec of the running operation, and the bytes of its message before encoding."""
@@ -209,7 +210,7 @@ class Engine:
             self.run_whole(turn, whole, buffer, buffer)
             return
         if not is_own:
-            self._note(algorithm, buffer.nbytes)
+            self._note(algorithm, buffer.nbytes, buffer)
         buffer, op = carried(buffer, op)
         where = buffer.numel() if layout is None else layout
         grouped = self._grouped(buffer)
@@ -228,7 +229,7 @@ class Engine:
         root: int = 0,
     ) -> None:
         """Run a schedule that moves blocks of one buffer into another, without a reduction."""
-        self._note(algorithm, max(source.nbytes, destination.nbytes))
+        self._note(algorithm, max(source.nbytes, destination.nbytes), destination)
         kind = collective, algorithm, root
         program = self.plans.of_move(*kind, source_layout, layout, grouped=self._grouped(destination))
         self.over_program(turn, program, source, destination)
@@ -247,7 +248,7 @@ class Engine:
     ) -> None:
         """Sum a float32 buffer in place by exchanging codes, and divide the sum by `divisor`. If the algorithm has rounds
         inside hosts and ranks share hosts, only messages between hosts are coded."""
-        self._note(algorithm, flat.nbytes)
+        self._note(algorithm, flat.nbytes, flat)
         device_type = flat.device.type
         partition = self.plans.partition(codec, flat.numel(), algorithm, device_type)
         if partition.inside_hosts:
@@ -342,7 +343,7 @@ class Engine:
         if whole.needs_meeting:
             with self.span("meet"):
                 self.meet(turn)
-        self._note(whole.algorithm, max(source.nbytes, destination.nbytes))
+        self._note(whole.algorithm, max(source.nbytes, destination.nbytes), destination)
         with self.span("exchange"):
             whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
 

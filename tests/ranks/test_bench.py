@@ -176,7 +176,8 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
     flags = ["--batch", "1", "--context", "16", "--steps", "1", "--device", "cpu", "--compression", "int8,topk"]
     said = bench("step", *flags, "--rounds", "2", "--json", str(tmp_path / "out.json"))
     meta, rows = rows_of(tmp_path / "out.json")
-    assert (meta["preset"], meta["backend"], meta["context"]) == ("small", "gloo", 16)
+    assert (meta["preset"], meta["context"]) == ("small", 16)
+    assert "gloo" in meta["backend"]  # and NCCL on a machine with a GPU
     names = ["gradwire", "gradwire+int8", "gradwire+topk", "gradwire+ddp", "ddp", "ddp+fp16", "compute"]
     assert [row["competitor"] for row in rows] == names
     assert [row["replicas_identical"] for row in rows] == [True] * 6 + [False]

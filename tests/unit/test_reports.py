@@ -151,10 +151,10 @@ def test_a_timeline_keeps_the_last_events_and_counts_the_others() -> None:
     for number in range(5):
         lane.mark(f"event {number}")
     with timeline.lane("two").during("inside", bytes=3):
-        lane.note("ring", 8)
-        lane.note("ring", 8)
-        lane.note("tree", 1)
-    assert lane.take_notes() == {"bytes": 17, "algorithm": "ring, tree"}
+        lane.note("ring", 8, "cpu")
+        lane.note("ring", 8, "cpu")
+        lane.note("tree", 1, "cpu")
+    assert lane.take_notes() == {"bytes": 17, "algorithm": "ring, tree", "device": "cpu"}
     assert lane.take_notes() == {}
     recording = timeline.recording()
     assert [name for _, name, *_ in recording.events] == ["event 3", "event 4", "inside"]
@@ -281,7 +281,7 @@ def test_operations_are_added_up_and_the_best_rate_is_kept(tmp_path: Path) -> No
     tally.write()
     (path,) = tmp_path.iterdir()
     (row,) = json.loads(path.read_text().splitlines()[-1])
-    assert row == ["allreduce", "none", "ring", 10, 3, 3000, pytest.approx(7e-6), pytest.approx(1e9)]
+    assert row == ["allreduce", "none", "ring", "cpu", 10, 3, 3000, pytest.approx(7e-6), pytest.approx(1e9)]
 
 
 # The adapters in the guide

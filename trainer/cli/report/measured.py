@@ -121,19 +121,20 @@ def _training(found: dict[int, Lines], size: int) -> Training:
 
 def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operation]:
     """Return the operations of all Communicators together, those first that took longest."""
-    sums: dict[tuple[str, str, str, int, int], dict[int, Floats]] = defaultdict(dict)
-    links: dict[tuple[str, str, str, int, int], set[str]] = defaultdict(set)
-    best: dict[tuple[str, str, str, int, int], float] = defaultdict(float)
+    sums: dict[tuple[str, str, str, str, int, int], dict[int, Floats]] = defaultdict(dict)
+    links: dict[tuple[str, str, str, str, int, int], set[str]] = defaultdict(set)
+    best: dict[tuple[str, str, str, str, int, int], float] = defaultdict(float)
     for header, lines in journals:
-        for verb, codec, algorithm, power, *numbers, quickest in lines[-1] if lines else ():
-            key = verb, codec, algorithm, power, header["size"]
+        for verb, codec, algorithm, device, power, *numbers, quickest in lines[-1] if lines else ():
+            key = verb, codec, algorithm, device, power, header["size"]
             of_rank = sums[key].setdefault(header["rank"], np.zeros(3))
             of_rank += numbers
             best[key] = max(best[key], quickest)
-            links[key] |= {route.partition(": ")[2].partition(",")[0] for route in header["routes"]}
+            routes = [route for route in header["routes"] if route.startswith("CUDA") == (device == "cuda")]
+            links[key] |= {route.partition(": ")[2].partition(",")[0] for route in routes}
     found = []
     for key, by_rank in sums.items():
-        verb, codec, algorithm, _, size = key
+        verb, codec, algorithm, _, _, size = key
         table = np.array(list(by_rank.values()))
         calls, nbytes, most_seconds = table.max(axis=0)
         on_bus = _ON_BUS[verb] * (size - 1) / size if verb in _ON_BUS else 1.0
