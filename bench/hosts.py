@@ -1,14 +1,14 @@
 """Simulated hosts on one machine: `python -m gradwire.bench hosts --hosts 4 --rate 1gbit --ranks 8 -- allreduce -b 4M`.
 
-Every host is a network, UTS and mount namespace of its own (own address, hostname, /etc/hosts and /dev/shm), so processes
-distinguish hosts as on real ones. A veth pair joins each host to one bridge, which has a namespace too, and `tc tbf` limits
-both ends of the pair: one end is the host's uplink, the other its downlink. Full duplex.
+Every host has its own network, UTS and mount namespace (own address, hostname, /etc/hosts and /dev/shm), so processes
+distinguish hosts as on real ones. A veth pair joins each host to one bridge, which has its own namespace. `tc tbf` limits
+both ends of the pair: one end is the host's uplink, the other its downlink. Links are full duplex.
 
-The namespaces have no names: they live as long as the processes in them, and those die with this one, even by SIGKILL.
-Two runs can therefore not collide, and nothing is left behind.
+The namespaces have no names and exist only as long as their processes. These processes die with this process, even if it is
+killed by SIGKILL. Two runs therefore cannot collide, and nothing is left behind.
 
-What it does not simulate: latency of the wires (a veth hop takes microseconds), loss, and cores: all hosts share this
-machine's. Times at small sizes are times of the processor.
+The simulation has no wire latency (a veth hop takes microseconds) and no packet loss, and all hosts share the cores of this
+machine. Processor time dominates at small sizes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_HOSTS = 200
 LEAST_BURST_BYTES, BURST_BYTES, BURST_S = 16 * 1024, 128 * 1024, 0.001
-"""What a link may send at once after a pause: as much as in this time at its rate, but neither less nor more than these bytes.
-The most is as small as keeps 1 Gbit/s: below the kernel's 64 KiB offload packets, tbf cuts them up in software, and
-allreduce gets half of that rate. Slower links keep their rate with less; 128 KiB would take 100 Mbit/s ten milliseconds."""
+"""The burst of a link after a pause: the bytes of BURST_S at its rate, between LEAST_BURST_BYTES and BURST_BYTES.
+BURST_BYTES is the smallest burst that keeps 1 Gbit/s: below the kernel's 64 KiB offload packets, tbf splits them in software,
+and allreduce gets half of that rate. Slower links need less; 128 KiB would take 100 Mbit/s ten milliseconds."""
 QUEUE_S = 0.05
-"""How long a link's queue is, at its rate: what an ordinary switch port buffers at 1 Gbit/s, a few megabytes."""
+"""The length of a link's queue in seconds at its rate. An ordinary switch port buffers as much at 1 Gbit/s: a few megabytes."""
 MASTER_PORT = 29500
-"""Fixed: the first host is always a fresh namespace, in which every port is free."""
+"""The port can be fixed: the first host is always a fresh namespace, in which every port is free."""
 GRACE_S = 10.0
-"""After the first rank has failed, what the others get to say why they fail too."""
+"""The time that the other ranks have to print their own errors after the first rank has failed."""
 DEADLINE_EXIT = 124
 
 
@@ -56,14 +56,14 @@ exec sleep infinity
 
 
 class HostsError(Exception):
-    """The hosts cannot be set up; the text says what is missing."""
+    """Raised if the hosts cannot be set up; the text says why."""
 
 
 def rate_bits_per_s(rate: str) -> float:
-    """`tc`'s notation: "1gbit" -> 1e9.
+    """Return the bits per second of a rate in `tc`'s notation: "1gbit" -> 1e9.
 
     Raises:
-        ValueError: not a number followed by kbit, mbit or gbit.
+        ValueError: the rate is not a number followed by kbit, mbit or gbit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     if match is None:
@@ -72,9 +72,9 @@ def rate_bits_per_s(rate: str) -> float:
 
 
 def rates_of(rate: str, hosts: int) -> list[str]:
-    """Return the rate of every host's link. "100mbit,1gbit": the first host's, then that of all others.
+    """Return the rate of every host's link. "100mbit,1gbit" is the rate of the first host, then the rate of all others.
 
-    Raises: ValueError: one of them is malformed, or there are more rates than hosts.
+    Raises: ValueError: a rate is malformed, or there are more rates than hosts.
     """
     rates = rate.split(",")
     for each in rates:
@@ -89,7 +89,7 @@ def ranks_per_host(ranks: int, hosts: int) -> list[int]:
     1, 1].
 
     Raises:
-        ValueError: fewer ranks than hosts, or no host.
+        ValueError: there are fewer ranks than hosts, no host, or more than MAX_HOSTS.
     """
     if not 1 <= hosts <= min(ranks, MAX_HOSTS):
         raise ValueError(
@@ -111,13 +111,13 @@ def link_shape(rate: str) -> str:
 
 
 def host_table() -> str:
-    """Return /etc/hosts of every host: its addresses as IPv4, and as a socket that listens on both IPv4 and IPv6 shows them."""
+    """Return the text of /etc/hosts: the address of every host, as IPv4 and as dual-stack sockets show it (mapped to IPv6)."""
     names = [f"{prefix}{address(host)} host{host}" for prefix in ("", "::ffff:") for host in range(MAX_HOSTS)]
     return "\n".join(["127.0.0.1 localhost", *names])
 
 
 def network_description(hosts: int, rate: str) -> str:
-    """Return the description of the network for a result that is measured here."""
+    """Return the description of the network for the results that are measured on it."""
     congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     return f"{hosts} simulated hosts, {rate} links (tc tbf, TCP {congestion_control})"
 
@@ -152,7 +152,7 @@ def plan_ranks(ranks: int, hosts: int, network: str) -> list[Rank]:
 
 
 class Namespace:
-    """A process that does nothing but hold one host's namespaces open. Dies with its parent."""
+    """Hold the namespaces of one host open by an idle process, which dies with its parent."""
 
     def __init__(self, hostname: str) -> None:
         unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "sh", "-ec", HOLD]
@@ -169,7 +169,7 @@ class Namespace:
             raise HostsError(f"namespaces cannot be made: {why}")
 
     def enter(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs `command` inside, in the present directory."""
+        """Return the command that runs `command` inside the namespaces, in the current directory."""
         inside = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}", "--"]
         return ["setpriv", "--pdeathsig", "KILL", *inside, *command]
 
@@ -185,7 +185,7 @@ class Namespace:
 
 
 class Cluster:
-    """`hosts` namespaces around one switch, every link limited each way. A context manager. rate: see rates_of()."""
+    """Connect `hosts` namespaces to one switch by links that are limited each way. A context manager. rate: see rates_of()."""
 
     def __init__(self, hosts: int, rate: str) -> None:
         self._stack = ExitStack()
@@ -285,7 +285,7 @@ def _stop(signal_number: int, _frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str], benchmarks: Sequence[str]) -> int:
-    """Run the command line. benchmarks: the names after `--` that stand for `python -m gradwire.bench NAME`."""
+    """Run the command line. benchmarks: the names after `--` that are short for `python -m gradwire.bench NAME`."""
     chosen = parse_arguments(arguments)
     bench = [sys.executable, "-m", "gradwire.bench"] if chosen.command[0] in benchmarks else []
     for number in (signal.SIGTERM, signal.SIGINT):

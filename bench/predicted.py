@@ -1,9 +1,9 @@
-"""`python -m gradwire.bench hosts --hosts 4 --ranks 4 -- predicted -J FILE`: what the cost model says beside what calls take.
+"""`python -m gradwire.bench hosts --hosts 4 --ranks 4 -- predicted -J FILE`: predicted beside measured times of calls.
 
-Links are measured first, as `gradwire tune` does. Size by size, calls then correct what 'auto' runs, and every algorithm of
-allreduce and every codec of CODECS runs in turns with it. Rows say how long it took, how long the model said, and how 'auto'
-compares with the best.
-`predicted --plot OUT.png FILE...` draws what such runs have written.
+It measures the links first, as `gradwire tune` does. At each size, calls then correct the choice of 'auto', and every
+algorithm of allreduce and every codec of CODECS runs in turns with that choice. A row has the measured and the predicted time.
+The summary compares 'auto' with the best choice.
+`predicted --plot OUT.png FILE...` draws the results that such runs have written.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.selection import Measured
 from gradwire.collectives.timed_calls import spend_bursts
 
-#: A turn makes calls for about so long, and at most so many.
+#: The length of a turn in predicted seconds, and its greatest number of calls.
 _TURN_S, _MOST_CALLS = 0.01, 32
 
-#: What compression='auto' may choose from here, besides no codec.
+#: The codecs that compression='auto' may choose from here, besides no codec.
 CODECS = ("int8", "int4")
 
-#: Calls that are predicted to take longer are not made to correct what 'auto' runs: a training would make them.
+#: The benchmark makes no calls to correct the choice of 'auto' if a call is predicted to take longer. A training would.
 _CORRECTED_S = 0.05
 
 
 @dataclass(frozen=True)
 class PredictedRow:
-    """One algorithm, or one codec, at one size. seconds: a call's, the median over turns of the slowest rank's; predicted_s: by
-    the model; chosen: whether it is what 'auto' runs without a codec. With a codec, 'auto' is the algorithm."""
+    """The times of one algorithm, or of one codec, at one size.
+
+    seconds: the time of a call on the slowest rank, the median over turns. predicted_s: the time by the model. chosen: whether
+    'auto' runs this algorithm without a codec. The algorithm of a row with a codec is the one that 'auto' runs without one."""
 
     nbytes: int
     algorithm: str
@@ -72,14 +74,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> list[PredictedRow]:
-    """Time every algorithm at one size, in turns. A collective call."""
+    """Time every algorithm, and every codec, at one size, in turns. A collective call."""
     tensor = comm.empty(nbytes // 4).zero_()
     costs = measured.costs
     predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
     trial = measured.trial(nbytes)
     if trial is not None and comm.predict(nbytes // 4) <= _CORRECTED_S:
         spend_bursts(comm, costs)
-        while not trial.settled:  # calls correct what 'auto' runs, as the first steps of a training do
+        while not trial.settled:  # calls correct the choice of 'auto', as the first steps of a training do
             comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
     predicted |= {("auto", codec): comm.predict(nbytes // 4, codec=codec) for codec in CODECS}
@@ -89,7 +91,7 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
         for (algorithm, codec), times in taken.items():
             call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
             spend_bursts(comm, costs)
-            call()  # ranks begin together
+            call()  # aligns the start of the ranks
             began = time.perf_counter()
             for _ in range(calls):
                 call()
@@ -104,7 +106,7 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
 
 
 def summary(rows: Sequence[PredictedRow]) -> str:
-    """Return a line on how far the model is off, and what 'auto' costs beside the best."""
+    """Return a line with the errors of the model, and the time of 'auto' over the time of the best choice."""
     errors = [abs(row.predicted_s / row.seconds - 1) for row in rows]
     over, codecs_over = ([each for _, each in found] for found in (over_best(rows), codec_over_best(rows)))
     return (
@@ -115,7 +117,7 @@ def summary(rows: Sequence[PredictedRow]) -> str:
 
 
 def over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
-    """Return by size how many times as long as the quickest algorithm 'auto' takes, without a codec."""
+    """Return, for each size, the time of 'auto' over the time of the quickest algorithm, without a codec."""
     best: dict[int, float] = {}
     plain = [row for row in rows if row.codec == "none"]
     for row in plain:
@@ -124,7 +126,7 @@ def over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
 
 
 def codec_over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
-    """Return by size how many times as long as the quickest of CODECS and none the one takes that is predicted to be quickest."""
+    """Return, for each size, the time of the codec with the least predicted time over the least time of CODECS and no codec."""
     result = []
     for nbytes, candidates in _by_codec(rows).items():
         chosen = min(candidates.values(), key=lambda row: row.predicted_s)
@@ -133,14 +135,14 @@ def codec_over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
 
 
 def codec_pays_from(rows: Sequence[PredictedRow], codec: str) -> int | None:
-    """Return the smallest size from which on a codec was quicker than none at every size; None where it never was."""
+    """Return the smallest size from which on a codec was quicker than none at every size; None if there is no such size."""
     pays = [(nbytes, each[codec].seconds < each["none"].seconds) for nbytes, each in sorted(_by_codec(rows).items())]
     slower = [nbytes for nbytes, is_quicker in pays if not is_quicker]
     return min((nbytes for nbytes, _ in pays if nbytes > max(slower, default=0)), default=None)
 
 
 def _by_codec(rows: Sequence[PredictedRow]) -> dict[int, dict[str, PredictedRow]]:
-    """Return by size and codec the rows of what 'auto' runs."""
+    """Return, by size and codec, the rows of the algorithm that 'auto' runs."""
     result: dict[int, dict[str, PredictedRow]] = {}
     for row in rows:
         if row.chosen or row.codec != "none":
@@ -181,7 +183,7 @@ def draw(files: Sequence[Path], out: Path) -> None:
 
 
 def title(comm: Communicator, meta: Mapping[str, Any]) -> str:
-    """Return what a run was made on, in words."""
+    """Return the ranks, hosts and link rate of a run, in words."""
     hosts = comm.topology.hosts
     if len(hosts) == 1:
         return f"{comm.size} ranks in shared memory"

@@ -1,4 +1,4 @@
-"""The update rules that `python -m gradwire.bench rules` compares: how each is made, and when its ranks have equal
+"""The update rules that `python -m gradwire.bench rules` compares: their optimizers, and when their ranks have equal
 parameters."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.trainer.servers.aggregator import Late
 
 NONE = "none"
 FRAGMENTS = 4
-"""Into so many fragments streaming divides the parameters, to be exchanged one at a time."""
+"""The number of fragments into which streaming divides the parameters. It exchanges one fragment at a time."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class Settings:
     k: int
 
     def codec(self, name: str) -> Compressor:
-        """Return the codec of a name; chunktopk with the k of the options."""
+        """Return the codec of a name. chunktopk has the k of the options and error feedback."""
         return hvd.ErrorFeedback(ChunkTopK(self.k)) if name == "chunktopk" else name
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """A model that is trained by a rule.
+    """A model and the rule that trains it.
 
-    forward: what to call, the module itself or its wrapper. in_step: whether all ranks take as many steps. warmup_steps,
-    period: they have their parameters in common after so many steps, and every period of steps from then on. sent_bytes:
-    what this rank has sent after so many steps. wait_s: how long it has waited for others; None where that is not known.
-    report: the rule's own report at the end.
+    forward: the module to call, which is the model or its wrapper. in_step: whether all ranks take the same number of steps.
+    warmup_steps, period: all ranks hold the same parameters after warmup_steps steps, and after every period steps from then
+    on. sent_bytes: the bytes that this rank has sent after a number of steps. wait_s: the time that this rank has waited for
+    others; None if it is not known. report: the rule's own report at the end.
     """
 
     module: nn.Module
@@ -66,7 +66,7 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Entry:
-    """The name of one competitor of a run: RULE[+CODEC][@SHARE]. share: of the steps or the time of the run."""
+    """The name of one competitor of a run: RULE[+CODEC][@SHARE]. share: its share of the steps or the time of the run."""
 
     text: str
     rule: str
@@ -95,7 +95,7 @@ def entry(text: str) -> Entry:
 
 
 def exchanged_bytes(module: nn.Module) -> float:
-    """Return what a rank sends for an average of as many float32 as there are parameters: 2(p-1)/p of them."""
+    """Return the bytes that a rank sends to average one float32 per parameter: 2(p-1)/p of their bytes."""
     size = hvd.size()
     return 2 * (size - 1) / size * 4 * sum(parameter.numel() for parameter in module.parameters())
 
@@ -193,7 +193,7 @@ def _hogwild(module: nn.Module, codec: str, settings: Settings) -> Competitor:
     )
 
 
-#: The functions that make a competitor from a model, a codec's name and the settings.
+#: The functions that make a competitor from a model, the name of a codec and the settings.
 RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "alone": _alone,
     "ddp": _ddp,
@@ -210,6 +210,6 @@ RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
     "hogwild": _hogwild,
 }
 CODED = {"synchronous", "average", "diloco", "streaming"}
-"""Those of which what is exchanged may be encoded."""
+"""The rules whose exchanges can use a codec."""
 UNLIKE = {"alone", "streaming", "quorum", "stale", "asynchronous", "hogwild"}
-"""Those of which ranks do not hold the same parameters at the end."""
+"""The rules whose ranks do not hold the same parameters at the end."""

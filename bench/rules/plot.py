@@ -18,11 +18,11 @@ PANELS = (
     ("sent_bytes", "bytes that a rank has sent (log axis)", lambda value: value / 1e6, " MB", "log"),
 )
 EARLY = 0.12
-"""What comes before this part of the first competitor's run is above the picture, for what matters is at the end."""
+"""The share of the first competitor's run whose losses lie above the plotted range. The plot shows the end of the runs."""
 
 
 def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG, of the first seed's runs."""
+    """Write a PNG of the runs with the first seed."""
     shown = [row for row in rows if row.seed == rows[0].seed]
     figure = Figure(figsize=(12.5, 4.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)

@@ -1,7 +1,8 @@
 """`torchrun --nproc-per-node 4 -m gradwire.bench rules`: the loss that update rules reach, at equal steps or in equal time.
 
-All train bytes_gpt from the same weights on the same text, one after the other. A rank's step has equally many sequences, which
-the step's number and the seed decide. The rules differ in what ranks exchange, when, and which ranks they wait for.
+The rules train bytes_gpt from the same weights on the same text, one after the other. Every step of a rank has the same number
+of sequences; the step number and the seed select them. The rules differ in what ranks exchange, when, and which ranks they
+wait for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gradwire.trainer.servers.aggregator import LATE
 DEFAULT = "synchronous,average,diloco,average+chunktopk"
 MODELS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 POINTS = 12
-"""The loss is looked at so many times in a run."""
+"""The number of points of the loss curve of a run after its start."""
 
 
 def slowness(text: str) -> Slowness:
@@ -118,7 +119,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def reached(curve: Sequence[Point], target: Point) -> Point | None:
-    """Return the first point with a loss as low as the target's, on a line between the two points around it."""
+    """Return the first point with a loss as low as the target's, by linear interpolation; None if there is none."""
     for before, after in itertools.pairwise(curve):
         if after.loss <= target.loss:
             share = (before.loss - target.loss) / (before.loss - after.loss) if before.loss > target.loss else 0.0
@@ -129,7 +130,7 @@ def reached(curve: Sequence[Point], target: Point) -> Point | None:
 
 
 def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | None) -> RuleRow:
-    """Train one competitor, collectively. first: the row of the first one with this seed, if that is another."""
+    """Train one competitor. A collective call. first: the row of the first competitor with this seed; None for that one."""
     settings = {**MODELS[chosen.preset], "batch": chosen.batch * hvd.size(), "seed": seed}
     config = bytes_gpt.Config(**settings, **({"context": chosen.context} if chosen.context else {}))
     task = bytes_gpt.task(config)
@@ -145,7 +146,7 @@ def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | 
     training.run()
     waited_s = competitor.wait_s()
     report = competitor.report()
-    competitor.close()  # before ranks wait for each other otherwise, since late ranks may need it
+    competitor.close()  # before any other collective call, since slow ranks may need it to finish
     is_same = len(set(hvd.allgather_object(digest(module)))) == 1
     curve = training.curve()
     target = Point(**first.curve[-1]) if first is not None else curve[-1]
@@ -177,7 +178,7 @@ def _average(value: float) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark. Return, on every rank, 1 if replicas differ that should be equal, and 2 for a slow rank that does not
+    """Run the benchmark. Return, on every rank, 1 if replicas differ that should be equal, and 2 if the rank of --slow does not
     exist."""
     chosen = parse_arguments(arguments)
     hvd.init()

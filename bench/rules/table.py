@@ -22,10 +22,10 @@ sent: by a rank, of gradients, movements or parameters, uncompressed ones as 2(p
 class RuleRow:
     """The result of one model trained by one rule. Field names are the keys of the JSON.
 
-    tokens_per_s: of all ranks together. over_first: the loss over that of the first competitor with this seed. reach_time,
-    reach_tokens, reach_bytes: the time, tokens and bytes until its loss was as low as the first one's last, over those of the
-    first one; None if it never was. wait_share: None if it is not known. replicas_identical: None for rules whose ranks have
-    different parameters.
+    tokens_per_s: the rate of all ranks together. over_first: the loss over that of the first competitor with this seed.
+    reach_time, reach_tokens, reach_bytes: the time, tokens and bytes until the loss was as low as the final loss of the first
+    competitor, over the first competitor's own; None if the loss never was as low. wait_share: the part of the time that ranks
+    waited, or None if it is not known. replicas_identical: None for rules whose ranks have different parameters.
     """
 
     competitor: str

@@ -1,4 +1,4 @@
-"""Trains a competitor of `bench rules` for a number of steps or of seconds, and records its loss."""
+"""Train a competitor of `bench rules` for a number of steps or of seconds, and record its loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.trainer.examples import bytes_gpt
 from gradwire.trainer.examples.loop import CLIP_NORM, FINAL_LR, Task, cross_entropy, mixed
 
 AGREE_S = 2.0
-"""About this often ranks that are in step agree on how far a run by time is."""
+"""The approximate interval at which ranks that are in step agree on the progress of a run by time."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Slowness:
-    """A slow rank, and how long it sleeps in every step, as if it computed longer."""
+    """A slow rank, and the time that it sleeps in every step to simulate a longer computation."""
 
     rank: int
     seconds: float
@@ -36,7 +36,7 @@ class Slowness:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's parameters at some time of the run, with its steps, seconds and sent bytes until then."""
+    """The parameters of a rank at one time of the run, with its steps, seconds and sent bytes until then."""
 
     steps: int
     seconds: float
@@ -55,10 +55,10 @@ class Point:
 
 
 class Training:
-    """Trains one competitor. Collective, as are all its methods.
+    """Train one competitor. The constructor and all methods are collective calls.
 
-    Ranks that are in step agree now and then on their progress, so that they have the same learning rate and end together;
-    others decide by themselves. The learning rate is that of the examples: a warm-up, then half a cosine.
+    Ranks that are in step agree now and then on their progress, so that they have the same learning rate and end together.
+    Other ranks use their own progress. The learning rate is that of the examples: a warm-up, times half a cosine.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Training:
         self._snapshots: list[Snapshot] = []
         self.steps = 0
         self.seconds = 0.0
-        """By the clock of this rank, until the last snapshot."""
+        """The seconds since the start of the run at the last block of steps; a mean over ranks if they agree on the time."""
 
     def run(self) -> None:
-        """Train to the end. What is needed for the first step is compiled by then, and does not count."""
+        """Train to the end. The time excludes everything that was compiled or set up before the call."""
         hvd.barrier()
         self._began = time.monotonic()
         self._snap()
@@ -119,7 +119,7 @@ class Training:
         return min(periods * competitor.period, -(-left // competitor.period) * competitor.period)
 
     def _agreed(self) -> float:
-        """Return which part of the run is over."""
+        """Return the fraction of the run that is over."""
         self.seconds = time.monotonic() - self._began
         if self._competitor.in_step and self._length.seconds is not None:
             everyones = torch.tensor([self.seconds], dtype=torch.float64)
@@ -152,10 +152,10 @@ class Training:
         self._snapshots.append(Snapshot(self.steps, self.seconds, self._competitor.sent_bytes(self.steps), copied))
 
     def curve(self) -> list[Point]:
-        """Return what the loss was over the run: every rank validates its share with the parameters that it had."""
+        """Return the loss over the run. Every rank validates its share of the data with its recorded parameters."""
         counts = hvd.allgather_object(len(self._snapshots))
         last = self._snapshots[-1]
-        kept = [*self._snapshots[: min(counts) - 1], last]  # a rank that was far behind may have fewer
+        kept = [*self._snapshots[: min(counts) - 1], last]  # a slow rank may have fewer snapshots
         return [self._validated(snapshot) for snapshot in kept]
 
     @torch.no_grad()

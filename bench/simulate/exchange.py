@@ -1,10 +1,10 @@
-"""The predicted time of an allreduce among any number of like ranks, from a walk of one host's programs.
+"""The predicted time of an allreduce among any number of identical hosts, from a walk of one host's programs.
 
-If all hosts have equally many ranks and like links, a planner's schedules are equal up to a shift by whole hosts: the ranks of
-every host do the same as those of the first, at the same time. So only the first host's programs are made and walked. A message
-that one of its ranks receives from another host is replaced by the one that it sends to the host at the same distance on the
-other side. That is exact for a ring. For other planners it is an approximation: a span of blocks that wraps around is two
-messages, and `direct` reduces in the order of ranks. The tests compare with the walk of all ranks.
+If all hosts have the same number of ranks and the same links, a planner's schedules are equal up to a shift by whole hosts: the
+ranks of every host do the same as those of the first, at the same time. So only the first host's programs are made and walked.
+A message that the first host receives from another host is replaced by the message that it sends to the host at the same
+distance in the other direction. The result is exact for a ring. For other planners it is an approximation: a span of blocks
+that wraps around is two messages, and `direct` reduces in the order of ranks. The tests compare with the walk of all ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.walk import Leg, in_segments, price
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 
-#: Allreduces that are the same for every host up to a shift.
+#: The algorithms of allreduce whose schedules are equal for every host up to a shift.
 SHIFTED = ("ring", "rsag", "direct", "hierarchical", "hierarchical(rsag)", "hierarchical(direct)")
-#: Those of them among which 'auto' chooses: with one rank a host, and with several.
+#: The algorithms of SHIFTED that 'auto' chooses from: with one host or one rank a host, and with several ranks a host.
 _FLAT = ("ring", "rsag")
 _BY_HOSTS = ("rsag", "hierarchical", "hierarchical(rsag)")
-#: The most messages that are walked for one world, which takes about half a minute.
+#: The greatest number of messages to walk for one world. The walk then takes about half a minute.
 MOST_MESSAGES = 1_000_000
 
 _FLOAT32 = 4
@@ -42,8 +42,8 @@ def described(
     uplink_byte_s: float,
     known: Costs | None = None,
 ) -> Costs:
-    """Return the costs of a world of like hosts, in which only messages cost time, and the calls, sums and codecs of `known`,
-    if given. uplink_byte_s: of a host. Raises ValueError if the ranks do not fill their hosts."""
+    """Return the costs of a world of identical hosts. Calls, sums and codecs take the times of `known`, or none without it.
+    uplink_byte_s: the seconds per byte of a host's uplink. Raises ValueError if the ranks do not fill their hosts."""
     local = min(ranks, ranks_per_host)
     if ranks < 1 or ranks_per_host < 1 or ranks % local:
         raise ValueError(
@@ -66,8 +66,8 @@ def described(
 
 @dataclass(frozen=True)
 class Call:
-    """The cost of one allreduce. seconds: until the last rank has finished. wire_bytes: those of the rank of a host that sends
-    most."""
+    """The cost of one allreduce. seconds: the time until the last rank has finished. wire_bytes: the bytes of the rank that
+    sends most."""
 
     algorithm: str
     seconds: float
@@ -75,10 +75,10 @@ class Call:
 
 
 class Exchange:
-    """Prices allreduces of float32 in a world of like hosts.
+    """Predict the cost of allreduces of float32 in a world of identical hosts.
 
-    algorithm: one of SHIFTED, or one that the codec supports; 'auto': the fastest of those that are suitable at any size.
-    codec: None for none. Raises ValueError for algorithms that the codec does not support, or that differ between hosts.
+    algorithm: one of SHIFTED or, with a codec, one that the codec supports; 'auto' takes the fastest suitable one at each size.
+    codec: None for no codec. Raises ValueError for an algorithm that the codec does not support, or that is not in SHIFTED.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Exchange:
         return self._calls[numel]
 
     def seconds(self, numel: int) -> float:
-        """Return how long such a call takes."""
+        """Return the seconds of an allreduce of numel numbers."""
         return self.call(numel).seconds
 
     def _walked(self, algorithm: str, numel: int) -> Call:
@@ -140,7 +140,7 @@ class Exchange:
         return self._codec is None or (self._codec.summable and algorithm in SHIFTED)
 
     def _segments(self, algorithm: str, numel: int) -> int:
-        """Return how many segments a buffer is cut into."""
+        """Return the number of segments of a buffer of numel numbers."""
         costs, codec = self.costs, self._codec
         if self._as_numbers(algorithm):
             blocks = PLANNERS["allreduce"][algorithm](Place(0, costs.size, 0, costs.hosts)).blocks
@@ -153,7 +153,7 @@ class Exchange:
         return Plans(Topology(rank, self.costs.hosts), legal_algorithms({}), {}, self._segment_bytes)
 
     def legs(self, rank: int, algorithm: str, numel: int) -> list[Leg]:
-        """Return the programs of a rank for an allreduce of at least numel numbers, rounded up so that all blocks have the same
+        """Return the programs of a rank for an allreduce of numel numbers. numel is rounded up so that all blocks have the same
         length."""
         costs, codec = self.costs, self._codec
         plans = self._plans(rank)
@@ -167,7 +167,7 @@ class Exchange:
         return plans.legs(codec, numel, algorithm)
 
     def _check(self, algorithm: str, numel: int, segments: int) -> None:
-        """Count the messages of some segments. Raises ValueError for more than can be walked."""
+        """Count the messages of the segments. Raises ValueError if there are more than MOST_MESSAGES so far."""
         local, place = len(self.costs.hosts[0]), Place(0, self.costs.size, 0, self.costs.hosts)
         planner = PLANNERS["allreduce"][algorithm] if algorithm in SHIFTED else ride(algorithm).planner
         self._messages += segments * local * sum(map(len, planner(place).rounds))
@@ -180,7 +180,7 @@ class Exchange:
 
 
 def _ridden(codec: Codec) -> tuple[str, ...]:
-    """Return the algorithms that the codec supports here; codes that can be added use those of numbers."""
+    """Return the algorithms that the codec supports here. Summable codes use the algorithms of numbers."""
     if codec.summable:
         return SHIFTED
     ridden = algorithms_for(codec, SHIFTED, with_feedback=codec.needs_feedback)

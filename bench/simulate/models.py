@@ -1,4 +1,4 @@
-"""The models whose training is simulated: of each tensor, the number of elements and the operations of its gradient."""
+"""The models whose training is simulated: the number of elements and of operations of each tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Weight(NamedTuple):
-    """One parameter: the number of its elements, and of multiply-adds per sample in its forward pass."""
+    """One parameter: its number of elements, and its multiply-adds per sample in the forward pass."""
 
     numel: int
     operations: int = 0
@@ -17,9 +17,9 @@ Weights = Iterator[Weight]
 
 
 def _convolution(inputs: int, outputs: int, kernel: tuple[int, int], side: int, *, normed: bool = True) -> Weights:
-    """Yield a convolution's weight and, of what follows it, two tensors of a batch norm, or else its own bias.
+    """Yield the weight of a convolution, then the two tensors of its batch norm or, if not normed, its bias.
 
-    side: height and width of the output."""
+    side: the height and width of the output."""
     numel = inputs * outputs * kernel[0] * kernel[1]
     yield Weight(numel, numel * side * side)
     yield Weight(outputs)
@@ -60,7 +60,7 @@ def _vgg16() -> Weights:
         yield from _dense(inputs, outputs)
 
 
-#: The convolutions of Inception-v3, block by block: side of what comes out, and per convolution inputs, outputs, kernel.
+#: The convolutions of Inception-v3, block by block: the side of the output, and the inputs, outputs and kernel of each.
 _INCEPTION: tuple[tuple[int, str], ...] = (
     (149, "3>32:3x3"),
     (147, "32>32:3x3 32>64:3x3"),
@@ -122,7 +122,7 @@ def _bert(layers: int, width: int) -> Weights:
     yield from _dense(width, width)
 
 
-#: By name, the weights in the order of the forward pass.
+#: The weights of each model, by name, in the order of the forward pass.
 MODELS: dict[str, tuple[Weight, ...]] = {
     "resnet50": tuple(_resnet((3, 4, 6, 3))),
     "resnet101": tuple(_resnet((3, 4, 23, 3))),

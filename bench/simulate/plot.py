@@ -1,4 +1,4 @@
-"""Pictures of predictions: over the number of ranks, and beside published figures."""
+"""Plots of predictions: over the number of ranks, and beside published figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.bench.style import INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
 
 
 def draw_curve(points: Sequence[Point], title: str, path: Path) -> None:
-    """Write a PNG of samples a second, beside those of ranks that do not wait for each other, and of the efficiency."""
+    """Write a PNG of the samples per second, with and without exchanges, and of the efficiency."""
     figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
     figure.suptitle(f"{title}: predicted", x=0.01, ha="left", fontsize=10, color=INK)
     rate, share = figure.subplots(1, 2)
@@ -44,7 +44,7 @@ def draw_curve(points: Sequence[Point], title: str, path: Path) -> None:
 
 
 def draw_compared(rows: Sequence[Compared], path: Path) -> None:
-    """Write a PNG of predicted over published, by the number of ranks; rows that an input was fitted to are hollow."""
+    """Write a PNG of predicted over published, by the number of ranks. Hollow marks are rows to which an input was fitted."""
     figure = Figure(figsize=(9, 4.2), dpi=150, layout="constrained")
     figure.suptitle(
         "Predicted over published; hollow: an input was fitted to it; grey: within 10 %", x=0.01, ha="left", fontsize=10
@@ -74,7 +74,7 @@ def draw_compared(rows: Sequence[Compared], path: Path) -> None:
 
 
 def _over_ranks(panel: Axes) -> None:
-    """Let the horizontal axis be the number of ranks, doubled from one mark to the next."""
+    """Make the horizontal axis the number of ranks, on a log scale with base 2."""
     panel.set_xscale("log", base=2)
     panel.set_xlabel("ranks (log axis)", fontsize=9, color=QUIET)
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))

@@ -1,5 +1,5 @@
-"""Published runs: their inputs, and their results. Every figure is from a source, except those marked as fitted: these are
-chosen so that the rows marked with them are met, and such rows predict nothing."""
+"""Published runs: their inputs, and their results. Every figure is from a source, except those marked as fitted. A fitted input
+is chosen to match the rows that are marked as fitted, so these rows predict nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Scenario, predi
 from gradwire.bench.simulate.training import Device
 from gradwire.collectives.plan.cost import LinkCost
 
-#: Of a message between hosts and inside one: the most and the least that NCCL 2.30's own model has for a hop over a network.
+#: The latency of a message between hosts and inside a host: the greatest and the least of a network hop in NCCL 2.30's model.
 HOP_S, NEAR_HOP_S = 14e-6, 2.7e-6
 _GBIT = 1e9 / 8
 
@@ -18,7 +18,7 @@ _GBIT = 1e9 / 8
 def network(
     gbit: float, inside_gbytes: float, ranks_per_host: int, *, share: float = TCP_SHARE, hop_s: float = HOP_S
 ) -> Network:
-    """Return links of so many Gbit/s between hosts and GB/s inside them. share: that messages get of the former."""
+    """Return links of `gbit` Gbit/s between hosts and `inside_gbytes` GB/s inside them. share: the part of gbit for payload."""
     byte_s = 1 / (gbit * _GBIT * share)
     return Network(
         LinkCost(hop_s, byte_s, 0, 0), LinkCost(NEAR_HOP_S, 1 / (inside_gbytes * 1e9), 0, 0), byte_s, ranks_per_host
@@ -27,8 +27,8 @@ def network(
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure: samples a second, or if at most 1, efficiency. label: the source's name of the method. fitted:
-    whether an input was chosen to meet it."""
+    """A published figure. published: samples per second or, if at most 1, the efficiency. label: the source's name of the
+    method. fitted: whether an input was chosen to match the figure."""
 
     scenario: Scenario
     ranks: int
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Preset:
-    """Published runs. source: of the runs and the inputs. inputs: as text."""
+    """Published runs. source: the source of the runs and the inputs. inputs: a description of the inputs."""
 
     source: str
     inputs: str
@@ -74,7 +74,7 @@ def compare(name: str) -> list[Compared]:
 
 
 _HKBU = "HKBU-HPML/ddl-benchmarks, results/2020-05-29 (2020)"
-#: By model, what a rank computes where nothing else is said.
+#: The default speed of a rank, by model.
 DEVICES = {
     "resnet50": Device(64, 253.1, _HKBU),
     "bert-base": Device(64, 212.8, _HKBU),
@@ -116,14 +116,14 @@ def _hkbu_100gib() -> tuple[Row, ...]:
     )
 
 
-#: What one K80 computes of a model, images a second (TensorFlow benchmarks, 2017).
+#: The images per second of one K80, by model (TensorFlow benchmarks, 2017).
 _K80 = {"inception3": 29.7, "resnet50": 52.4, "resnet152": 19.4}
-#: Fitted: GB/s of a pair of GPUs inside a host, and Gbit/s of a host's link, of a batch of 64, on which alone they depend.
+#: Fitted for a batch of 64: GB/s of a pair of GPUs inside a host, and Gbit/s of a host's link. They depend on the batch only.
 _K80_GBYTES, _K80_GBIT, _K80_BATCH = 0.192, 5.77, 64
 
 
 def _tensorflow_k80() -> tuple[Row, ...]:
-    """Return rows of synchronous servers that are spread over the hosts: each host pushes to all, and pulls from all."""
+    """Return rows of synchronous servers that are spread over the hosts. Each host pushes to all hosts and pulls from all."""
     table = {
         "inception3": (229, 459, 902, 1783),
         "resnet50": (378, 751, 1388, 2744),
@@ -144,13 +144,13 @@ def _tensorflow_k80() -> tuple[Row, ...]:
     )
 
 
-#: Fitted: the time of a step on such a GPU, over the time of an image on a K80.
+#: Fitted: the time of a step on a Pascal GPU, over the time of an image on a K80.
 _PASCAL_STEP = 4.0
 
 
 def _horovod_512() -> tuple[Row, ...]:
-    """Return rows in which a GPU is as many times as quick as a K80 at either model; ResNet-101, which the K80's table does not
-    have, takes as long for a multiply-add as the mean of ResNet-50 and ResNet-152."""
+    """Return rows in which a GPU is faster than a K80 by the same factor for both models. The K80's table lacks ResNet-101: the
+    time of its multiply-add is the mean of the times of ResNet-50 and ResNet-152."""
     links = network(25, _PCIE_GBYTES, 4, share=1.0)
     operations = {name: sum(weight.operations for weight in weights) for name, weights in MODELS.items()}
     each_s = (1 / (_K80[name] * operations[name]) for name in ("resnet50", "resnet152"))
@@ -167,7 +167,7 @@ def _horovod_512() -> tuple[Row, ...]:
     )
 
 
-#: Backward of ResNet-50 takes 120 ms there, and forward half of that.
+#: In Goyal et al. (2017), backward of ResNet-50 takes 120 ms, and forward takes half of that.
 _FACEBOOK_STEP_S = 0.120 * 3 / 2
 
 

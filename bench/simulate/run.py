@@ -40,7 +40,7 @@ _RATES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 
 
 def _rate(text: str) -> float:
-    """Return bytes a second."""
+    """Return the bytes per second of a rate such as 100gbit."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no rate: write a number and mbit or gbit, as in 100gbit")
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _scenario(flags: argparse.Namespace) -> Scenario:
-    """Return the scenario of the flags. Raises ValueError, which says what is missing or not allowed."""
+    """Return the scenario of the flags. Raises ValueError if flags are missing or not allowed."""
     known = DEVICES.get(flags.model)
     if known is None and None in (flags.batch, flags.samples_per_s):
         raise ValueError(
@@ -146,7 +146,7 @@ def _network(flags: argparse.Namespace, codec: Codec | None) -> Network:
 
 
 def _numbers(ranks: int, per_host: int) -> list[int]:
-    """Return the numbers of ranks of a curve: those that a host takes, and hosts, doubled, up to all."""
+    """Return the numbers of ranks of a curve: powers of two within a host, powers of two of whole hosts, and all ranks."""
     doubled = [1 << power for power in range(ranks.bit_length())]
     whole = [each for each in doubled if each < per_host] + [
         per_host * each for each in doubled if per_host * each < ranks
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         try:
             scenario = _scenario(flags)
-            # The largest first, so that one that is too large raises at once.
+            # Predict the largest number first, so that a number that is too large raises at once.
             numbers = _numbers(flags.ranks, flags.ranks_per_host)
             rows = points = [predict(scenario, each) for each in reversed(numbers)][::-1]
         except ValueError as error:

@@ -14,13 +14,14 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.plan.cost import Costs, LinkCost
 from gradwire.trainer.servers.aggregator import Scheme
 
-#: The share of a wire's rate that TCP has for its payload: 1448 of the 1538 bytes that a packet of 1500 takes on Ethernet.
+#: The share of a wire's rate that carries TCP payload: 1448 of the 1538 bytes that a packet of 1500 takes on Ethernet.
 TCP_SHARE = 1448 / 1538
 
 
 @dataclass(frozen=True)
 class Network:
-    """The network between the ranks. uplink_byte_s: of a host, each way. known: measured costs of calls, sums and codecs."""
+    """The network between the ranks. uplink_byte_s: the seconds per byte of a host's link, each way. known: measured costs of
+    calls, sums and codecs."""
 
     between: LinkCost
     inside: LinkCost
@@ -29,14 +30,14 @@ class Network:
     known: Costs | None = None
 
     def costs(self, ranks: int) -> Costs:
-        """Return the costs among some ranks. Raises ValueError if they do not fill their hosts."""
+        """Return the costs of a world of `ranks` ranks. Raises ValueError if the ranks do not fill their hosts."""
         return described(ranks, self.ranks_per_host, self.between, self.inside, self.uplink_byte_s, self.known)
 
 
 @dataclass(frozen=True)
 class Servers:
-    """The parameter servers: their number, and the `quorum` of workers whose contributions make an update, None for all.
-    groups: the number of groups of ranks, each of which averages its gradients and is one worker; None if every rank is a
+    """The parameter servers. count: their number. quorum: the number of workers that contribute to an update, or None for all.
+    groups: the number of groups of ranks. A group averages its gradients and is one worker. None makes every rank a
     worker."""
 
     count: int
@@ -46,9 +47,9 @@ class Servers:
 
 @dataclass(frozen=True)
 class Scenario:
-    """The description of a run. exchange, algorithm, codec: how gradients are exchanged. every: with local updates, the number
-    of steps after which all parameters are averaged instead. servers: the parameter servers, instead of an allreduce of all
-    ranks. steps: how many are replayed."""
+    """The description of a run. exchange, algorithm, codec: how gradients are exchanged. every: if more than 1, ranks make local
+    updates and average all parameters after this number of steps. servers: the parameter servers, which replace the allreduce
+    of all ranks. steps: the number of steps to replay."""
 
     model: str
     device: Device
@@ -65,9 +66,9 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Point:
-    """The prediction for a number of ranks. efficiency: samples_per_s over that of as many ranks without exchanges. exchange_s:
-    seconds of a step's exchanges, one after the other. wire_bytes: those that a rank sends in a step. algorithm: of the largest
-    exchange."""
+    """The prediction for a number of ranks. efficiency: samples_per_s over that of the same number of ranks without exchanges.
+    exchange_s: the sum of the seconds of a step's exchanges. wire_bytes: the bytes that a rank sends in a step. algorithm: the
+    algorithm of the largest exchange."""
 
     ranks: int
     step_s: float
@@ -79,8 +80,8 @@ class Point:
 
 
 def predict(scenario: Scenario, ranks: int) -> Point:
-    """Return the prediction of a scenario for some ranks. Raises ValueError, which lists what is possible, if it cannot be
-    replayed."""
+    """Return the prediction of a scenario for a number of ranks. Raises ValueError, with the possible choices, if the scenario
+    cannot be replayed."""
     alone = _replayed(replace(scenario, servers=None), 1)
     found = _replayed(scenario, ranks)
     return replace(found, efficiency=found.samples_per_s / (ranks * alone.samples_per_s))
@@ -98,8 +99,8 @@ def _replayed(scenario: Scenario, ranks: int) -> Point:
 
 
 def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
-    """Return the seconds of steps in which all ranks average gradients, or parameters every so many steps, and the exchanges of
-    a step."""
+    """Return the seconds of each step and the exchanges of a step, if all ranks average gradients, or parameters with local
+    updates."""
     weights, computing_s = MODELS[scenario.model], scenario.device.step_s
     computed = computing_s * scenario.jitter.slowest(scenario.steps, ranks, scenario.every)
     exchange = Exchange(scenario.network.costs(ranks), scenario.algorithm, scenario.codec)
@@ -118,7 +119,7 @@ def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
 
 
 def _with_servers(scenario: Scenario, servers: Servers, ranks: int) -> tuple[Times, Point, int]:
-    """Return the results of _together for parameter servers, and how many workers may be lost."""
+    """Return the results of _together for parameter servers, and the number of workers that may fail without a restart."""
     workers = ranks if servers.groups is None else min(ranks, servers.groups)
     quorum = workers if servers.quorum is None else min(servers.quorum, workers)
     if ranks % workers:
@@ -133,7 +134,7 @@ def _with_servers(scenario: Scenario, servers: Servers, ranks: int) -> tuple[Tim
     computing, inner = _together(replace(scenario, steps=steps), ranks // workers)
     numel = sum(weight.numel for weight in MODELS[scenario.model])
     network = replace(scenario.network, ranks_per_host=1)
-    together_s, single_s = (  # first what may be too many to replay
+    together_s, single_s = (  # all workers first, since they may be too many to replay
         exchange_seconds(network.costs(number + servers.count), number, servers.count, numel) for number in (workers, 1)
     )
     scheme = Scheme(quorum, grace_s=0.0, staleness=None, late="weight")

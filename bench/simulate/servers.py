@@ -1,4 +1,4 @@
-"""Parameter servers, replayed: the servers' own Aggregator decides when an update is made and which workers go on."""
+"""A replay of parameter servers: the servers' own Aggregator decides when an update is made and which workers continue."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gradwire.collectives.plan.spans import Span, split
 from gradwire.collectives.plan.walk import Leg, price
 from gradwire.trainer.servers.aggregator import Aggregator, Scheme
 
-#: The most messages of a push and pull that are walked.
+#: The greatest number of messages of a push and pull to walk.
 _MOST_MESSAGES = 400_000
-#: Updates at the beginning that are not counted, while workers are still in step.
+#: The share of contributions that are not counted, at the beginning: workers are still in step then.
 _WARM_UP = 0.2
 
 
 def exchange_seconds(costs: Costs, workers: int, servers: int, numel: int) -> float:
-    """Return the seconds until all workers have pushed the float32 numbers of every server, and pulled the sums.
+    """Return the seconds until all workers have pushed numel float32 numbers to the servers, and pulled the sums.
 
-    costs: of the workers, then the servers. Raises ValueError if there are too many to replay.
+    costs: the costs of a world of the workers, then the servers. Raises ValueError if there are too many to replay.
     """
     if 2 * workers * servers > _MOST_MESSAGES:
         raise ValueError(
@@ -48,11 +48,11 @@ def exchange_seconds(costs: Costs, workers: int, servers: int, numel: int) -> fl
 def update_seconds(
     scheme: Scheme, workers: int, computing_s: Times, single_s: float, together_s: float, steps: int, seed: int
 ) -> float:
-    """Return the mean time between contributions, over all workers together, once training is under way.
+    """Return the mean time between two contributions of any workers, after the first part of the training.
 
-    computing_s: the computing times, of which a step draws one. single_s: the time of a push and a pull of one worker alone.
-    together_s: of all workers at once; a worker's share of it is the time that the servers are busy with it, half for its push,
-    half for its pull.
+    computing_s: the computing times; each step draws one at random. single_s: the time of a push and a pull of one worker
+    alone. together_s: the time of a push and a pull of all workers at once. The servers are busy with one worker for
+    together_s / workers, half for its push, half for its pull.
     """
     busy_s, alone_s = together_s / workers / 2, single_s / 2
     generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""A training step, replayed: when backward makes each gradient, and when its exchange ends."""
+"""A replay of a training step: when backward computes each gradient, and when the exchange of the gradient ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gradwire.bench.simulate.models import Weight
 from gradwire.trainer.gradients.layout import LARGE_BUCKET_BYTES, Item, plan_buckets
 
-#: How gradients are exchanged: all at once after backward; each one as soon as it is made; in the buckets of
-#: DistributedOptimizer; merged if waiting for the next one costs less than a message (MG-WFBP, Shi et al., 2019).
+#: How gradients are exchanged: all at once after backward; each one as soon as it is ready; in the buckets of
+#: DistributedOptimizer; merged if waiting for the next gradient costs less than a message (MG-WFBP, Shi et al., 2019).
 EXCHANGES = ("bsp", "wfbp", "buckets", "mg-wfbp")
 
 Times = NDArray[np.float64]
@@ -21,7 +21,8 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Device:
-    """A rank's computing: samples per batch, and samples a second, in both passes. source: of these figures."""
+    """The computing speed of a rank: samples per batch, and samples per second through forward and backward. source: the source
+    of these figures."""
 
     batch: int
     samples_per_s: float
@@ -29,7 +30,7 @@ class Device:
 
     @property
     def step_s(self) -> float:
-        """Return how long forward and backward take together."""
+        """Return the seconds of forward and backward together."""
         return self.batch / self.samples_per_s
 
 
@@ -39,14 +40,14 @@ _BACKWARD = 2 / 3
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are exchanged together. ready: the share of a step's computing after which they are made."""
+    """Gradients that are exchanged together. ready: the share of a step's computing after which all of them are ready."""
 
     ready: float
     numel: int
 
 
 def gradients(weights: Sequence[Weight]) -> list[Bucket]:
-    """Return the gradients in the order of the backward pass, which takes as long for each as the forward pass does."""
+    """Return the gradients in the order of the backward pass. The time of each is proportional to its forward operations."""
     total = sum(weight.operations for weight in weights)
     done = accumulate(weight.operations for weight in reversed(weights))
     return [
@@ -56,7 +57,7 @@ def gradients(weights: Sequence[Weight]) -> list[Bucket]:
 
 
 def buckets(exchange: str, weights: Sequence[Weight], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
-    """Return the buckets, in order. exchange: one of EXCHANGES. seconds: returns the time to exchange so many numbers."""
+    """Return the buckets, in order. exchange: one of EXCHANGES. seconds: returns the time to exchange numel numbers."""
     arriving = gradients(weights)
     if exchange == "bsp":
         return [Bucket(1.0, sum(each.numel for each in arriving))]
@@ -70,7 +71,7 @@ def buckets(exchange: str, weights: Sequence[Weight], step_s: float, seconds: Ca
 
 
 def _merged(arriving: Sequence[Bucket], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
-    """Merge a gradient with the one before, if it is made before that one's exchange has begun and cost a message."""
+    """Merge a gradient with those before it, if it is ready less than a message's time after their exchange can begin."""
     message_s = seconds(1)
     merged: list[Bucket] = []
     last, free_s = arriving[0], 0.0
@@ -85,7 +86,8 @@ def _merged(arriving: Sequence[Bucket], step_s: float, seconds: Callable[[int], 
 
 
 def step_seconds(computing_s: Times, exchanged: Sequence[Bucket], seconds: Callable[[int], float]) -> Times:
-    """Return how long steps take, (steps,). computing_s: of the slowest rank in each, for which every exchange waits."""
+    """Return the seconds of each step, of shape (steps,). computing_s: the computing time of the slowest rank in each step.
+    Every exchange waits for that rank."""
     free_s = np.zeros_like(computing_s)
     for bucket in exchanged:
         free_s = np.maximum(free_s, bucket.ready * computing_s) + seconds(bucket.numel)
@@ -108,7 +110,7 @@ class Jitter:
         return generator.lognormal(-(self.sigma**2) / 2, self.sigma, shape)
 
     def slowest(self, steps: int, ranks: int, every: int = 1) -> Times:
-        """Return the slowest rank's time for `every` steps, over its mean, (steps,)."""
+        """Return the slowest rank's time for `every` steps, over its mean, of shape (steps,)."""
         generator = self.generator()
         sums = (self.factors(generator, every, ranks).sum(axis=0) for _ in range(steps))
         return np.array([each.max() / every for each in sums])
@@ -116,15 +118,15 @@ class Jitter:
 
 @dataclass(frozen=True)
 class Failures:
-    """Failures of ranks: the mean hours until a rank fails, and the cost: the work since the last checkpoint, and restart_s.
-    Writing a checkpoint costs nothing here."""
+    """Failures of ranks. rank_hours: the mean time until a rank fails. A failure costs the work since the last checkpoint, and
+    restart_s. Writing a checkpoint takes no time here."""
 
     rank_hours: float
     checkpoint_s: float = 1800.0
     restart_s: float = 300.0
 
     def useful(self, ranks: int, spare: int = 0, seed: int = 0) -> float:
-        """Return the share of the time that is not lost. spare: how many ranks may be lost before a restart."""
+        """Return the share of the time that is not lost. spare: the number of ranks that may fail without a restart."""
         draws = np.random.default_rng(seed).exponential(self.rank_hours * 3600, (10_000, spare + 1))
         lasts_s = (draws / (ranks - np.arange(spare + 1))).sum(axis=1)
         kept_s = np.floor(lasts_s / self.checkpoint_s) * self.checkpoint_s
