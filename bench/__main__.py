@@ -1,4 +1,4 @@
-"""`python -m gradwire.bench NAME ...`: each name's own `--help` lists its flags."""
+"""`python -m gradwire.bench NAME ...` runs a benchmark; `NAME --help` lists its flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULES = {
     "failures": "gradwire.bench.failures.run",
     "simulate": "gradwire.bench.simulate.run",
 }
-#: What runs under torchrun, and so on simulated hosts.
+#: The benchmarks that run under torchrun, also on simulated hosts.
 BENCHMARKS = (*COLLECTIVES, "step", "backends", "convergence", "rules", "predicted")
 
 USAGE = """\

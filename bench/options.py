@@ -1,4 +1,4 @@
-"""Types of flags that several benchmarks have."""
+"""Argument types of flags that several benchmarks have. They raise ArgumentTypeError for an invalid text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.collectives.notation import parse_size
 
 
 def size(text: str) -> int:
-    """Return the bytes or elements that a text such as 32M says."""
+    """Return the number of bytes or elements of a text such as 32M."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -25,7 +25,7 @@ def count_from(least: int, text: str) -> int:
 
 
 def names_of(known: Sequence[str], text: str) -> list[str]:
-    """Return the names in a comma-separated text, all that are known for `all`."""
+    """Return the names in a comma-separated text; for `all`, all known names."""
     names = list(known) if text == "all" else text.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -34,7 +34,7 @@ def names_of(known: Sequence[str], text: str) -> list[str]:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a picture to draw, which needs matplotlib."""
+    """Return the path of a picture to draw. Raises ArgumentTypeError without matplotlib."""
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install '.[bench]' in a clone of gradwire")
     return Path(text)

@@ -1,4 +1,4 @@
-"""Files of results, with the software, machine, network and protocol, without which they cannot be compared."""
+"""Files of results. They contain the software, machine, network and protocol, so that results can be compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of this tree, with `-dirty` if files have changed since; None outside a repository."""
+    """Return the commit of this tree, with `-dirty` if tracked files have changed; None without a repository or git."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
         done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
@@ -43,7 +43,7 @@ def software_and_machine(device: torch.device) -> dict[str, Any]:
 
 
 def write_json(path: Path | None, meta: Mapping[str, Any], rows: Sequence[Any]) -> None:
-    """Write meta and rows, which are dataclasses, where a path is given; its folder is made."""
+    """Write meta and rows, which are dataclasses, to a file, and make its folder. Do nothing if path is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")

@@ -1,12 +1,12 @@
 """The timing protocol, the same for all competitors of a comparison.
 
-Competitors take turns: in each round, every one has a turn, in a new random order, so that disturbances of the machine affect
-all alike. Before each turn, the buffers are filled anew and all ranks pass a barrier of torch's, untimed. The time of a turn is
-that of the slowest rank. A competitor's result is the median of its turns, shown with the 99th percentile.
+Competitors take turns. In each round, every competitor has one turn, in a new random order, so that disturbances of the
+machine affect all alike. Before each turn, the buffers are filled anew and all ranks pass a barrier; neither is timed.
+The time of a turn is that of the slowest rank. The result of a competitor is the median of its turns.
 
-Traps that give wrong conclusions: one competitor after the other (the machine changes in between); always the same competitor
-before another one (it changes caches and sockets); the mean (one interrupted turn outweighs ten); rank 0's clock (a broadcast's
-root finishes first); reducing into the last turn's result (it overflows, and is no longer checked).
+Each rule prevents an error. If competitors ran one after the other, the machine would change in between. In a fixed
+order, each would find the caches and sockets that its predecessor left. In a mean, one interrupted turn outweighs ten
+others. On rank 0, a broadcast would seem too fast, because the root finishes first. Adding to earlier sums overflows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import torch.distributed as dist
 Times = npt.NDArray[np.float64]
 RESAMPLES = 2000
 FEWEST_TURNS = 8
-"""With fewer there is no telling how they scatter, and no interval is given."""
+"""With fewer turns, the variation is unknown, and no interval is given."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """The turns of each competitor: the timed ones, the untimed ones before them, and how many of the untimed ones are
-    checked."""
+    """The turns of each competitor, in order: warmup_iters untimed ones, check_iters untimed ones that are checked, and
+    iters timed ones. The last one is also checked, unless check_iters is 0."""
 
     iters: int = 20
     warmup_iters: int = 1
@@ -38,15 +38,15 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Machine:
-    """The barrier of the ranks, and a rank's wait for its device."""
+    """Waits of a rank: barrier for all ranks, synchronize for its device."""
 
     barrier: Callable[[], object]
     synchronize: Callable[[], None]
 
 
 def distributed_machine(device: torch.device, meet: Callable[[], object] = dist.barrier) -> Machine:
-    """Return the Machine of the default process group. meet: the barrier of ranks without GPUs; the closer together ranks leave
-    it, the less of a turn is waiting."""
+    """Return the Machine of the default process group. meet: the barrier of ranks without GPUs. If it ends later on
+    some ranks, the difference adds to the time of the turn."""
     if device.type == "cuda":
 
         def barrier() -> None:
@@ -64,10 +64,12 @@ def take_turns(
     machine: Machine,
     protocol: Protocol,
 ) -> tuple[Times, list[int]]:
-    """Time `competitors` on this rank, and count the wrong elements of the checked turns and of the last timed one.
+    """Time `competitors` on this rank, and count the wrong elements in the checked turns.
+
+    reset: restores the buffers before a turn. wrong: counts the wrong elements of the last result.
 
     Returns:
-        seconds of shape (competitors, iters), and for each competitor what `wrong()` added up to.
+        the seconds, float64 of shape (competitors, iters), and the sum of `wrong()` for each competitor.
     """
     seconds = np.zeros((len(competitors), protocol.iters))
     wrong_elements = [0] * len(competitors)
@@ -98,7 +100,7 @@ def take_turns(
 
 
 def slowest_rank(seconds: Times, device: torch.device) -> Times:
-    """Return each turn's time on its slowest rank, on every rank, by one reduction."""
+    """Return, on every rank, the time of each turn on its slowest rank, by one reduction. May overwrite `seconds`."""
     tensor = torch.from_numpy(seconds).to(device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     slowest: Times = tensor.cpu().numpy()
@@ -106,13 +108,13 @@ def slowest_rank(seconds: Times, device: torch.device) -> Times:
 
 
 def most_bytes(sent: int | None, device: torch.device) -> int | None:
-    """Return the most bytes that any rank sends, on every rank; None if no rank knows its bytes."""
+    """Return, on every rank, the bytes of the rank that sends most; None if no rank knows its bytes."""
     most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])
     return most if most >= 0 else None
 
 
 def over_ranks(counts: npt.NDArray[np.int64], device: torch.device) -> npt.NDArray[np.int64]:
-    """Return the sum over the ranks, on every rank."""
+    """Return, on every rank, the elementwise sum over the ranks. May overwrite `counts`."""
     tensor = torch.from_numpy(counts).to(device)
     dist.all_reduce(tensor)
     total: npt.NDArray[np.int64] = tensor.cpu().numpy()
@@ -120,14 +122,15 @@ def over_ranks(counts: npt.NDArray[np.int64], device: torch.device) -> npt.NDArr
 
 
 def median_and_p99(seconds: Times) -> tuple[float, float]:
-    """Return the median and the p99 of one competitor's turns. The p99 is a measured turn: with fewer than 100, the slowest."""
+    """Return the median and the p99 of one competitor's turns. The p99 is a measured turn: of up to 100, the
+    slowest."""
     return float(np.median(seconds)), float(np.quantile(seconds, 0.99, method="higher"))
 
 
 def speedup_interval(seconds: Times, peer_seconds: Times) -> tuple[float, float] | None:
-    """Return the 95 % bootstrap interval of the peer's median over ours, by drawing from the measured turns again.
+    """Return the 95 % interval of the peer's median over ours, by a percentile bootstrap over the turns.
 
-    None for fewer than FEWEST_TURNS.
+    None if there are fewer than FEWEST_TURNS turns.
     """
     if len(seconds) < FEWEST_TURNS:
         return None

@@ -1,1 +1,1 @@
-"""Benchmarks of single codecs, beside a copy and torch's own operations."""
+"""Benchmarks of single codecs, a copy, and torch's own operations."""

@@ -1,4 +1,4 @@
-"""The error bounds of the codecs, by which `python -m gradwire.bench codec` checks every result."""
+"""The error bounds of the codecs. `python -m gradwire.bench codec` checks them in every result."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from gradwire.collectives.compression.dense import (
 from gradwire.collectives.compression.sparse import ChunkTopK, RandomK, Sparse, Threshold
 from gradwire.collectives.kernels.reference.sparse import CHUNK
 
-#: Bounds are exact in real numbers; codes are computed in float32.
+#: The bounds hold for real numbers, but codes are computed in float32.
 _ROUNDING = 1 + 1e-3
-#: Of a sum of two float32 numbers.
+#: The tolerance of a float32 sum, relative to the magnitudes of its terms.
 _ULP = 2.0**-23
 
 
 def count_outside(codec: Codec, values: Tensor, decoded: Tensor) -> int:
-    """Count the decoded numbers that are outside the codec's bound for `values` (float32, finite, whole blocks)."""
+    """Count the decoded numbers outside the codec's bound for `values` (float32, finite, whole blocks).
+
+    Raises TypeError if no bound is known.
+    """
     if isinstance(codec, ChunkTopK):
         return _count_unlike_in_chunks(codec, values.view(-1, CHUNK), decoded.view(-1, CHUNK))
     if isinstance(codec, Sparse):
@@ -45,7 +48,7 @@ def count_outside(codec: Codec, values: Tensor, decoded: Tensor) -> int:
 
 
 def count_unequal(result: Tensor, expected: Tensor, terms: Tensor) -> int:
-    """Count the elements that differ by more than the rounding of a sum of `terms` (the sum of their magnitudes)."""
+    """Count the elements that differ by more than the rounding of a sum. terms: the sum of its terms' magnitudes."""
     return _count_above((result - expected).abs_(), terms * _ULP)
 
 
@@ -61,7 +64,7 @@ def _count_above(errors: Tensor, bound: Tensor) -> int:
 
 
 def _largest_error(codec: Codec, blocks: Tensor) -> Tensor:
-    """Of numbers in rows of one block: (blocks, 1) where it is the same for a block, else as many as numbers."""
+    """Return the bound of every number's error: (blocks, 1) if it is equal in each block, else (blocks, block)."""
     if isinstance(codec, Float16):
         return blocks.abs().mul_(2.0**-11).add_(2.0**-25)
     if isinstance(codec, BFloat16):
@@ -84,12 +87,12 @@ def _largest_error(codec: Codec, blocks: Tensor) -> Tensor:
 
 
 def _count_unlike(codec: Sparse, values: Tensor, decoded: Tensor) -> int:
-    """Count violations of a sparse code: a number is sent exactly or not at all, the codec's count of them, and the largest
-    ones unless they are drawn at random."""
+    """Count the violations of a sparse code: numbers must be sent exactly or not at all, as many as the codec's count,
+    and the largest ones unless they are drawn at random."""
     sent = decoded != 0
     unlike = int((sent & (decoded != values)).sum())
     k, slack = codec.count(values.numel()), codec.slack(values.numel()) if isinstance(codec, Threshold) else 0
-    slack += int((values == 0).sum())  # sent or not, they look alike
+    slack += int((values == 0).sum())  # a zero looks the same, sent or not
     unlike += max(0, abs(int(sent.sum()) - k) - slack)
     if isinstance(codec, RandomK):
         return unlike
@@ -99,8 +102,8 @@ def _count_unlike(codec: Sparse, values: Tensor, decoded: Tensor) -> int:
 
 
 def _count_unlike_in_chunks(codec: ChunkTopK, chunks: Tensor, decoded: Tensor) -> int:
-    """Count violations in chunks: k numbers of each are sent, with their signs, not larger than the largest one, and no other
-    number is larger than these."""
+    """Count the violations in chunks, one per row: the k largest numbers must be sent, with their signs, and with
+    magnitudes up to the largest one."""
     sent, magnitudes = decoded != 0, chunks.abs()
     unlike = int((sent.sum(1) - codec.k).abs().sum())
     unlike += int((sent & (decoded.sign() != chunks.sign())).sum())

@@ -1,8 +1,8 @@
-"""The codecs in torch's own operations, without kernels of ours: the peers in `python -m gradwire.bench codec`.
+"""The codecs in torch's own operations, without our kernels: the peers in `python -m gradwire.bench codec`.
 
-As fast as we could write them: temporaries are kept from call to call, or else allocated as expressions do; maxima need no pass
-for magnitudes, bits are packed as the lanes of wider integers. Numbers are a multiple of the block. They omit what would cost
-torch time beyond the code itself: NaN is not handled separately, and indices of sparse codes are not sorted.
+They are as fast as we could write them: temporaries are kept from call to call (or allocated in each, for comparison),
+maxima need no pass for magnitudes, and bits are packed as the lanes of wider integers. The number of elements is a
+multiple of the block. Work beyond the code is omitted: only randomk handles NaN, and sparse indices are not sorted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.kernels.reference.sparse import CHUNK
 
-#: Magnitudes are clamped to this, so that nothing is divided by 0.
+#: The least maximum or norm of a block, so that nothing is divided by 0.
 _LEAST = 1e-30
 
 
 class Contender(ABC):
-    """A codec that encodes `numel` numbers, keeps the last code, and decodes it.
+    """Encodes `numel` float32 numbers by a codec, keeps the last code, and decodes it.
 
-    keeps: temporaries from call to call.
+    keeps: whether temporaries are kept from call to call.
     """
 
     def __init__(self, codec: Any, numel: int, device: torch.device, *, keeps: bool = True) -> None:
@@ -33,20 +33,20 @@ class Contender(ABC):
         self._tensors: dict[str, Tensor] = {}
 
     def temporary(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Room for so many numbers."""
+        """Return an uninitialized tensor (numel,); with keeps, the same one in all calls with the name."""
         if name not in self._tensors or not self._keeps:
             self._tensors[name] = torch.empty(numel, dtype=dtype, device=self.device)
         return self._tensors[name]
 
     def restart(self) -> None:  # noqa: B027 - most have nothing to forget
-        """Reset the state that belongs to the residual, which begins anew."""
+        """Reset the state that belongs to the residual, when the residual is restored."""
 
     @abstractmethod
     def encode(self, values: Tensor) -> None: ...
 
     @abstractmethod
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
-        """Encode values + residual; the residual becomes the error."""
+        """Encode values + residual, and set residual to the error."""
 
     @abstractmethod
     def decode(self, out: Tensor) -> None: ...
@@ -56,14 +56,14 @@ class Contender(ABC):
 
 
 class DensePeer(Contender):
-    """Codes of all numbers, which stand for numbers times the scale of their block, `scales` (blocks, 1)."""
+    """Has a code for every number, which decodes to numbers() times its block's scale. scales: (blocks, 1)."""
 
     codes: Tensor
     scales: Tensor | None = None
 
     @abstractmethod
     def numbers(self, out: Tensor) -> None:
-        """Write the numbers of the codes, before they are scaled."""
+        """Write the numbers of the codes, not yet scaled."""
 
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
         self.encode(residual.add_(values))
@@ -87,7 +87,7 @@ class DensePeer(Contender):
             out.view(blocks, -1).addcmul_(numbers.view(blocks, -1), self.scales, value=sign)
 
     def scaled(self, values: Tensor, factors: Tensor) -> Tensor:
-        """values times the factor of their block, in a temporary."""
+        """Return values times the factor of their block, in a temporary. factors: (blocks, 1)."""
         blocks = len(factors)
         product = self.temporary("scaled", self.numel)
         torch.mul(values.view(blocks, -1), factors, out=product.view(blocks, -1))
@@ -98,7 +98,8 @@ class DensePeer(Contender):
 
 
 def largest(blocks: Tensor) -> Tensor:
-    """(blocks, 1): faster than the amax of magnitudes, which have to be written first."""
+    """Return each block's largest magnitude, (blocks, 1). An amax of magnitudes is slower, since it writes them
+    first."""
     return torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True)).clamp_(min=_LEAST)
 
 
@@ -135,7 +136,7 @@ class Int8Peer(DensePeer):
 
 
 class NibblePeer(DensePeer):
-    """Integers from -8 to 7, two a byte: packed and unpacked as the halves of 16-bit integers."""
+    """Packs two integers from -8 to 7 in a byte, as the halves of 16-bit integers."""
 
     def pack(self, numbers: Tensor) -> None:
         pairs = self.temporary("integers", self.numel, torch.int8).copy_(numbers).view(torch.int16)
@@ -160,7 +161,7 @@ class Int4Peer(NibblePeer):
 
 class QSGDPeer(NibblePeer):
     def encode(self, values: Tensor) -> None:
-        """Adding a random number and rounding down is as good for negative numbers, and saves their signs."""
+        """Encode. Adding a random number and rounding down also works for negative numbers."""
         norm = torch.linalg.vector_norm(values.view(-1, self.codec.block), dim=1, keepdim=True).clamp_(min=_LEAST)
         self.scales = norm / self.codec.levels
         numbers = self.scaled(values, self.codec.levels / norm).add_(self.random()).floor_()
@@ -168,7 +169,7 @@ class QSGDPeer(NibblePeer):
 
 
 class OneBitPeer(DensePeer):
-    """Eight bits a byte: gathered and spread by products of 64-bit integers."""
+    """Packs eight bits in a byte, and unpacks them, by products of 64-bit integers."""
 
     _GATHER = 0x0102040810204080
     _SPREAD = 0x0101010101010101
@@ -191,12 +192,12 @@ class OneBitPeer(DensePeer):
 
 
 class TernGradPeer(DensePeer):
-    """Four numbers a byte: packed and unpacked as the bytes of 32-bit integers."""
+    """Packs four numbers in a byte, as the bytes of 32-bit integers."""
 
     _LANES = 0x03030303
 
     def encode(self, values: Tensor) -> None:
-        """Adding a random number and rounding down leaves -1, 0 or 1: faster than torch.bernoulli and a sign."""
+        """Encode. Adding a random number and rounding down to -1, 0 or 1 is faster than torch.bernoulli and a sign."""
         self.scales = largest(values.view(-1, self.codec.block))
         numbers = self.scaled(values, 1 / self.scales).add_(self.random()).floor_().clamp_(-1, 1)
         fours = self.temporary("integers", self.numel, torch.int8).copy_(numbers).view(torch.int32)
@@ -209,14 +210,14 @@ class TernGradPeer(DensePeer):
         out.copy_(fours.bitwise_and_(self._LANES).view(torch.int8).bitwise_xor_(2).sub_(2))
 
     def _fold(self, fours: Tensor, shift: Callable[..., Tensor]) -> None:
-        """fours |= all of them shifted by 6, 12 and 18 bits."""
+        """Or `fours` with itself shifted by 6, 12 and 18 bits, in place."""
         shifted = self.temporary("shifted", self.numel // 4, torch.int32)
         for bits in (6, 12):
             fours.bitwise_or_(shift(fours, bits, out=shifted))
 
 
 class NaturalPeer(DensePeer):
-    """The bits of a float are its exponent, which a random number in place of the mantissa's bits carries into."""
+    """Sends signs and exponents. To round, it adds a random number to the mantissa, which may carry."""
 
     def __init__(self, codec: Codec, numel: int, device: torch.device, *, keeps: bool = True) -> None:
         super().__init__(codec, numel, device, keeps=keeps)
@@ -239,13 +240,13 @@ class NaturalPeer(DensePeer):
 
 
 class SparsePeer(Contender):
-    """Indices and values; of the largest, for topk and threshold alike."""
+    """Sends the indices and values of the largest numbers, for both topk and threshold."""
 
     indices: Tensor
     sent: Tensor
 
     def choose(self, values: Tensor) -> Tensor:
-        """(k,) indices."""
+        """Return the indices of the numbers to send, (k,)."""
         magnitudes = torch.abs(values, out=self.temporary("magnitudes", self.numel))
         return torch.topk(magnitudes, self.codec.count(self.numel), sorted=False).indices
 
@@ -265,7 +266,7 @@ class SparsePeer(Contender):
 
 
 class RandomKPeer(SparsePeer):
-    """One number of each of k parts."""
+    """Sends one random number of each of k parts."""
 
     def choose(self, values: Tensor) -> Tensor:
         k: int = self.codec.count(self.numel)
@@ -274,7 +275,7 @@ class RandomKPeer(SparsePeer):
         return ends[:-1] + (random * ends.diff()).to(torch.int64)
 
     def encode(self, values: Tensor) -> None:
-        """NaN if any number is not finite: ours says so too, and that takes a look at all of them."""
+        """Encode. If any number is not finite, all numbers sent are NaN, as in our codec: both read all numbers."""
         super().encode(values)
         low, high = torch.aminmax(values)
         self.sent = torch.where(low.isfinite() & high.isfinite(), self.sent, math.nan)
@@ -295,7 +296,7 @@ class DGCPeer(SparsePeer):
 
 
 class ChunkTopKPeer(Contender):
-    """Of every chunk of 4096 the largest, each as one of two magnitudes a chunk, with its sign."""
+    """Sends the k largest numbers of every chunk of 4096, each as a sign and one of the chunk's two magnitudes."""
 
     places: Tensor
     sent: Tensor

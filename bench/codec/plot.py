@@ -1,4 +1,4 @@
-"""The rates of the codecs, ours and torch's, one panel per operation."""
+"""Draws the rates of the codecs, ours and torch's, in one panel per operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TITLES = {
 
 
 def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG."""
+    """Write a PNG of the rates."""
     names = list(dict.fromkeys(row.codec for row in rows))
     figure = Figure(figsize=(13, 2.2 + 0.31 * len(names)), dpi=160)
     panels = figure.subplots(1, len(OPERATIONS), sharey=True)

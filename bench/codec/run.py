@@ -1,7 +1,7 @@
-"""`gradwire bench codec`: the cost of encoding and decoding, beside a copy and torch's own operations for the same codec.
+"""`gradwire bench codec`: the time of encoding and decoding, compared with a copy and with torch's own operations.
 
-For each codec, a copy, our four operations, and torch's take turns (see `gradwire.bench.timing`). Times are those of the
-device: a core's processor time for this process, or a GPU's time.
+For each codec, a copy, our four operations, and torch's for the same codec take turns (see `gradwire.bench.timing`).
+Times are the processor time of this process on one core, or the time of a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradwire.bench.options import count_from, names_of, picture, size
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import Protocol
 
-#: Torch's operations need whole blocks; this is the largest block.
+#: Torch's operations need whole blocks. This is the largest, except for the chunks of chunktopk.
 MULTIPLE = 1024
 DEFAULT_ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 

@@ -21,30 +21,31 @@ from gradwire.collectives.compression.registry import CODECS as REGISTRY
 from gradwire.collectives.compression.sparse import DGC, Sparse
 
 _DEFAULTS: dict[str, Codec] = {name: codec() for name, codec in REGISTRY.items() if name != "none"}
-#: Settings that have kernels of their own.
+#: Settings that run other paths of the kernels than the defaults.
 _VARIANTS: dict[str, Codec] = {
     "fp8-e5m2": Float8("e5m2"),
     "int8-stochastic": Int8(stochastic=True),
     "int4-stochastic": Int4(stochastic=True),
 }
-#: In the order of the registry.
+#: The codecs by name, in the order of the registry.
 CODECS = dict(sorted((_DEFAULTS | _VARIANTS).items(), key=lambda item: list(REGISTRY).index(item[1].name)))
 OPERATIONS = ("encode", "encode_ef", "decode", "decode_add")
-#: Bytes that a copy reads and writes for each number.
+#: The bytes that a copy reads and writes per float32 number.
 COPIED_BYTES = 8
 SEED = 1
-#: Cycles of a GPU's clock, about a millisecond, for which the GPU is kept busy while the host enqueues the timed operations.
+#: The clock cycles, about a millisecond, for which a GPU is kept busy while the host enqueues the timed operation.
 BUSY_CYCLES = 2_000_000
 
 
 @dataclass(frozen=True)
 class CodecRow:
-    """One operation of one codec. Field names are the keys of the JSON.
+    """The result of one operation of one codec. Field names are the keys of the JSON.
 
-    encode_ef: with error feedback. rate_GBps: 1e9 bytes of float32 a second. moved_bytes: bytes that the operation must read
-    and write, per element. of_copy: the rate at which it moves them, over a copy's rate. torch_over_ours: torch's time over
-    ours, with temporaries kept, and its 95 % interval (None with few turns). plain_over_ours: with temporaries allocated in
-    each call. relative_error: in L2, against float64. wrong: elements outside the codec's bound, ours and torch's.
+    operation: encode_ef encodes with error feedback. rate_GBps: in 1e9 bytes of float32 per second. wire_bytes,
+    moved_bytes: the bytes of the code, and those that the operation must read and write, per element. of_copy: the rate
+    of moving them, over a copy's. torch_over_ours: torch's time over ours, with temporaries kept. torch_interval: its
+    95 % interval; None with few turns. plain_over_ours: the same with temporaries allocated in each call.
+    relative_error: of the codec, in L2, against float64. wrong, torch_wrong: the elements outside the codec's bound.
     """
 
     codec: str
@@ -68,7 +69,7 @@ class CodecRow:
 
 
 class Ours(Contender):
-    """A codec of ours. encode and encode_ef have separate states, since the numbers of encode_ef are larger."""
+    """One of our codecs. encode and encode_ef have separate states, since the numbers of encode_ef are larger."""
 
     def __init__(self, codec: Codec, numel: int, device: torch.device) -> None:
         super().__init__(codec, numel, device)
@@ -76,7 +77,7 @@ class Ours(Contender):
         self._state, self._plain_state = (codec.new_state(numel, device) for _ in range(2))
 
     def restart(self) -> None:
-        """Reset a momentum, which belongs to the residual, and keep a threshold."""
+        """Reset the momentum of dgc, which belongs to the residual, and keep the state of threshold."""
         if self._state is not None and isinstance(self.codec, DGC):
             self._state["momentum"].zero_()
 
@@ -95,7 +96,7 @@ class Ours(Contender):
 
 
 class Numbers:
-    """The inputs of all contenders for a codec; residual and out are restored before each turn."""
+    """The inputs of all contenders, float32 of shape (numel,). residual and out are restored before each turn."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.values = gaussian(numel, device, seed=0)
@@ -121,7 +122,7 @@ def laplace(numel: int, device: torch.device, seed: int) -> Tensor:
 
 
 class Turns:
-    """The turns of one contender at one codec's four operations, and the number of wrong elements in each result."""
+    """The four operations of one contender for one codec, and the number of wrong elements in their results."""
 
     def __init__(
         self, contender: Callable[[Codec, int, torch.device], Contender], codec: Codec, numbers: Numbers
@@ -159,7 +160,7 @@ class Turns:
 
 
 class OnCore:
-    """An operation on the CPU, timed by its processor time, which excludes other processes."""
+    """An operation on the CPU, timed in processor time, which excludes other processes."""
 
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation = operation
@@ -171,12 +172,12 @@ class OnCore:
         self._seconds.append(time.process_time() - start)
 
     def seconds(self, iters: int) -> list[float]:
-        """Of the last turns."""
+        """Return the seconds of the last `iters` turns."""
         return self._seconds[-iters:]
 
 
 class OnDevice:
-    """An operation on a GPU, timed by the GPU, without the host's time and the launch."""
+    """An operation on a GPU, timed by the GPU, without the time of the host and the launch."""
 
     def __init__(self, operation: Callable[[], None]) -> None:
         self._operation = operation
@@ -191,7 +192,7 @@ class OnDevice:
         self._events.append((start, end))
 
     def seconds(self, iters: int) -> list[float]:
-        """Of the last turns."""
+        """Return the seconds of the last `iters` turns."""
         return [start.elapsed_time(end) / 1e3 for start, end in self._events[-iters:]]
 
 
@@ -201,7 +202,7 @@ def take_all_turns(
     device: torch.device,
     protocol: timing.Protocol,
 ) -> tuple[Times, list[int]]:
-    """Run take_turns for operations that check and time themselves."""
+    """Run take_turns, timed by the device. operations: each with a function that counts its wrong elements."""
     last = 0
 
     def turn(index: int) -> None:
@@ -230,7 +231,7 @@ def moved_bytes(codec: Codec, operation: str, numel: int) -> float:
 
 
 def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
-    """Return the relative error, and how many elements are outside the bound."""
+    """Return the relative error, and the number of elements outside the bound."""
     contender, decoded = Ours(codec, values.numel(), values.device), torch.empty_like(values)
     contender.encode(values)
     contender.decode(decoded)
@@ -238,7 +239,7 @@ def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
 
 
 def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:
-    """Measure a codec: return its rows, and the seconds of a copy."""
+    """Measure a codec. Return its rows, and the median seconds of a copy."""
     codec, values = CODECS[name], numbers.values
     peer = PEERS[codec.name]
     turns = [Turns(contender, codec, numbers) for contender in (Ours, peer, partial(peer, keeps=False))]

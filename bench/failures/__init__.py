@@ -1,1 +1,1 @@
-"""Training through failures: `python -m gradwire.bench failures`."""
+"""Benchmarks of training through failures: `python -m gradwire.bench failures`."""

@@ -1,4 +1,4 @@
-"""Kills ranks, and every third time cuts off and kills a whole host."""
+"""Kills ranks. With several simulated hosts, every third kill takes a whole host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gradwire.bench.failures.ways import Hosts, processes_of, ranks_of
 
 @dataclass(frozen=True)
 class Kill:
-    """Says what was lost. at_s: seconds since the run began. of_host: whether a whole host was. of_rank_0: whether rank 0 was
-    part of it."""
+    """Describes one kill. at_s: seconds since the run began. of_host: whether a whole host was killed. of_rank_0:
+    whether rank 0 was killed."""
 
     at_s: float
     of_host: bool
@@ -25,10 +25,9 @@ class Kill:
 
 
 class Killer:
-    """Kills a rank of those that train for a log, drawn at random, or every third time a host, where there are several.
+    """Kills a random rank of those that train for a log, or in every third kill a random host, if hosts are simulated.
 
-    A host that is lost is cut off from the network before its processes are killed, so that no closed connection tells the other
-    hosts.
+    A host is cut off from the network before its processes are killed, so that other hosts see no closed connection.
     """
 
     def __init__(self, seed: int, log: Path, hosts: Hosts) -> None:
@@ -38,11 +37,11 @@ class Killer:
         self._began = time.time()
 
     def __call__(self) -> int | None:
-        """Kill; return the number of the host that was lost, if one was. Nothing happens while no rank runs."""
+        """Kill a rank or a host. Return the number of the host; None for a rank. Do nothing if no rank runs."""
         ranks, networks = ranks_of(self._log), self._hosts.networks
         if not ranks:
             return None
-        rank_0 = self._rank_0()  # reads the log, which grows: before the time is taken
+        rank_0 = self._rank_0()  # before at_s is taken, since reading a long log takes time
         host = self._random.randrange(len(networks)) if networks and len(self.kills) % 3 == 2 else None
         at_s = time.time() - self._began
         if host is None:
@@ -57,10 +56,10 @@ class Killer:
         return host
 
     def _rank_0(self) -> int | None:
-        """Return the process that has logged the last step, which rank 0 does."""
+        """Return the ID of the process that logged the last step, which is rank 0; None if there is none."""
         with suppress(OSError):
             for line in reversed(self._log.read_text().splitlines()):
-                with suppress(json.JSONDecodeError):  # of a rank that was killed while it wrote
+                with suppress(json.JSONDecodeError):  # the rank was killed while it wrote the line
                     process: int = json.loads(line)["process"]
                     return process
         return None

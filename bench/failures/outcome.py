@@ -1,4 +1,4 @@
-"""Finds steps, losses, kills and outages of a run in the log of its steps."""
+"""Finds the steps, losses, hangs and outages of a run in the log of its steps."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gradwire.bench.failures.kills import Kill
 from gradwire.bench.failures.ways import UNDISTURBED
 
 BLOCK_STEPS = 50
-"""Over how many steps losses are averaged."""
+"""The number of steps over which losses are averaged."""
 _POINTS = 240
 _HANG_S = 120.0
-"""For how long a run gets no further, which then counts as a hang."""
+"""If no new step ends for longer than this, the run hangs."""
 
 
 @dataclass
 class Run:
-    """Holds what one way came to.
+    """Holds the results of one way to survive failures.
 
-    exit_status: None where the job did not end. goodput: steps over those of the undisturbed run. loss: the mean of the last
-    whole block of steps. loss_over: that, over the mean of the same steps of the undisturbed run, less 1. outages_s: after each
-    kill, the time to the next step that was not reached before. reached: the last step that was reached, at equal intervals of
-    time from the beginning of the run to its end. losses: the means of all blocks of steps.
+    exit_status: None if the job did not end. goodput: steps over those of the undisturbed run. losses: the means of all
+    whole blocks of BLOCK_STEPS steps. loss: the last of them. loss_over: loss over that of the same steps of the
+    undisturbed run, less 1. outages_s: after each kill, the time to the second step that was not reached before.
+    reached: the last step that was reached, at equal intervals of time from the start of the run to its end.
     """
 
     way: str
@@ -45,17 +45,17 @@ class Run:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Run:
-        """Return what asdict() made a record of."""
+        """Return the run of which asdict() has made a record."""
         return cls(**{**record, "kills": [Kill(**kill) for kill in record["kills"]]})
 
 
 def described(way: str, status: int | None, log: Path, began: float, seconds: float, kills: Sequence[Kill]) -> Run:
-    """Return a run of so many seconds by its log. began: time.time() seconds."""
+    """Return the results of a run from its log. began: its start, as time.time(). seconds: its length."""
     losses: dict[int, float] = {}
-    progress = [(0.0, 0)]  # when each step was reached first
+    progress = [(0.0, 0)]  # the seconds at which each step was first reached
     lines = log.read_text().splitlines() if log.exists() else []
     for text in lines:
-        with suppress(json.JSONDecodeError):  # of a rank that was killed while it wrote
+        with suppress(json.JSONDecodeError):  # the rank was killed while it wrote the line
             record = json.loads(text)
             losses[record["step"]] = record["loss"]
             if record["step"] > progress[-1][1]:
@@ -66,7 +66,7 @@ def described(way: str, status: int | None, log: Path, began: float, seconds: fl
     found.hangs = sum(gap > _HANG_S for gap in gaps) + (status is None)
     for kill in kills:
         before = max(step for at, step in progress if at <= kill.at_s)
-        # The step after that may have been exchanged already when the rank was killed.
+        # The next step does not count: it may have been exchanged already when the rank was killed.
         after = next((at for at, step in progress if at > kill.at_s and step > before + 1), None)
         if after is not None:
             found.outages_s.append(after - kill.at_s)
@@ -79,7 +79,7 @@ def described(way: str, status: int | None, log: Path, began: float, seconds: fl
 
 
 def compare(runs: Sequence[Run]) -> None:
-    """Set goodput and losses of runs beside those of the undisturbed one, where there is one."""
+    """Set loss of all runs, and goodput and loss_over, relative to the undisturbed run if there is one."""
     undisturbed = next((run for run in runs if run.way == UNDISTURBED), None)
     for run in runs:
         run.loss = run.losses[-1] if run.losses else None
@@ -90,7 +90,7 @@ def compare(runs: Sequence[Run]) -> None:
 
 
 def line(run: Run) -> str:
-    """Return what is printed of a run."""
+    """Return the line that is printed for a run."""
     hosts, firsts = sum(kill.of_host for kill in run.kills), sum(kill.of_rank_0 for kill in run.kills)
     said = [
         f"{run.way:12} exit {run.exit_status}",

@@ -1,4 +1,4 @@
-"""Draws loss and steps of training through failures."""
+"""Draws the loss and the steps of training through failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLORS = {UNDISTURBED: REFERENCE, IN_PROCESS: OURS, RESTART: OTHERS[0], DISK: O
 
 
 def draw(read: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG of what `bench failures -J` has written."""
+    """Write a PNG of the results that `bench failures -J` has written."""
     meta, rows = read["meta"], read["rows"]
     figure = Figure(figsize=(10, 4.2), dpi=150, layout="constrained")
     losses, steps = figure.subplots(1, 2)

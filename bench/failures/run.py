@@ -1,15 +1,17 @@
-"""`python -m gradwire.bench failures` trains while ranks and hosts are killed, and compares that with training undisturbed.
+"""`python -m gradwire.bench failures` trains while ranks and hosts are killed, and compares ways to survive this.
 
-Each way runs for the same time, one after the other: undisturbed; in process, by `gradwire run --min-np`; by torchrun, which
-starts all ranks again, from commits in memory; and by torchrun from checkpoints on disk alone. Every so many seconds one rank,
-drawn at random, is killed by SIGKILL. With --hosts (as root), ranks train on simulated hosts, launcher and torchrun's store are
-on one more, and every third kill takes a host drawn at random: its link goes down, all its processes are killed, and it comes
-back after --repair-s seconds. The launcher of the way in process notices this at once, because the end of its pipe is on the same
-machine; torchrun's agents notice it by their time limits.
+The ways run for the same time, one after the other. `undisturbed` trains without kills. `in-process` recovers by
+`gradwire run --min-np`. `torchrun` restarts all ranks from commits in memory, and `disk` from a checkpoint on disk.
 
-Goodput is the number of steps that count, divided by that of the undisturbed run. A hang is a job that does not end, or gets no
-further for two minutes. -J adds the ways of a run to a file of the same settings, commit, software and machine, so that ways can
-be measured one by one.
+Every --every-s seconds, a rank drawn at random is killed by SIGKILL. With --hosts (as root), the ranks train on
+simulated hosts, and the launcher and torchrun's store run on one more host. Every third kill then takes a host drawn at
+random: its link goes down, all its processes are killed, and it comes back after --repair-s seconds. The launcher of
+`in-process` notices this at once, because the pipe to its agent is on the same machine. torchrun's agents notice it
+when a time limit ends.
+
+Goodput is the number of steps without repetitions, divided by that of the undisturbed run. A job hangs if it does not
+end, or makes no progress for two minutes. -J adds the results to a file of the same settings, commit, software and
+machine, so that the ways can be measured one by one.
 
     python -m gradwire.bench failures --minutes 20 --hosts 2 -J docs/failures.json --plot docs/images/failures.png
     python -m gradwire.bench failures --plot docs/images/failures.png docs/failures.json
@@ -37,10 +39,10 @@ from gradwire.bench.options import count_from, names_of, picture
 from gradwire.bench.results import software_and_machine, write_json
 
 _END_S = 60.0
-"""What a run has beyond its time to end, after which it hangs."""
+"""The time that a job has to end after its training time. If it does not, it hangs."""
 _KILL_S = 10.0
 _SETTINGS = ("minutes", "every_s", "repair_s", "ranks", "hosts", "rate", "seed")
-"""What is the same for all ways that are compared."""
+"""The settings that must be equal for all ways that are compared."""
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -74,8 +76,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(way: str, flags: argparse.Namespace) -> Run:
-    """Run one way, and return what came of it. Raises HostsError where hosts cannot be simulated."""
-    folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # is left with the output
+    """Run one way, and return its results. Raises HostsError if hosts cannot be simulated."""
+    folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # not removed, since it contains the output
     log = folder / "steps.jsonl"
     with hosts_for(flags, folder) as hosts, (folder / "output.txt").open("wb") as output:
         killer = Killer(flags.seed, log, hosts)
@@ -103,7 +105,7 @@ def run(way: str, flags: argparse.Namespace) -> Run:
 
 
 def earlier(path: Path | None, meta: dict[str, Any], ways: Sequence[str]) -> list[Run]:
-    """Return what a file has of other ways. Raises ValueError where it was measured with other settings, by another commit or
+    """Return the runs of other ways in a file. Raises ValueError if they were measured with other settings, commit or
     software, or on another machine."""
     if path is None or not path.exists():
         return []

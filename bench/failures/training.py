@@ -1,7 +1,7 @@
-"""What `bench failures` trains: a byte-level GPT whose steps do not depend on the number of ranks.
+"""Trains a byte-level GPT for `bench failures`. Its steps do not depend on the number of ranks.
 
-Every step has one global batch, of which each rank takes an equal part, so runs with other ranks can be compared step by step.
-Rank 0 appends a line of JSON a step to a log: time, step, loss and its process.
+Every step has one global batch, of which each rank takes an equal part, so runs with different numbers of ranks can be
+compared step by step. In each step, rank 0 appends a line of JSON to a log: time, step, loss and process ID.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 import gradwire as hvd
 from gradwire.trainer.examples.bytes_gpt import GPT, Config, read_text
 
-#: What 1, 2, 3 and 4 ranks divide evenly.
+#: The samples of a step, which 1, 2, 3 and 4 ranks divide evenly.
 _GLOBAL_BATCH = 24
 _SAMPLE_S = 0.02
-"""What a rank waits for each sample of its own, as if an accelerator computed: ranks that share the cores of a machine take no
-longer when one of them is lost."""
+"""The time that a rank sleeps per sample, like an accelerator's. Without it, ranks that share the cores of a machine
+would be as fast after the loss of a rank."""
 
 
 class Steps:
-    """Takes steps until a time. log: where rank 0 writes; None on other ranks and outside of a measurement."""
+    """Takes training steps until a time. until: the end, as time.time(). log: the file that rank 0 appends to."""
 
     def __init__(self, config: Config, until: float, log: Path) -> None:
         torch.manual_seed(0)
@@ -40,7 +40,7 @@ class Steps:
         self._context, self._until, self._log = config.context, until, log
 
     def take(self, step: int) -> bool:
-        """Take a step, and return whether there is time for another one, the same on all ranks."""
+        """Take a step. Return whether there is time for another one; the result is the same on all ranks."""
         random = np.random.default_rng(step)
         starts = torch.from_numpy(random.integers(len(self._text) - self._context - 1, size=_GLOBAL_BATCH))
         mine = starts[hvd.rank() :: hvd.size()]
@@ -59,7 +59,7 @@ class Steps:
 
 
 def elastic(steps: Steps) -> None:
-    """Commit after every step."""
+    """Train by hvd.elastic, with a commit after every step."""
     state = hvd.elastic.TorchState(steps.model, steps.optimizer, step=0)
 
     @hvd.elastic.run(max_failures=1000)
@@ -74,7 +74,7 @@ def elastic(steps: Steps) -> None:
 
 
 def from_disk(steps: Steps, checkpoint: Path, every_s: float) -> None:
-    """Save to disk every so many seconds, and go on from what was saved."""
+    """Train from the checkpoint, if there is one. Rank 0 saves a checkpoint every every_s seconds."""
     step, saved = 0, time.monotonic()
     if checkpoint.exists():
         kept = torch.load(checkpoint, weights_only=True)

@@ -1,4 +1,4 @@
-"""Starts each way of surviving failures, on this machine or on simulated hosts, and has hosts be lost and come back."""
+"""The ways to survive failures: each starts a training, here or on simulated hosts, and handles lost hosts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LABELS = {
     RESTART: "torchrun, commits in memory",
     DISK: f"torchrun, a checkpoint on disk every {_CHECKPOINT_S:g} s",
 }
-"""What pictures and tables call each way."""
+"""The names of the ways in pictures and tables."""
 _PORT = 29500
 #: torchrun notices after 3 s that a host is lost (15 by default), and waits 2 s for more hosts than it needs (30 by default).
 _RENDEZVOUS = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2"
-#: Holds the store in which torchrun's agents meet, so that it outlives each of them.
+#: The program of a process that holds the store of torchrun's rendezvous, so that the store outlives every agent.
 _STORE = (
     "import sys, time; from torch.distributed import TCPStore; "
     f"store = TCPStore(sys.argv[1], {_PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
@@ -35,7 +35,7 @@ _STORE = (
 
 
 class Hosts:
-    """Holds the hosts on which ranks train, and one more, which no kill takes; with one host all is on this machine.
+    """Holds the hosts on which ranks train, and one more that is never killed; without a cluster, only this machine.
 
     networks: the network namespace of each host, by number; empty without simulated hosts.
     """
@@ -47,7 +47,7 @@ class Hosts:
         self.control = "localhost"
         self._cluster = cluster
         # By default, an agent of torchrun keeps the address of the ranks' store from its first rendezvous, and a later agent
-        # waits for it for 60 s in vain (torch 2.13).
+        # waits 60 s in vain for this store (torch 2.13).
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         if cluster is not None:
             trains = cluster.hosts[:-1]
@@ -65,16 +65,16 @@ class Hosts:
             ssh.chmod(0o755)
 
     def start(self, command: Sequence[str], host: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Start a command on a host. host: -1 for the one that no kill takes."""
+        """Start a command on a host. host: its number; -1 for the host that is never killed."""
         entered = command if self._cluster is None else self._cluster.hosts[host].enter(command)
         return subprocess.Popen(entered, stdout=output, stderr=output, env=self._environment)
 
     def cut_off(self, host: int) -> None:
-        """Take the link of a simulated host down: from now on nothing comes from it, not even that connections are closed."""
+        """Take the link of a simulated host down. Then not even packets that close connections leave the host."""
         self._set_link(host, "down")
 
     def connect(self, host: int) -> None:
-        """Bring the link of a host up again."""
+        """Bring the link of a simulated host up again."""
         self._set_link(host, "up")
 
     def _set_link(self, host: int, state: str) -> None:
@@ -84,7 +84,7 @@ class Hosts:
 
 @contextmanager
 def hosts_for(flags: argparse.Namespace, folder: Path) -> Iterator[Hosts]:
-    """Make the hosts of a run. Raises HostsError where they cannot be made. folder: for what they need."""
+    """Make the hosts of a run. folder: for files that the hosts need. Raises HostsError if they cannot be made."""
     if flags.hosts == 1:
         yield Hosts(None, folder)
         return
@@ -93,8 +93,9 @@ def hosts_for(flags: argparse.Namespace, folder: Path) -> Iterator[Hosts]:
 
 
 class InProcess:
-    """Runs `gradwire run --min-np`. Its discovery script, like a cluster's scheduler, does not list a host that is lost until it
-    comes back. The launcher reaches hosts by pipes in place of ssh, and so sees at once that an agent has ended."""
+    """Runs `gradwire run --min-np`. Like a cluster's scheduler, its discovery script does not list a lost host until
+    the host comes back. The launcher reaches hosts by pipes instead of ssh, and so notices at once that an agent has
+    ended."""
 
     def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
         self._hosts, self._each = hosts, flags.ranks // flags.hosts
@@ -110,17 +111,17 @@ class InProcess:
         self._launcher = hosts.start([*run, *script], -1, output)
 
     def lose(self, host: int) -> None:
-        """Note that all processes of a host were killed."""
+        """Remove a host, whose processes were killed, from the list of hosts."""
         self._listed.discard(self._hosts.names[host])
         self._list()
 
     def bring_back(self, host: int) -> None:
-        """Note that a host is there again."""
+        """Add a host to the list of hosts again."""
         self._listed.add(self._hosts.names[host])
         self._list()
 
     def status(self) -> int | None:
-        """Return the exit status; None while it runs."""
+        """Return the exit status of the launcher; None while it runs."""
         return self._launcher.poll()
 
     def _list(self) -> None:
@@ -130,7 +131,7 @@ class InProcess:
 
 
 class Restart:
-    """Runs torchrun, one agent on each host. The agent of a host that is lost is started again when the host comes back."""
+    """Runs torchrun, with one agent on each host. When a lost host comes back, its agent is started again."""
 
     def __init__(self, hosts: Hosts, flags: argparse.Namespace, script: Sequence[str], output: IO[bytes]) -> None:
         self._hosts, self._output = hosts, output
@@ -146,7 +147,7 @@ class Restart:
         self._agents = [hosts.start(self._command, host, output) for host in range(flags.hosts)]
 
     def lose(self, host: int) -> None:
-        """Note that all processes of a host were killed."""
+        """Record that all processes of a host were killed."""
         self._lost.add(host)
 
     def bring_back(self, host: int) -> None:
@@ -155,7 +156,7 @@ class Restart:
         self._agents[host] = self._hosts.start(self._command, host, self._output)
 
     def status(self) -> int | None:
-        """Return the exit status; None while any agent runs, or is going to."""
+        """Return the exit status: an agent's, if not 0; None while any agent runs or any host is lost."""
         statuses = [agent.poll() for agent in self._agents]
         if self._lost or None in statuses:
             return None
@@ -165,7 +166,7 @@ class Restart:
 def start(
     way: str, hosts: Hosts, flags: argparse.Namespace, log: Path, until: float, output: IO[bytes]
 ) -> InProcess | Restart:
-    """Start the training of a way. until: time.time() seconds."""
+    """Start the training of a way. until: its end, as time.time()."""
     script = ["-m", _MODULE, "--into", str(log), "--until", str(until)]
     if way == DISK:
         script += ["--checkpoint-s", str(_CHECKPOINT_S)]
@@ -173,7 +174,7 @@ def start(
 
 
 def processes_of(log: Path, network: str | None = None) -> list[int]:
-    """Return the processes of which a log is an argument: launchers, agents, ranks. network: only those in this namespace."""
+    """Return the IDs of processes with a log as argument: launchers, agents, ranks. network: only of this namespace."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -184,7 +185,7 @@ def processes_of(log: Path, network: str | None = None) -> list[int]:
 
 
 def ranks_of(log: Path) -> list[int]:
-    """Return the processes that train for a log, by what launchers set in their environment."""
+    """Return the IDs of the ranks that train for a log, in whose environment launchers set TORCHELASTIC_RUN_ID."""
     ranks = []
     for process in processes_of(log):
         with suppress(OSError):
@@ -194,7 +195,7 @@ def ranks_of(log: Path) -> list[int]:
 
 
 def kill_all(log: Path, within_s: float) -> None:
-    """Kill all processes of a log; they may be starting others. Raises RuntimeError where some are left."""
+    """Kill all processes of a log, and those that they start. Raises RuntimeError if some are left after within_s."""
     end = time.monotonic() + within_s
     while processes := processes_of(log):
         if time.monotonic() > end:

@@ -1,1 +1,1 @@
-"""Benchmarks of one collective with all its algorithms, and with codecs, beside torch.distributed and MPI."""
+"""Benchmarks of one collective with all its algorithms, and with codecs, compared with torch.distributed and MPI."""

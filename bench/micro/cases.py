@@ -1,6 +1,7 @@
-"""The description of each collective for the driver: size, data, bandwidth factor, call (as in nccl-tests).
+"""The description of each collective, as in nccl-tests: size, data, bandwidth factor and call.
 
-`bytes` is the whole array, as in nccl-tests: one rank's bytes after an allgather, or before a reduce_scatter.
+A size in bytes is that of the whole array, as in nccl-tests: one rank's bytes after an allgather, or before a
+reduce_scatter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from gradwire.bench.micro.verification import contribution_tile, expand, own_tile, reduced_tile
 from gradwire.collectives import Communicator
 
-#: torch.distributed's names since 2.13, and before.
+#: The functions' names since torch 2.13, or else their earlier names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -23,8 +24,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Job:
     """One measurement of one collective, on one rank.
 
-    count: elements, or one rank's share of them if they are shared out. op: "none" if nothing is reduced. root: -1 if there is
-    none.
+    size: the number of ranks. count: the number of elements, of one rank's share if they are shared out. op: "none" if
+    nothing is reduced. root: -1 if there is none.
     """
 
     rank: int
@@ -39,13 +40,13 @@ class Job:
         return expand(tile, start, count, self.dtype, self.device)
 
     def unwritten(self, count: int) -> torch.Tensor:
-        """Zeros, which no correct result contains, in no memory."""
+        """Return a view of one zero, (count,). Only correct results of bool contain zeros."""
         return torch.zeros(1, dtype=self.dtype, device=self.device).expand(count)
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """`output` is filled from `initial` before each call; in place, it is the input too."""
+    """The tensors of a call. `output` is filled from `initial` before it; in place, `input` is `output`."""
 
     initial: torch.Tensor
     output: torch.Tensor
@@ -67,9 +68,10 @@ def out_of_place(job: Job, tensor: torch.Tensor, expected: torch.Tensor) -> Buff
 
 @dataclass(frozen=True)
 class Case:
-    """`shared_out`: bytes are divided over the ranks; all others run in place. `busbw_factor`: world size -> busbw / algbw.
+    """A collective. shared_out: whether elements are divided over the ranks; all others run in place. busbw_factor:
+    world size -> busbw / algbw.
 
-    `run` is our call, `run_torch` the one that a user of torch.distributed without us would write.
+    run: our call. run_torch: the call that users of torch.distributed alone would write.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Case:
         return not self.shared_out
 
     def count(self, nbytes: int, size: int, dtype: torch.dtype) -> int:
-        """Return the number of elements for at most `nbytes`; at least one per rank."""
+        """Return Job.count for at most `nbytes`; at least 1."""
         return max(1, nbytes // dtype.itemsize // (size if self.shared_out else 1))
 
     def nbytes(self, job: Job) -> int:

@@ -1,7 +1,7 @@
-"""`bench allreduce --codec`: compressed allreduces beside an uncompressed one and torch.distributed's, in the same turns.
+"""`bench allreduce --codec`: allreduces with codecs, without a codec and of torch.distributed, in the same turns.
 
-All reduce gaussian float32, different on every rank. A compressed result is not exact: its relative error is stated, and an
-element counts as wrong if its bits differ from rank 0's.
+All reduce gaussian float32 numbers, different on every rank. Results with a codec are not exact: their relative error
+is printed, and an element counts as wrong if its bits differ from rank 0's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ALLREDUCE = CASES["allreduce"]
 
 
 class Clock:
-    """Seconds spent in encoding and in decoding since the last reading."""
+    """Adds up the seconds of encoding and of decoding since the last reading."""
 
     def __init__(self) -> None:
         self.encode_s = self.decode_s = 0.0
@@ -60,7 +60,7 @@ class Clock:
 
 
 def timed(codec: Codec, clock: Clock) -> Codec:
-    """Return the codec with its encodings and decodings timed by `clock`. On a GPU, nothing overlaps then."""
+    """Return the codec with its encodings and decodings timed by `clock`. On a GPU, this prevents overlap."""
 
     def elapsed(start: float, device: torch.device) -> float:
         if device.type == "cuda":
@@ -87,7 +87,7 @@ def timed(codec: Codec, clock: Clock) -> Codec:
 
 
 def blank(codec: Codec) -> Codec:
-    """Return a codec with codes of the same length that does no work, so that only the wire's time is left."""
+    """Return a codec that does no work and has codes of the same length, so that only the wire's time is left."""
 
     class Blank(_Stand):
         def at(self, step: int) -> Codec:
@@ -109,7 +109,7 @@ class _Stand(Codec):
 
     def __init__(self, real: Codec) -> None:
         self.real = real
-        # Constants of a codec's class, here of each stand.
+        # Codecs have these constants in their class, but stand-ins differ.
         vars(self).update(name=real.name, summable=real.summable, wire_dtype=real.wire_dtype)
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ def contribution(rank: int, job: Job) -> Tensor:
 
 
 def exact(job: Job) -> Tensor:
-    """float64, (count,)."""
+    """Return the sum or average of all contributions, float64, (count,)."""
     total = torch.zeros(job.count, dtype=torch.float64, device=job.device)
     for rank in range(job.size):
         total += contribution(rank, job)
@@ -144,7 +144,7 @@ def exact(job: Job) -> Tensor:
 
 
 def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
-    """Return a call of allreduce; with error feedback, its state is kept from call to call."""
+    """Return a function that calls allreduce with a codec, and keeps the state of error feedback from call to call."""
     feedback = comm.new_feedback(codec, job.count, job.device) if with_feedback else None
     steps = itertools.count()
 
@@ -164,7 +164,7 @@ def differing(output: Tensor) -> int:
 def measure(
     jobs: Sequence[Job], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
 ) -> list[Measured]:
-    """Return the rows of all jobs, the same on every rank: torch's, ours, then those of each codec."""
+    """Return the rows of all jobs, the same on every rank. For each job: torch's, ours, ours with each codec."""
     return [one for job in jobs for one in _measure(job, comm, codecs, protocol, device)]
 
 
@@ -214,7 +214,7 @@ def _parts(
     protocol: Protocol,
     device: torch.device,
 ) -> dict[str, float]:
-    """Return the microseconds of encoding, of the wire and of decoding, each measured in separate turns, by the row's
+    """Return the microseconds of encoding, decoding and the wire, measured in separate turns, by the names of the row's
     fields."""
     clock, readings = Clock(), list[tuple[float, float]]()
     whole = compressed(comm, job, buffers.output, timed(codec, clock), with_feedback)
@@ -234,7 +234,7 @@ def _parts(
 
 
 def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> tuple[list[Row], list[Speedup]]:
-    """Print a block for each codec, and its time over torch.distributed's; return both in the order printed."""
+    """Print a block for each codec, and its speed over torch.distributed's. Return rows and speedups in this order."""
     rows: list[Row] = []
     for label in (NONE, *codecs):
         block = [one for one in measured if one[1].codec == label]
@@ -254,7 +254,7 @@ def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> 
 
 
 def _ridden(comm: Communicator, label: str, codecs: Codecs, nbytes: int) -> str:
-    """What a comparison's line is of."""
+    """Return the codec and algorithm that a line of a comparison names."""
     if label == NONE:
         return comm.chosen("allreduce", nbytes)
     codec = codecs[label][0]

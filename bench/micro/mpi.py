@@ -1,4 +1,4 @@
-"""MPI as a competitor, under mpirun: its ranks, and its own collectives on the same buffers (extra `peers`)."""
+"""MPI as a competitor: mpirun starts the ranks, and MPI's collectives run on the same buffers (extra `peers`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def under_mpirun() -> bool:
 
 
 def join_world(timeout_s: float) -> None:
-    """Initialise torch.distributed over gloo among the ranks that mpirun started."""
+    """Initialize torch.distributed over gloo among the ranks of mpirun, all on this host."""
     from mpi4py import MPI as library  # noqa: N811
 
     world = library.COMM_WORLD
@@ -33,12 +33,12 @@ def join_world(timeout_s: float) -> None:
 
 
 def takes(job: Job) -> bool:
-    """Return whether MPI supports the job's dtype."""
+    """Return whether MPI supports the dtype and the device of the job."""
     return job.dtype in _DTYPES and job.device.type == "cpu"
 
 
 def call(name: str, buffers: Buffers, job: Job) -> Callable[[], None]:
-    """Return a call of MPI's collective `name`."""
+    """Return a function that calls MPI's collective `name`."""
     from mpi4py import MPI as library  # noqa: N811
 
     world = library.COMM_WORLD

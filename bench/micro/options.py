@@ -1,4 +1,4 @@
-"""The flags of a collective's benchmark: nccl-tests' where the meaning is the same."""
+"""The flags of a collective's benchmark. Flags with the meaning of a flag of nccl-tests have its name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _names(known: Sequence[str], text: str) -> list[str]:
 
 
 def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
-    """Return by their names on the command line: the codec, and whether it has error feedback."""
+    """Return, by names on the command line, pairs of a codec and whether it has error feedback."""
     chosen: dict[str, tuple[Codec, bool]] = {}
     for label in text.split(","):
         name, plus, feedback = label.partition("+")
@@ -58,7 +58,7 @@ def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
 
 
 def size_range(min_bytes: int, max_bytes: int, step_bytes: int, step_factor: int | None) -> list[int]:
-    """Return the sizes from `min_bytes` to `max_bytes`, both included where the steps hit them; a factor goes before a step.
+    """Return the sizes from `min_bytes` to at most `max_bytes`. If `step_factor` is given, `step_bytes` is ignored.
 
     Raises ValueError for an empty range, or a step that does not grow.
     """

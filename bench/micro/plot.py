@@ -1,5 +1,5 @@
-"""Time and bus bandwidth over size, one line per algorithm. Without other algorithms than "auto", a band reaches from the median
-time to the 99th percentile."""
+"""Draws time and bus bandwidth over size, one line per algorithm. With only "auto" and peers, a band reaches from the
+median time to the 99th percentile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.bench.style import INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
 from gradwire.collectives.notation import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
-    # Broad and pale, because it covers the line of the algorithm that it has chosen.
+    # Broad and pale, because the line of the algorithm that 'auto' has chosen lies on it.
     "auto": {"color": OURS, "linewidth": 7, "alpha": 0.35, "solid_capstyle": "round", "zorder": 3},
     "native": {
         "color": REFERENCE,
@@ -29,20 +29,20 @@ STYLES: dict[str, dict[str, Any]] = {
     "torch": {"color": "#777777", "linewidth": 1.8, "linestyle": (0, (1, 1.2)), "zorder": 6},
     "mpi": {"color": OTHERS[0], "linewidth": 1.8, "linestyle": (0, (4, 2)), "zorder": 6},
 }
-#: "auto" where no line of what it has chosen lies under it.
+#: The style of "auto" if no line of the algorithm that it has chosen lies on it.
 ALONE: dict[str, Any] = {"color": OURS, "linewidth": 2.2, "zorder": 7}
 TIME_UNITS = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 BANDWIDTH_UNITS = (("kB/s", 1e-6), ("MB/s", 1e-3), ("GB/s", 1.0))
 
 
 def with_unit(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """`value` in the largest unit in which it is at least 1."""
+    """Return the text of a value in the largest unit in which it is at least 1."""
     name, scale = next(((name, scale) for name, scale in reversed(units) if value >= scale * 0.999), units[0])
     return f"{value / scale:g} {name}"
 
 
 def line_name(row: Row, rows: Sequence[Row], backend: str) -> str:
-    """Return the name of a line: the algorithm, with whatever distinguishes it from other lines."""
+    """Return the name of a line: the algorithm or codec, then dtype and op if they differ between rows."""
     peers = {"native": f"native ({backend})", "torch": f"torch.distributed ({backend})", "mpi": "Open MPI"}
     name = peers.get(row.algorithm, row.algorithm)
     dtype = [row.dtype] if len({other.dtype for other in rows}) > 1 else []

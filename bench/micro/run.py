@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 4 -m gradwire.bench allreduce`: one collective, all its algorithms, nccl-tests' way."""
+"""`torchrun --nproc-per-node 4 -m gradwire.bench allreduce`: one collective, all its algorithms, as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from gradwire.trainer.world.launch import read_launch
 from gradwire.trainer.world.world import start_torch_distributed
 
 TORCH = "torch"
-"""The competitor that is not ours: torch.distributed, called without a Communicator."""
+"""The competitor that calls torch.distributed without a Communicator."""
 PEERS = ("native", TORCH, mpi.MPI)
 
 
 def join_world(backend: str | None, timeout_s: float) -> torch.device:
-    """Initialise torch.distributed from the launcher's environment, alone without it; this rank's device."""
+    """Initialize torch.distributed from the launcher's environment, or for one rank. Return this rank's device."""
     launch = read_launch(os.environ)
     a_gpu_each = torch.cuda.device_count() >= (launch.local_size or 1)
     backend = backend or ("nccl" if a_gpu_each else "gloo")
@@ -65,11 +65,11 @@ def join_world(backend: str | None, timeout_s: float) -> torch.device:
 
 
 def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str], *, peers: bool = False) -> list[str]:
-    """Return the requested algorithms; else all, the main ones first: auto, the backend's own, torch.distributed without us,
-    and MPI.
+    """Return the requested algorithms, or else all, of which auto, the backend's own, torch.distributed and MPI are the
+    first. peers: whether MPI takes part.
 
     Raises:
-        ValueError: a name that is not legal.
+        ValueError: a name is not legal.
     """
     native = [name for name in legal if name == "native"]
     known = ["auto", *native, TORCH, *([mpi.MPI] if peers else []), *(name for name in legal if name not in native)]
@@ -80,7 +80,7 @@ def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str], *, peer
 
 
 def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[Job]:
-    """Return all jobs, each once: small sizes that round to the same count are one job."""
+    """Return all jobs, each once: sizes that round to the same count are one job."""
     jobs: dict[Job, None] = {}
     for dtype_name in chosen.datatype:
         dtype = DTYPES[dtype_name]
@@ -102,7 +102,7 @@ def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algor
 
 
 def has(algorithm: str, job: Job) -> bool:
-    """Whether a competitor can do a job at all."""
+    """Return whether a competitor supports a job."""
     limits = {TORCH: torch_takes, mpi.MPI: mpi.takes}
     return algorithm not in limits or limits[algorithm](job)
 
@@ -117,7 +117,7 @@ def measure(
     *,
     shared: bool = False,
 ) -> list[Measured]:
-    """Return the rows of all jobs, the same on every rank. shared: whether in-place buffers are the Communicator's."""
+    """Return the rows of all jobs, the same on every rank. shared: use Communicator.empty() for in-place buffers."""
     machine = distributed_machine(device, comm.barrier)
     turns: list[tuple[Job, str]] = []
     seconds: list[Times] = []
@@ -192,7 +192,7 @@ def plan(
     """Return the jobs to measure, and their algorithms.
 
     Raises:
-        ValueError: an algorithm that is not legal, a root that is no rank, or flags that leave nothing.
+        ValueError: an algorithm is not legal, the root is not a rank, or no job is left.
     """
     if chosen.root >= comm.size:
         raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
@@ -207,7 +207,7 @@ def plan(
 def report(
     case: Case, comm: Communicator, measured: Sequence[Measured], algorithms: Sequence[str]
 ) -> tuple[list[Row], list[Speedup]]:
-    """Print a block for each algorithm, then the comparisons; return both in the order printed."""
+    """Print a block for each algorithm, then the comparisons. Return the rows and speedups in this order."""
     rows: list[Row] = []
     for algorithm in algorithms:
         block = [one for one in measured if one[1].algorithm == algorithm]
@@ -231,7 +231,7 @@ def save(chosen: argparse.Namespace, rows: Sequence[Row], speedups: Sequence[Spe
 
 
 def main(name: str, arguments: Sequence[str]) -> int:
-    """Run the benchmark. Return 1, on every rank, if any element was wrong on any; 2 for wrong arguments."""
+    """Run the benchmark. Return, on every rank, 1 if any element was wrong on any rank, and 2 for wrong arguments."""
     chosen = parse_arguments(name, arguments)
     case = CASES[name]
     if chosen.peers and not mpi.under_mpirun():

@@ -1,4 +1,4 @@
-"""Rows of results, and their text: nccl-tests' columns, then p99 and wire bytes; and two competitors of a run compared."""
+"""Rows of results and their text, with nccl-tests' columns, then p99 and wire bytes; comparisons of two competitors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from gradwire.collectives.notation import format_size
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm at one size. Field names are the keys of the JSON.
+    """The result of one algorithm at one size. Field names are the keys of the JSON.
 
     bytes: of the whole array. time_us, p99_us: median and 99th percentile of the turns' times on their slowest ranks.
-    algbw_GBps, busbw_GBps: 1e9 bytes a second. wire_bytes: those of the rank that sends most; None if the backend decides.
-    wrong: elements, over all ranks and checked turns; None if nothing was checked. ratio: of the bytes that float32 needs,
-    2(p-1)/p of the array, to wire_bytes; relative_error: in L2, against float64. encode_us, decode_us: the time of all
-    encodings and decodings of a call. wire_us: the time of a call whose codec does no work, with codes of equal length. As
-    these overlap in a call, their sum exceeds time_us. All None without --codec, the times also for codec "none".
+    algbw_GBps, busbw_GBps: in 1e9 bytes per second. wire_bytes: those of the rank that sends most; None for peers, and
+    if memory is shared. wrong: the wrong elements, over all ranks and checked turns; None if nothing was checked.
+
+    All other fields are None without --codec, the times also for codec "none". ratio: the bytes that float32 needs,
+    2(p-1)/p of the array, over wire_bytes. relative_error: in L2, against float64. encode_us, decode_us: the time of
+    all encodings and decodings of a call. wire_us: the time of a call whose codec does no work, with codes of equal
+    length. As these overlap in a call, their sum may exceed time_us.
     """
 
     collective: str
@@ -44,13 +46,13 @@ class Row:
     decode_us: float | None = None
 
 
-#: What was measured of one competitor in one job: its row, and each turn's time on its slowest rank.
+#: The result of one competitor in one job: its row, and each turn's seconds on its slowest rank.
 Measured = tuple[Job, Row, Times]
 
 
 def measured_row(case: Case, job: Job, algorithm: str, slowest: Times, **known: Any) -> Measured:
-    """Return the row of an algorithm, given each turn's time on its slowest rank. known: the fields that do not follow from
-    times."""
+    """Return the result of an algorithm. slowest: each turn's seconds on its slowest rank. known: the fields of the row
+    that do not follow from times."""
     nbytes, (median_s, p99_s) = case.nbytes(job), median_and_p99(slowest)
     algbw = nbytes / median_s / 1e9
     row = Row(
@@ -114,7 +116,7 @@ def format_us(time_us: float) -> str:
 
 
 def format_row(row: Row, count: int, root: int) -> str:
-    """`count`: elements as nccl-tests counts them; `root`: -1 where there is none."""
+    """Return a line of the table. count: elements as nccl-tests counts them. root: -1 if there is none."""
     cells = (
         str(row.bytes),
         str(count),
@@ -144,9 +146,9 @@ def format_trailer(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """The speed of one competitor as a multiple of a peer's, with one job of a run. Field names are the keys of the JSON.
+    """The speed of one competitor as a multiple of a peer's in one job. Field names are the keys of the JSON.
 
-    runs: the algorithm that the competitor chose, if it chooses. interval: 95 %; None if there were too few turns.
+    times: this multiple. interval: its 95 % interval; None with too few turns. runs: the competitor's algorithm.
     """
 
     bytes: int
@@ -162,8 +164,8 @@ class Speedup:
 
 
 def compare(measured: Sequence[Measured], algorithm: str, peer: str, runs: Callable[[int], str]) -> list[Speedup]:
-    """Return how many times as fast `algorithm` is as `peer`, for all jobs that both of them ran. runs: bytes -> what `algorithm`
-    ran as there."""
+    """Return the speed of `algorithm` as a multiple of `peer`'s, for all jobs that both of them ran. runs: bytes -> the
+    algorithm that `algorithm` ran."""
     peers = {job: (row, seconds) for job, row, seconds in measured if row.algorithm == peer}
     compared = []
     for job, row, seconds in measured:
@@ -176,7 +178,7 @@ def compare(measured: Sequence[Measured], algorithm: str, peer: str, runs: Calla
 
 
 def format_comparison(speedups: Sequence[Speedup]) -> list[str]:
-    """Return the lines of a comparison, job by job; none without any."""
+    """Return the lines of a comparison, one per job; no lines without speedups."""
     if not speedups:
         return []
     ours, peer = speedups[0].competitor, speedups[0].peer

@@ -1,8 +1,8 @@
 """Data whose exact result is known: whole numbers, different on every rank, that no dtype rounds.
 
-A rank's data is a tile of PERIOD numbers repeated. PERIOD is prime, so no chunk or segment boundary coincides with it: a piece
-in the wrong place differs from the right one. No number is 0 (except of bool), so memory that was zeroed and never written is
-wrong everywhere.
+The data of a rank repeats a *tile* of PERIOD numbers. PERIOD is prime, so no chunk or segment boundary coincides with
+it, and a piece in the wrong place differs from the right one. No number is 0 (except of bool), so memory that was
+zeroed and never written counts as wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _random(high: int, seed: int) -> torch.Tensor:
-    """PERIOD whole numbers in [0, high), the same on every rank."""
+    """Return whole numbers in [0, high), the same on every rank: int64, (PERIOD,)."""
     return torch.randint(0, high, (PERIOD,), generator=torch.Generator().manual_seed(seed))
 
 
@@ -35,7 +35,7 @@ def exact_limit(dtype: torch.dtype) -> int:
 
 
 def own_tile(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the data of `rank` when nothing is reduced; different from every other rank's, as far as `dtype` has enough
+    """Return the tile of `rank` if nothing is reduced. It differs from every other rank's, as far as `dtype` has enough
     numbers.
 
     Returns:
@@ -48,17 +48,17 @@ def own_tile(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def contribution_tile(rank: int, size: int, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the contribution of `rank` to a reduction over `size` ranks.
+    """Return the tile that `rank` contributes to a reduction over `size` ranks.
 
-    sum, average, min, max: a number all ranks share, plus the ranks' turns 0, 1, ..., which fall differently at each
-    place, so that the extreme is another rank's each time. product: 1, but for the one rank that brings 2, 3 or 5.
-    bool: one rank differs from all others.
+    sum, average, min, max: a number that all ranks share, plus 0, 1, ... in the order of the ranks, which begins at a
+    random rank for each element. So the extremes are on varying ranks. product: 1, except on one rank per element,
+    which has 2, 3 or 5. bool: in each element, one rank differs from all others.
 
     Returns:
         int64 of shape (PERIOD,).
 
     Raises:
-        ValueError: the result would not be exact in `dtype` whatever the data.
+        ValueError: `dtype` cannot hold a sum over `size` ranks exactly.
     """
     owner = _random(size, seed=1)
     if dtype == torch.bool:
@@ -74,7 +74,7 @@ def contribution_tile(rank: int, size: int, op: str, dtype: torch.dtype) -> torc
 
 
 def reduced_tile(size: int, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """The exact reduction of all ranks' contributions, computed one after the other here.
+    """Return the exact reduction of all ranks' contributions, computed on this rank alone.
 
     Returns:
         float64 for the average of floats, else int64, of shape (PERIOD,).
@@ -89,11 +89,11 @@ def reduced_tile(size: int, op: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def expand(tile: torch.Tensor, start: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Elements [start, start + count) of the tile's endless repetition."""
+    """Return the elements [start, start + count) of the endless repetition of a tile."""
     turned = tile.roll(-(start % PERIOD)).to(device, dtype)
     return turned.repeat(-(-count // PERIOD))[:count]
 
 
 def count_wrong(output: torch.Tensor, expected: torch.Tensor) -> int:
-    """Count the elements that are not exactly right; NaN never is."""
+    """Count the elements that are not equal to the expected ones; NaN is never equal."""
     return int((output != expected).sum())

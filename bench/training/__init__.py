@@ -1,1 +1,1 @@
-"""Training: how long a step takes, and what codecs do to the loss."""
+"""Benchmarks of training: the time of a step, and the effect of codecs on the loss."""

@@ -1,9 +1,9 @@
-"""`torchrun --nproc-per-node 2 -m gradwire.bench backends`: torch's ways to train, over gloo and over our backend.
+"""`torchrun --nproc-per-node 2 -m gradwire.bench backends`: torch's parallel training, over gloo and over our backend.
 
-DDP, FSDP2, tensor parallelism and a pipeline train the same layers on the same data, each over a group of either backend, in
-turns of a few steps (see `gradwire.bench.timing`). At the end, the parameters of both backends are compared. DDP also takes part
-with our hook, without a codec, and with a hook that exchanges nothing: what is left then is what DDP itself costs, which no
-backend can save. `compute` is the same training without DDP.
+DDP, FSDP2, tensor parallelism and a pipeline train the same layers on the same data. Each runs over a group of either
+backend, in turns of a few steps (see `gradwire.bench.timing`). At the end, the parameters of both backends are
+compared. DDP also runs with our hook, without a codec, and with a hook that exchanges nothing. `compute` is the same
+training without DDP. The difference between the last two is the overhead of DDP itself, which no backend can save.
 """
 
 import argparse
@@ -46,17 +46,17 @@ GLOO, OURS, NOTHING, COMPUTE = "gloo", "gradwire", "no exchange", "compute"
 WITH_HOOK, OWN_MEMORY = "gradwire, its hook", "gradwire, its memory"
 SAMPLES, MICROBATCHES, LR, SEED = 32, 4, 0.01, 1
 TOLERANCE = 1e-4
-"""By how much parameters may differ from those over gloo, relative to the largest: more than two ranks add in another order."""
+"""The allowed difference of parameters from those over gloo, relative to the largest. With more than two ranks, the
+order of additions differs."""
 
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One way to train over one backend. step_ms: median of the turns, per step, on the slowest rank.
+    """The result of one program over one backend. step_ms: the time per step on the slowest rank, a median.
 
-    as_gloo: how many times as fast it is as over gloo, with its 95 % interval where there were turns enough. beyond_of_gloo: what
-    it takes longer than `compute` in the same round, as a part of what gloo takes longer, by the medians; None without
-    `compute`. difference: of its parameters at the end from those over gloo, relative to the largest; None where nothing is
-    exchanged.
+    as_gloo: the speed as a multiple of that over gloo. interval: its 95 % interval; None with too few turns.
+    beyond_of_gloo: the median time beyond `compute` in the same round, over gloo's; None without `compute`. difference:
+    that of the final parameters from those over gloo, relative to the largest; None if nothing is exchanged.
     """
 
     program: str
@@ -70,7 +70,7 @@ class BackendRow:
 
 
 class Layer(nn.Module):
-    """Adds to its input what two matrices make of it."""
+    """Adds to its input the result of a normalization and two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ class Layer(nn.Module):
 
 
 def layers(chosen: argparse.Namespace) -> nn.Sequential:
-    """Return the model, with the same weights whenever it is made."""
+    """Return a new model. Every call returns the same weights."""
     torch.manual_seed(SEED)
     return nn.Sequential(*(Layer(chosen.width) for _ in range(chosen.layers)))
 
 
 class Competitor:
-    """Trains a module; calling it trains for one turn. train: computes the gradients of a batch, with its module."""
+    """Trains a module. A call trains for one turn. train: computes the module's gradients for a batch."""
 
     def __init__(self, module: nn.Module, train: Callable[[Tensor], object], chosen: argparse.Namespace) -> None:
         self.module = module
@@ -107,13 +107,13 @@ class Competitor:
             self._optimizer.step()
 
     def parameters(self) -> Tensor:
-        """Return this rank's parameters, end to end."""
+        """Return this rank's parameters, concatenated into one dimension."""
         own = (p.to_local() if isinstance(p, DTensor) else p for p in self.module.parameters())
         return torch.cat([parameter.detach().flatten() for parameter in own])
 
 
 def loss_of(forward: nn.Module, batch: Tensor) -> None:
-    """Learn to reverse the features of a batch."""
+    """Compute the gradients of the task: to reverse the features of a batch."""
     mse_loss(forward(batch), batch.flip(1)).backward()
 
 
@@ -175,7 +175,7 @@ def pipeline(chosen: argparse.Namespace, backend: str) -> Competitor:
     return Competitor(module, train, chosen)
 
 
-#: How each program makes its competitors, and over what.
+#: For each program, the function that makes a competitor, and the backends that it compares.
 PROGRAMS: dict[str, tuple[Callable[..., Competitor], tuple[str, ...]]] = {
     "ddp": (ddp, (GLOO, OURS, WITH_HOOK, NOTHING, COMPUTE)),
     "ddp+views": (partial(ddp, views=True), (GLOO, OURS, WITH_HOOK, NOTHING, COMPUTE)),
@@ -226,7 +226,7 @@ def measure(chosen: argparse.Namespace, program: str) -> list[BackendRow]:
 
 
 def beyond(seconds: dict[str, Times], backend: str) -> float | None:
-    """Return what a backend takes longer than computing, as a part of what gloo takes; None where that cannot be said."""
+    """Return BackendRow.beyond_of_gloo. None also if gloo takes no longer than `compute`."""
     if COMPUTE not in seconds:
         return None
     ours, gloo = (float(np.median(seconds[name] - seconds[COMPUTE])) for name in (backend, GLOO))
@@ -257,7 +257,7 @@ def format_table(rows: Sequence[BackendRow], meta: dict[str, Any]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1, on every rank, if two backends train to different parameters."""
+    """Run the benchmark. Return 1, on every rank, if parameters differ from those over gloo by more than TOLERANCE."""
     chosen = parse_arguments(arguments)
     hvd.init()
     share_cores()

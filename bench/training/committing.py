@@ -1,4 +1,4 @@
-"""A model in training that commits its state after each step, as `hvd.elastic` under torchrun."""
+"""A model in training that commits its state after each step, as with `hvd.elastic` under torchrun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.trainer.examples.loop import Trainee, our_trainee
 
 @dataclass
 class CommittingTrainee(Trainee):
-    """Takes our steps, each with a commit to the memory of its host. Raises RuntimeError where torchrun has not started it."""
+    """Trains, and commits each step to its host's memory. Raises RuntimeError without an agent such as torchrun's."""
 
     state: hvd.elastic.TorchState = field(init=False)
 
@@ -26,13 +26,13 @@ class CommittingTrainee(Trainee):
         self.state.begin(NamedMemory(agent, 1))
 
     def step(self, inputs: Tensor, targets: Tensor, lr: float) -> float:
-        """Train, and commit."""
+        """Train, and commit. Return the loss."""
         loss = super().step(inputs, targets, lr)
         self.state.commit()
         return loss
 
 
 def committing_trainee(module: nn.Module) -> CommittingTrainee:
-    """Return our trainee, which commits after each step."""
+    """Return our trainee, with a commit after each step."""
     ours = our_trainee(module)
     return CommittingTrainee(ours.module, ours.forward, ours.optimizer, ours.wait_s, ours.record)

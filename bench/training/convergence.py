@@ -1,7 +1,7 @@
-"""`torchrun --nproc-per-node 4 -m gradwire.bench convergence`: what codecs do to training, at equal steps and seeds.
+"""`torchrun --nproc-per-node 4 -m gradwire.bench convergence`: the effect of codecs on the loss, with equal seeds.
 
 The examples' models train from the same weights on the same data in the same order, once with each codec, by
-DistributedOptimizer(compression=name). What differs is what the exchange loses.
+DistributedOptimizer(compression=name). The runs differ only in the errors of the codecs.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from gradwire.trainer.examples.report import OURS
 from gradwire.trainer.gradients.compression import NAMES, Cast, Encoding, Policy
 
 NONE = "none"
-#: The training loss at the end is the mean of so many steps, as a batch's depends on what is in it.
+#: The final training loss is the mean of this number of steps, since the losses of batches differ.
 LAST_STEPS = 20
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class Model:
-    """config: with world size -> settings, but for steps, seed and codec."""
+    """A model to train. config: world size -> settings, except steps, seed and codec."""
 
     config: Callable[[int], Any]
     task: Callable[[Any], Task]
 
 
 def large_gpt(size: int) -> bytes_gpt.Config:
-    """12.9 M parameters, and so little to compute for a rank, 1 x 64 tokens, that the exchange is what a step takes."""
+    """Return settings with 12.9 M parameters and 1 x 64 tokens per rank: the exchange takes most of a step."""
     settings: dict[str, Any] = {**bytes_gpt.PRESETS["13m"], "batch": size, "context": 64}
     return bytes_gpt.Config(**settings)
 
@@ -87,8 +87,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def wire_bytes(module: nn.Module, codec: str, size: int) -> int:
-    """Return what a rank sends in a step between hosts of one rank each, were all that is compressed alike one buffer: read off
-    the plans."""
+    """Return the bytes that a rank sends in a step by the plans, with one rank per host and one buffer per encoding."""
     topology, names = Topology(0, tuple((rank,) for rank in range(size))), legal_algorithms({})
     tables = {verb: default_table(verb, topology, quick=True) for verb in names}
     plans = Plans(topology, names, tables, default_segment_bytes(topology, quick=True))
@@ -110,7 +109,7 @@ def wire_bytes(module: nn.Module, codec: str, size: int) -> int:
 
 
 def train(name: str, codec: str, chosen: argparse.Namespace, before: Sequence[ConvergenceRow]) -> ConvergenceRow:
-    """A collective call. before: the rows so far."""
+    """Train a model with a codec. A collective call. before: the rows so far."""
     model = MODELS[name]
     with TemporaryDirectory() as out:
         config = replace(
@@ -154,7 +153,7 @@ def train(name: str, codec: str, chosen: argparse.Namespace, before: Sequence[Co
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1 if the ranks' replicas differ anywhere, on every rank."""
+    """Run the benchmark. Return, on every rank, 1 if replicas differ, and 2 if there is only one rank."""
     chosen = parse_arguments(arguments)
     hvd.init()
     if hvd.size() == 1:
@@ -180,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
             heading = format_heading(rows[-1]) if codec == NONE else []
             if speaks:
                 print("\n".join([*heading, format_row(rows[-1])]), flush=True)
-                write_json(chosen.json, meta, rows)  # each time, for runs are long
+                write_json(chosen.json, meta, rows)  # after every run, since runs are long
     if speaks and chosen.plot:
         from gradwire.bench.training.convergence_plot import draw
 

@@ -1,4 +1,4 @@
-"""The loss over steps: for each model a panel a kind of codec, beside training without one."""
+"""Draws the loss over steps: for each model, one panel per kind of codec, with the loss without a codec."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.bench.style import INK, OTHERS, QUIET, save, tidy
 from gradwire.bench.training.convergence_table import ConvergenceRow
 from gradwire.trainer.examples.report import running_means
 
-#: A panel each; codecs that are not among them share one more.
+#: The kinds of codecs, with one panel each. All other codecs share one more panel.
 KINDS = (
     ("half precision", ("fp16", "bf16")),
     ("8 and 4 bits", ("int8", "fp8", "int4")),
@@ -25,22 +25,22 @@ KINDS = (
     ("low rank", ("powersgd",)),
 )
 COLUMNS = 3
-#: A running mean is over 2 in so many steps.
+#: A running mean covers 2 / SMOOTHED of the steps.
 SMOOTHED = 40
-#: What comes before this part of the steps is above the panel, for what matters is at the end.
+#: The loss after this part of the steps is the highest in view, so that the end of the runs is visible.
 EARLY = 0.05
-#: The room above what begins there, for the legend, in heights of it.
+#: The room for the legend above that loss, over the height of the curves below it.
 LEGEND = 0.5
 
 
 def smoothed(row: ConvergenceRow) -> tuple[list[int], list[float]]:
-    """Steps, and the mean loss of each and its neighbours, where it has as many on either side."""
+    """Return steps, and the mean loss of each step and its neighbours. Steps with too few neighbours are left out."""
     reach = row.steps // SMOOTHED
     return list(range(1 + reach, row.steps + 1 - reach)), running_means(row.losses, reach)[reach : row.steps - reach]
 
 
 def kinds_of(rows: Sequence[ConvergenceRow]) -> list[tuple[str, list[ConvergenceRow]]]:
-    """Return the rows with a codec by kind, those of no kind at the end; kinds without a row are left out."""
+    """Return the rows with a codec, by kind. Codecs of no kind are at the end; kinds without a row are left out."""
     known = {name for _, names in KINDS for name in ("none", *names)}
     kinds = [*KINDS, ("others", tuple(row.codec for row in rows if row.codec not in known))]
     found = [(title, [row for name in names for row in rows if row.codec == name]) for title, names in kinds]
@@ -48,7 +48,7 @@ def kinds_of(rows: Sequence[ConvergenceRow]) -> list[tuple[str, list[Convergence
 
 
 def draw(rows: Sequence[ConvergenceRow], meta: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG."""
+    """Write a PNG of the losses."""
     models = list(dict.fromkeys(row.model for row in rows))
     kinds = {model: kinds_of([row for row in rows if row.model == model]) for model in models}
     heights = [-(-len(kinds[model]) // COLUMNS) for model in models]

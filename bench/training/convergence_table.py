@@ -13,10 +13,10 @@ wire: bytes that a rank sends in a step, all in one buffer, by the plans; ratio:
 
 @dataclass(frozen=True)
 class ConvergenceRow:
-    """One model trained with one codec. Field names are the keys of the JSON.
+    """The result of one model trained with one codec. Field names are the keys of the JSON.
 
-    wire_bytes: what a rank sends in a step; ratio: of float32's to them. losses: of every step, averaged over the ranks.
-    replicas_identical: the ranks' weights at the end, to the bit.
+    wire_bytes: the bytes that a rank sends in a step. ratio: float32's bytes over wire_bytes. losses: those of all
+    steps, averaged over the ranks. replicas_identical: whether the ranks' final weights are bitwise equal.
     """
 
     model: str

@@ -1,13 +1,16 @@
-"""`torchrun --nproc-per-node 2 -m gradwire.bench step`: a training step of bytes_gpt with our optimizer, beside DDP's and none.
+"""`torchrun --nproc-per-node 2 -m gradwire.bench step`: a training step of bytes_gpt with our optimizer and with DDP.
 
-All train the same model from the same weights on the same data, in turns of a few steps each (see `gradwire.bench.timing`).
-`gradwire+ddp` is torch's DDP over our backend of torch.distributed. `compute` exchanges nothing: what a step costs at least,
-and what the others' replicas drift apart without. With codecs, ours takes part with each of them too, and DDP with torch's
-fp16 hook; `auto` among them chooses among the others, or int8. With --reports, ours also takes part with on_step, with a
-check of replicas after every step, and while a timeline is recorded. With --commits, ours also takes part with a commit to the
-memory of its host after every step. With --shard-states, ours also takes part with that, and DDP with torch's
-ZeroRedundancyOptimizer. With --overlap, ours also takes part with overlap="next_forward", with each codec, and nobody clips
-gradients, for which all of them must be there.
+All competitors train the same model from the same weights on the same data, in turns of a few steps (see
+`gradwire.bench.timing`). `gradwire+ddp` is torch's DDP over our backend of torch.distributed. `compute` exchanges
+nothing: its time is the least that a step takes, and its replicas diverge. Flags add variants of our optimizer (*ours*)
+and of DDP:
+
+* --compression: ours with each codec, and DDP with torch's fp16 hook. `auto` chooses among the others, or int8.
+* --reports: ours with on_step, with a check of replicas after every step, and with a recorded timeline.
+* --commits: ours with a commit to the memory of its host after every step.
+* --shard-states: ours with sharded states, also with codecs, and DDP with torch's ZeroRedundancyOptimizer.
+* --overlap: ours with overlap="next_forward", also with codecs. Then no competitor clips gradients,
+  since clipping waits for all of them.
 """
 
 from __future__ import annotations
@@ -62,17 +65,17 @@ PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
 ONE_WAY = {"dgc", "powersgd"}
-"""Codecs of gradients only, not of the way that parameters come back."""
+"""Codecs that encode gradients only, not the parameters that shard_states=True gathers."""
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One competitor. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
+    """One competitor's result. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
 
-    as_ddp, as_compute: how many times as fast it is. beyond_compute_as_ddp: how many times as fast it does what it does longer
-    than `compute` in the same round, by the medians; None where it takes no longer. loss: of the last step, averaged over the
-    ranks. replicas_identical: the ranks' weights at the end, to the bit.
+    as_ddp, as_compute: the speed as a multiple of theirs. beyond_compute_as_ddp: DDP's median time beyond `compute` in
+    the same round, over the competitor's; None if it takes no longer than `compute`. loss: of the last step, averaged
+    over the ranks. replicas_identical: whether the ranks' final weights are bitwise equal.
     """
 
     competitor: str
@@ -89,7 +92,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Says how many times as fast a competitor is as a peer in the same run. interval: 95 %, where there were turns enough."""
+    """The speed of a competitor as a multiple of a peer's in this run. interval: of 95 %; None with too few turns."""
 
     competitor: str
     peer: str
@@ -98,7 +101,7 @@ class Speedup:
 
 
 def fp16_trainee(module: nn.Module) -> Trainee:
-    """DDP as its users make it faster."""
+    """Return a model under DDP with torch's fp16 hook."""
     trainee = ddp_trainee(module)
     assert isinstance(trainee.forward, DistributedDataParallel)
     trainee.forward.register_comm_hook(None, fp16_compress_hook)
@@ -106,18 +109,18 @@ def fp16_trainee(module: nn.Module) -> Trainee:
 
 
 def backend_trainee(module: nn.Module) -> Trainee:
-    """DDP over our backend of torch.distributed."""
+    """Return a model under DDP over our backend of torch.distributed."""
     group = dist.new_group(backend="gradwire")
     return Trainee(module, DistributedDataParallel(module, process_group=group), adamw(module), lambda: 0.0, Record())
 
 
 def overlapping_trainee(module: nn.Module, **options: Any) -> Trainee:
-    """Ours, whose updates are put off to the next forward."""
+    """Return our trainee, with each update delayed to the next forward."""
     return our_trainee(module, overlap="next_forward", model=module, **options)
 
 
 def zero_trainee(module: nn.Module) -> Trainee:
-    """DDP, with an AdamW whose state is spread over the ranks."""
+    """Return a model under DDP, with an AdamW whose state is divided among the ranks."""
     whole = adamw(module)
     settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas")}
     optimizer = ZeroRedundancyOptimizer(whole.param_groups, torch.optim.AdamW, **settings)
@@ -125,7 +128,7 @@ def zero_trainee(module: nn.Module) -> Trainee:
 
 
 def recorded_trainee(module: nn.Module) -> Trainee:
-    """Ours, with everything that it does recorded for a timeline, which is not written."""
+    """Return our trainee, with its operations recorded for a timeline that is not written."""
     communicator = Communicator()
     trainee = our_trainee(module, process_set=communicator)
     communicator.record(Timeline(), OURS)
@@ -133,12 +136,12 @@ def recorded_trainee(module: nn.Module) -> Trainee:
 
 
 def compute_trainee(module: nn.Module) -> Trainee:
-    """A model whose gradients stay where they are."""
+    """Return a model whose gradients are not exchanged."""
     return Trainee(module, module, adamw(module), lambda: 0.0, Record())
 
 
 class Competitor:
-    """A model in training; calling it trains for one turn."""
+    """A model in training. A call trains for one turn."""
 
     def __init__(self, trainee: Trainee, task: Task, config: bytes_gpt.Config, steps: int) -> None:
         self.trainee = trainee
@@ -156,7 +159,7 @@ class Competitor:
             self.loss = self.trainee.step(inputs[mine].to(device), targets[mine].to(device), LR)
         self._done += self._steps
         if isinstance(self.trainee.optimizer, hvd.DistributedOptimizer):
-            self.trainee.optimizer.settle()  # within its own turn
+            self.trainee.optimizer.settle()  # the update belongs to this turn
 
 
 def codecs(text: str) -> tuple[str, ...]:
@@ -200,7 +203,7 @@ def builders(
     overlap: bool = False,
     commits: bool = False,
 ) -> dict[str, Callable[[nn.Module], Trainee]]:
-    """What makes each competitor of its model."""
+    """Return the functions that make the competitors from models, by name."""
     telling: dict[str, Callable[[nn.Module], Trainee]] = {
         f"{OURS}+on_step": partial(our_trainee, on_step=lambda metrics: None),
         f"{OURS}+check": partial(our_trainee, check_replicas_every=1),
@@ -237,7 +240,7 @@ def builders(
 
 
 def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[Speedup], int]:
-    """Return the rows, how many times as fast ours are as DDP, and how many parameters the model has; the same on all ranks."""
+    """Return the rows, the speedups of ours over DDP, and the model's number of parameters; the same on all ranks."""
     config = configured(chosen)
     task = bytes_gpt.task(config)
     competitors: dict[str, Competitor] = {}
@@ -250,7 +253,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
         competitors[name] = Competitor(trainee, task, config, chosen.steps)
     settled = 3 + WINDOW * (1 + len(chosen.compression)) if AUTO in chosen.compression else 0
     for _ in range(-(-settled // chosen.steps)):
-        competitors[f"{OURS}+{AUTO}"]()  # chooses before anything is timed
+        competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
     turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
@@ -314,7 +317,7 @@ def _times(speedup: float | None) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1 if replicas that exchange gradients are not identical, on every rank."""
+    """Run the benchmark. Return 1, on every rank, if replicas that exchange gradients are not identical."""
     chosen = parse_arguments(arguments)
     if AUTO in chosen.compression:
         logging.basicConfig(format="# %(message)s")

@@ -1,1 +1,1 @@
-"""Diagnostics: the ranks to blame for a failure or a wait, and timelines of all ranks."""
+"""Diagnostics: the ranks that cause a failure or a wait, and timelines of all ranks."""

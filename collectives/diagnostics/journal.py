@@ -20,17 +20,18 @@ from gradwire.collectives.plan.topology import processor_name
 
 _log = logging.getLogger("gradwire")
 
-#: How long a tally waits between two lines: a second, later this share of the time since it began, so that the files of a long
-#: run stay short. A rank that is killed loses no more than that.
+#: The least time between two lines of a tally: a second, or this share of its age if that is longer, so that the files
+#: of a long run stay short. A killed rank loses the operations of this time at most.
 _EVERY_S, _EVERY_SHARE = 1.0, 0.02
 
 OPERATIONS, STEPS = "operations", "steps"
-"""What the names of files begin with."""
+"""The kinds of journals, with which the names of their files begin."""
 
 
 class Journal:
-    """Appends lines to a new file in a folder. Where that is not possible, a warning says so once, and nothing is written
-    from then on: training does not fail for a report. header: the first line, which has the rank."""
+    """Appends lines to a new file in a folder. If that fails, it logs one warning and writes nothing more, so that
+    training goes on. kind: the beginning of the file's name. header: the first line; its key "rank" is this process's
+    rank."""
 
     def __init__(self, folder: Path, kind: str, header: Mapping[str, Any]) -> None:
         self._rank = header["rank"]
@@ -42,7 +43,7 @@ class Journal:
         self.append(header)
 
     def append(self, line: Any) -> None:
-        """Write a line; JSON must be able to hold it."""
+        """Write a line. line: a value that JSON can represent."""
         if self._file is not None:
             try:
                 self._file.write(f"{json.dumps(line)}\n")
@@ -55,12 +56,12 @@ class Journal:
 
 
 class OperationTally:
-    """Sums the calls, bytes and seconds of one Communicator's operations by verb, codec, algorithm, device type and message
-    size, rounded up to a power of two, and writes the sums now and then.
+    """Sums the calls, bytes and seconds of one Communicator's operations by verb, codec, algorithm, device type and bit
+    length of the message's bytes, and writes the sums from time to time.
 
-    folder: of the journal, whose header describes this process. rank: among all processes. size, routes: of the Communicator. A
-    line is a list of [verb, codec, algorithm, device type, power, calls, bytes of the messages, seconds, greatest bytes per
-    second of one call]. Each line replaces the one before.
+    folder: that of the journal, whose header describes this process. rank: that among all processes. size, routes:
+    those of the Communicator. A line is a list of [verb, codec, algorithm, device type, bit length, calls, bytes of the
+    messages, seconds, most bytes per second of one call]. Each line replaces the one before.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, routes: Sequence[str]) -> None:
@@ -80,7 +81,7 @@ class OperationTally:
         self._began_s = self._written_s = time.monotonic()
 
     def add(self, name: str, duration_ns: int, details: Mapping[str, Any]) -> None:
-        """Add a timeline's span, if it is an operation and not a part of one."""
+        """Add the span of an operation. A span of a part of one, which has no "call" in its details, is ignored."""
         if "call" not in details:
             return
         nbytes, seconds = details.get("bytes", 0), max(1, duration_ns) / 1e9

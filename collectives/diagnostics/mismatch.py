@@ -1,9 +1,10 @@
-"""The check that all ranks make the same call: before any data moves if the call is new, else while they wait.
+"""The check that all ranks make the same call: before any data moves if the call is new, else while ranks wait.
 
-Each rank posts its new calls with their numbers over link.watch. A call on which all ranks have once agreed is known, and only
-looked up. Ranks agree in the order of the operations, so all know the same calls, and forget them at the same time. If a call
-is known to some ranks only, or ranks make different known calls, then those that run them have begun to move data. Such a rank
-compares the posts of others with the calls that it remembers, and posts its own in answer.
+Each rank posts its new calls with their numbers over link.watch, and waits for those of the others. A call on which all
+ranks have agreed is *known*, and runs without posts. Ranks agree in the order of the operations, so all ranks know the
+same calls, and forget them at the same time. If ranks make different calls with the same number, those whose call is
+known may have moved data. They compare the posts of others with the calls that they remember, and answer with their
+own.
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from gradwire.collectives.reduction import COMBINE
 #: How long a rank that knows of a difference waits for the calls of the others.
 GRACE_S = 1.2
 
-#: How many calls are known at most; then all are forgotten.
+#: The maximum number of known calls. Before one more is added, all are forgotten.
 _MOST_KNOWN = 4096
 
-#: How many of its last calls a rank posts, since it can be ahead of a rank that compares an earlier one.
+#: How many of its last calls a rank posts. A rank that compares an earlier call needs that one.
 _POSTED = 4
 
-#: Seconds between two checks of a wait, which news cuts short; the second value is used while nudge() must move messages.
+#: Seconds between two checks of a wait, unless news comes first. The second value applies while nudge() moves messages.
 _LOOK_S, _NUDGE_S = 0.1, 0.001
 
 _TOPIC = "calls"
 
-#: The call of a joined rank that only asks what has failed: it agrees with any other call.
+#: The call with which a joined rank raises a failure that others reported. It agrees with every call.
 ANY_CALL = "join()"
 
-#: One argument of a call: up to the next comma that is in no brackets.
+#: Matches one argument of a call: up to the next comma outside of brackets.
 _ARGUMENT = re.compile(r"(?:[^,\[(]|\[[^\]]*\]|\([^)]*\))+")
 _TENSOR = re.compile(r"(\w+)(\[.*\])")
 
-#: The names of arguments that are written without one.
+#: The names of arguments whose text is only the value.
 _MEANINGS = {"splits": "shape", "error feedback": "error feedback", **dict.fromkeys(COMBINE, "op")}
 
-#: Ranks select it by dtype, shape and codec, so it is named only if nothing else differs.
+#: The argument that follows from dtype, shape and codec, so an error names it only if nothing else differs.
 _FOLLOWS = "algorithm"
 
 
 class Call(NamedTuple):
-    """One rank's call. sequence: the operation's number. text: must be equal on all ranks. place: of the call in the user's
-    code, as 'file:line'; empty if not known. moved: whether its data may have moved."""
+    """One rank's call. sequence: the operation's number. text: the part that must be equal on all ranks. place: of the
+    call in the user's code, as 'file:line'; empty if unknown. moved: whether its data may have moved."""
 
     sequence: int
     text: str
@@ -61,8 +62,8 @@ class Call(NamedTuple):
 
 
 def first_difference(calls: Iterable[tuple[int, Call]], after: int = -1) -> dict[int, Call]:
-    """Return each rank's call in the first operation after number `after` in which they differ; empty if none does. calls:
-    (rank, call); of two of one rank, the one with a place counts."""
+    """Return each rank's call in the first operation after number `after` whose calls differ; empty if there is none.
+    calls: pairs (rank, call); if a rank has several calls with one number, the first that has a place counts."""
     by_sequence: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, call in calls:
         if call.sequence > after and call.text != ANY_CALL:
@@ -73,14 +74,14 @@ def first_difference(calls: Iterable[tuple[int, Call]], after: int = -1) -> dict
 
 
 def mismatch(calls: Mapping[int, Call], rank: int, operation: str) -> Mismatch:
-    """Return the error for calls, by rank, that differ."""
+    """Return the Mismatch for calls that differ. calls: by rank."""
     texts = {caller: call.text for caller, call in calls.items()}
     places = {caller: call.place for caller, call in calls.items() if call.place}
     return Mismatch(texts, rank=rank, operation=operation, places=places, differing=differing(texts.values()))
 
 
 def differing(calls: Iterable[str]) -> list[str]:
-    """Return what is not the same in all calls, such as ["dtype", "shape"]; ["the verb"] if their verbs differ."""
+    """Return the names of the arguments that differ, such as ["dtype", "shape"]; ["the verb"] if the verbs differ."""
     distinct = list(dict.fromkeys(calls))
     if len({call.partition("(")[0] for call in distinct}) > 1:
         return ["the verb"]
@@ -91,7 +92,7 @@ def differing(calls: Iterable[str]) -> list[str]:
 
 
 def _read(call: str) -> dict[str, list[str]]:
-    """Return the arguments of a call such as 'allreduce(float32[6], sum, prescale=2.0, ring, int8(block=256))', by name."""
+    """Return by name the arguments of a call such as 'allreduce(float32[6], prescale=2.0, ring, int8(block=256))'."""
     read: dict[str, list[str]] = defaultdict(list)
     for argument in map(str.strip, _ARGUMENT.findall(call.partition("(")[2].removesuffix(")"))):
         if tensor := _TENSOR.fullmatch(argument):
@@ -112,8 +113,8 @@ def _read(call: str) -> dict[str, list[str]]:
 class Agreement:
     """Compares the calls of one Communicator's ranks.
 
-    Attributes: known, the signatures on which all ranks have agreed; settled, the number of the last operation in which ranks
-    differed before any data moved.
+    Attributes: known, the signatures (see Operations.submit) on which all ranks have agreed; settled, the number of the
+    last operation in which calls differed before any data moved.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -121,41 +122,42 @@ class Agreement:
         self.settled = -1
         self._watch = watch
         self._own: list[Call] = []
-        self._wait_by = math.inf  # the end of waits for other calls, once they are known to differ
+        self._wait_by = math.inf  # when waits for the calls of others end, once calls are known to differ
         self._lock = threading.Lock()
 
     def post(self, call: Call) -> None:
-        """Post what this rank calls, unless it has posted a call of that number before."""
+        """Post a call of this rank, unless the rank has already posted a call with this number."""
         with self._lock:
             if all(own.sequence != call.sequence for own in self._own):
                 self._own = [*self._own[1 - _POSTED :], call]
                 self._watch.post(_TOPIC, self._own)
 
     def posted(self) -> list[tuple[int, Call]]:
-        """Return the calls that all ranks have posted, as (rank, call)."""
+        """Return the last posted calls of every rank, as pairs (rank, call)."""
         posts = list(self._watch.posts.get(_TOPIC, {}).items())
         return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
 
     def agree(self, call: Call, deadline: float, nudge: Callable[[], bool], in_vain: Callable[[], bool]) -> None:
-        """Wait until all ranks have posted this call.
+        """Wait until all ranks have posted their calls with this number, and compare the calls.
 
-        nudge: moves the messages that this rank has under way, and returns whether there are any. in_vain: returns whether some
-        rank will never post its call. Raises Mismatch, on all ranks, if they differ and no data has moved; LinkError if they
-        differ otherwise, or not all have posted before the deadline.
+        deadline: in time.monotonic() seconds. nudge: moves this rank's unfinished messages, and returns whether there
+        are any. in_vain: returns whether the wait cannot succeed any more. Raises Mismatch, on all ranks, if calls
+        differ and no data has moved. Raises LinkError if calls differ otherwise, or if calls are still missing at the
+        end.
         """
         self.post(call)
         everyone = self._watch.others | {self._watch.rank}
 
         def compared() -> tuple[dict[int, Call], set[int], bool]:
-            """Return the calls under this number, by rank, the ranks that are missing, and whether the calls differ."""
+            """Return the calls with this number, by rank, the missing ranks, and whether the calls differ."""
             posted = self.posted()
             calls = {rank: each for rank, each in posted if each.sequence == call.sequence}
-            passed = {rank for rank, each in posted if each.sequence > call.sequence}  # such a rank has seen all agree
+            passed = {rank for rank, each in posted if each.sequence > call.sequence}  # these ranks have gone on
             missing = everyone - calls.keys() - passed
             return calls, missing, any(each.text != call.text for each in calls.values())
 
         def wait(until: float, *, for_all: bool) -> None:
-            """Wait for the calls of all ranks; unless for_all, only until one differs or a missing rank is lost."""
+            """Wait for the calls of all ranks. Without for_all, stop also if calls differ or a missing rank is lost."""
 
             def is_over() -> bool:
                 _, missing, differ = compared()
@@ -180,14 +182,15 @@ class Agreement:
             raise LinkError(None, timed_out=time.monotonic() >= deadline, detail=detail, awaited=missing)
 
     def take(self, signature: str) -> None:
-        """Add a call's signature to the known ones."""
+        """Add the signature of a call to the known ones."""
         if len(self.known) == _MOST_KNOWN:
             self.known.clear()
         self.known.add(signature)
 
     def differs_from(self, remembered: Mapping[int, str], call_of: Callable[[int], Call]) -> bool:
-        """Return whether another rank has posted a different call under a number that this rank remembers, and post this rank's
-        own in answer. remembered: the texts of this rank's calls, by number. call_of: returns one of them as a Call."""
+        """Return whether another rank has posted a different call with a number that this rank remembers. Post this
+        rank's own call in answer, unless the calls are equal and this rank has posted one with this number or a later
+        one. remembered: the texts of this rank's calls, by number. call_of: returns the Call with a number."""
         differs = False
         for rank, call in self.posted():
             mine = remembered.get(call.sequence)
@@ -198,13 +201,14 @@ class Agreement:
         return differs
 
     def patience_s(self) -> float:
-        """Return how many seconds are left to wait for the calls of others, once they are known to differ."""
+        """Return the seconds left to wait for the calls of others. The first call after a difference starts this
+        wait."""
         now = time.monotonic()
         self._wait_by = min(self._wait_by, now + GRACE_S)
         return max(0.0, self._wait_by - now)
 
     def places(self, call: Call) -> dict[int, str]:
-        """Return by rank the place of a call that all ranks are in, of those that post it within GRACE_S seconds."""
+        """Return by rank the place of a call that all ranks run, for the ranks that post it within GRACE_S seconds."""
         self.post(call)
 
         def posted_places() -> dict[int, str]:

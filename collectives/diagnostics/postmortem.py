@@ -1,9 +1,10 @@
-"""The cause of a failure, which every surviving rank finds from the reports of all.
+"""The cause of a failure, which every surviving rank finds from the reports of all ranks.
 
-A dead rank breaks its own connections only, so most survivors see a neighbour fail, not the culprit. So a rank reports to all
-what it saw *before* it breaks its own connections, and waits for the others' reports before it blames anyone (link.watch carries
-them). Then a rank whose process has ended without a report is the cause; so is one that has left; one that others wait for and
-that reports nothing does not answer; and when all have reported, their calls differ, or messages are lost between two of them.
+The end of a process breaks only its own connections, so most survivors see a neighbour fail, and not the cause. So
+every rank sends a report to all others *before* it breaks its own connections, and waits for their reports before it
+names a cause (link.watch carries them). The cause is a rank whose process has ended without a report, or a rank that
+has left. A rank that others wait for, and that does not report, does not answer. If all ranks have reported, their
+calls differ, or messages are lost between two of them.
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from gradwire.collectives.link.watch import Watch
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5
 
-#: How long to wait for the ends of other processes that end together, as those of one host do, and for the reply of a rank that
-#: lives although a connection to it ended.
+#: How long to wait for the ends of further processes, since those of one host end together, and for the reply of a rank
+#: that lives although a connection to it has ended.
 _TOGETHER_S = 0.2
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank reports of a failure.
+    """Holds one rank's report of a failure.
 
-    sequence, call: its operation. waiting_for: the ranks that it was waiting for. gave_up: whether it stopped because its own
-    deadline had passed. waited_s: how long it had been in the operation, of the timeout_s that it had. before: number and call
-    of the last operations that it finished. is_message: whether the call is a message, of which other ranks know nothing;
-    sequence is then that of the first operation in which this rank takes no part. place: of the call in the user's code, as
-    'file:line'. sent: the call that sent another message than this rank's recv expects; empty if none did.
+    sequence, call: the number and the text of the operation that failed. waiting_for: the ranks for which this rank
+    waited. gave_up: whether its own deadline has passed. waited_s: the seconds since the operation began, of the
+    timeout_s that it may take. before: number and call of the last operations before it. is_message: whether the call
+    is a message, which only some ranks know; sequence is then the number of the first operation in which this rank
+    takes no part. place: of the call in the user's code, as 'file:line'. sent: the call that sent another message than
+    this rank's recv expects; empty if none did.
     """
 
     sequence: int
@@ -57,19 +59,20 @@ class Report:
         return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": tuple(map(tuple, news["before"]))})
 
     def calls(self) -> list[Call]:
-        """Return the operations that the report lists."""
+        """Return the operations in the report, as Calls. A message is not one of them."""
         calls = [Call(sequence, call) for sequence, call in self.before]
         return calls if self.is_message else [*calls, Call(self.sequence, self.call, self.place)]
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a rank knows when it must name a cause.
+    """Holds everything that a rank knows when it must name a cause.
 
-    reports: by rank, this rank's own among them. lost: the ranks whose process has ended without a goodbye. left: the ranks
-    that close the Communicator, with the first operation in which each takes no part, in the order of that news. cut: pairs of
-    ranks that live but are not connected any more. difference: what each rank called in the first operation in which they
-    differ. reasons: the exceptions by which ranks left. whereabouts: where ranks are, or that they do not answer.
+    reports: by rank, this rank's own among them. lost: the ranks whose process has ended without an announcement, or
+    whose host does not answer. left: the ranks that close the Communicator, with the number of the first operation in
+    which each takes no part, in the order of their announcements. cut: pairs of ranks that live but are not connected
+    any more. difference: each rank's call in the first operation whose calls differ. reasons: the exceptions with which
+    ranks left. whereabouts: by rank, where it is, or that it does not answer.
     """
 
     reports: Mapping[int, Report]
@@ -81,19 +84,19 @@ class Findings:
     whereabouts: Mapping[int, str] = field(default_factory=dict)
 
     def gone(self, sequence: int) -> set[int]:
-        """Return the ranks to blame for not taking part in an operation: those that ended without a goodbye, else the first
-        that left.
+        """Return the ranks that make an operation fail because they take no part in it: the lost ranks, else the first
+        rank that left. sequence: the number of the operation.
 
-        A rank that reported a failure before it went is not to blame, and one that leaves after another may do so because
-        of it.
+        A rank that reported a failure before it ended is not the cause. A rank that left after another one may have
+        left because of it.
         """
         leavers = [r for r, first in self.left.items() if first <= sequence and r not in self.reports]
         return set(self.lost - self.reports.keys() or leavers[:1])
 
 
 def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
-    """Wait until the cause is known, at most GRACE_S seconds for the reports of all ranks, and return the findings. report:
-    this rank's own."""
+    """Wait until the cause is known, and return the findings. The wait for the reports of all ranks takes at most
+    GRACE_S seconds. report: this rank's own."""
 
     def reports() -> dict[int, Report]:
         news = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
@@ -122,7 +125,7 @@ def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
 
 
 def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
-    """Return the error that this rank raises. detail: of the link's own error."""
+    """Return the error that this rank raises. detail: the text of the link's own error."""
     mine = findings.reports[rank]
     if mine.is_message:
         return _of_message(findings, rank, detail)
@@ -132,14 +135,14 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
         return _lost(findings, gone, rank, has_left=not gone & findings.lost)
     messages = {r: report for r, report in findings.reports.items() if report.is_message}
     if not any(report.gave_up for r, report in findings.reports.items() if r not in messages):
-        # What a rank had under way when it raised may fail, and be reported, while it ends.
+        # While a rank ends by an exception, its messages in flight may fail, which it reports too.
         if (first := next((r for r in findings.left if r in findings.reasons and r != rank), None)) is not None:
             return _lost(findings, {first}, rank, has_left=True)
         if messages:
             if (differs := _other_message(messages, rank, mine.call)) is not None:
                 return differs
             return CollectiveError("; ".join(_failed_in(messages)), rank=rank, operation=mine.call)
-        reported = findings.reports.keys() | findings.left.keys()  # a rank that waits for another one does not reach it
+        reported = findings.reports.keys() | findings.left.keys()  # other ranks that are awaited cannot be reached
         waits = [(r, peer) for r, each in findings.reports.items() for peer in each.waiting_for if peer not in reported]
         pairs = set(findings.cut) or {(min(pair), max(pair)) for pair in waits}
         there = {one if other == rank else other for one, other in pairs if rank in (one, other)}
@@ -162,7 +165,7 @@ def _timeout(findings: Findings, waiting_for: Set[int], rank: int, reasons: Sequ
 
 
 def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
-    """Return the error of a message, which is a matter of the ranks that it was awaited from or sent to."""
+    """Return the error of a message, whose cause is usually one of the ranks at its other end."""
     mine = findings.reports[rank]
     peers = set(mine.waiting_for)
     if (differs := _other_message(findings.reports, rank, mine.call)) is not None:
@@ -179,7 +182,7 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
 
 
 def _other_message(reports: Mapping[int, Report], rank: int, operation: str) -> Mismatch | None:
-    """Return the error of a message that is not what its receiver expects; None where there is no such message."""
+    """Return the error of a message that is not the one that its receiver expects; None if there is no such message."""
     for receiver, report in sorted(reports.items()):
         if report.sent:
             (sender,) = report.waiting_for
@@ -194,8 +197,8 @@ def _failed_in(reports: Mapping[int, Report]) -> list[str]:
 def difference_of(
     reports: Mapping[int, Report], posted: Iterable[tuple[int, Call]] = (), after: int = -1
 ) -> dict[int, Call]:
-    """Return each rank's call in the first operation after number `after` in which they differ; empty if none does. posted: the
-    calls that ranks posted before they failed, as (rank, call)."""
+    """Return each rank's call in the first operation after number `after` whose calls differ; empty if there is none.
+    posted: the calls that ranks posted before they failed, as pairs (rank, call)."""
     reported = ((rank, call) for rank, report in reports.items() for call in report.calls())
     return first_difference([*posted, *reported], after)
 
@@ -205,8 +208,8 @@ def _pairs_text(pairs: Set[tuple[int, int]]) -> str:
 
 
 def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, int]]) -> tuple[set[int], str]:
-    """Return the ranks that did not answer before a deadline, although no rank is gone and the calls are equal, and more detail
-    as text."""
+    """Return the ranks that did not answer before a deadline, and more detail as text. No rank is gone, and the calls
+    are equal."""
     gave_up = {r for r, report in reports.items() if report.gave_up and not report.is_message}
     who = "" if rank in gave_up else f"{ranks_text(gave_up)} gave up"
     waited = {peer for report in reports.values() for peer in report.waiting_for}

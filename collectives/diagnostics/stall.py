@@ -1,8 +1,8 @@
-"""Warnings of an operation that waits for long: which ranks are missing, and where in their programs they are instead.
+"""Warnings about an operation that waits for a long time: the missing ranks, and the lines that they execute instead.
 
-The Watch's thread checks about once a second whether the operation is still the one that it saw before, so operations spend no
-time on it. A rank that has waited for long asks all ranks where they are, and the Watch's thread of each rank answers, even
-while its main thread is busy. Only a rank that lets none of its threads run does not answer.
+The Watch's thread checks about once a second whether the operation is still the same, so that operations spend no time
+on checks. When a wait is long, the rank posts a question to all ranks. The Watch's thread of each rank answers it, even
+while the main thread is busy. A rank does not answer only if none of its threads can run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ASKED, _ANSWERED = "where is everyone", "whereabouts"
 #: Seconds between two checks of how long an operation has waited.
 _LOOK_S = 1.0
 
-#: How old an answer may be; so ranks that wait together ask once, not each by itself.
+#: How old an answer may be. So ranks that wait at the same time need only one question.
 _FRESH_S = 0.3
 
 #: How long a warning waits for answers, which take milliseconds where the machine is not busy with other processes.
 _ANSWER_S = 3.0
 
-#: How many ranks a warning names.
+#: The maximum number of ranks that a warning names.
 _MOST_RANKS = 16
 
 _SILENT = "does not answer: it is stopped, native code holds its interpreter's lock, or its host cannot be reached"
@@ -41,11 +41,12 @@ _SILENT = "does not answer: it is stopped, native code holds its interpreter's l
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is in the operations of one Communicator.
+    """Holds the position of a rank in the operations of one Communicator.
 
-    begun: the number of the last operation that it began; -1 before the first. is_running: whether that one still runs. calls:
-    of the last operations, by number. message: call and other ranks of the awaited message, a new tuple for each message; None
-    if there is none. elsewhere: what the rank waits in on other Communicators.
+    begun: the number of the last operation that the rank has begun; -1 before the first. is_running: whether it still
+    runs. calls: the last operations, by number. message: the call and the other ranks of the awaited message, a new
+    tuple for each message; None if there is none. elsewhere: the awaited operations and messages of other
+    Communicators.
     """
 
     begun: int
@@ -56,18 +57,18 @@ class Position:
 
     @property
     def call(self) -> str:
-        """Return the call of the last operation that the rank began."""
+        """Return the call of the last operation that the rank has begun."""
         return self._call(self.begun)
 
     @property
     def waits_in(self) -> str:
-        """The awaited operation or message, as text; empty if the rank does not wait."""
+        """Return the awaited operation or message, as text; empty if the rank does not wait."""
         if self.message is not None:
             return shortened(self.message[0])
         return f"operation {self.begun}, {self.call}" if self.is_running else ""
 
     def is_same_wait(self, earlier: Position) -> bool:
-        """Return whether the rank still waits for what it waited for at an earlier position."""
+        """Return whether the rank waits in the same operation or message as at an earlier position."""
         return (
             bool(self.waits_in)
             and self.message is earlier.message
@@ -75,7 +76,7 @@ class Position:
         )
 
     def to_news(self) -> dict[str, Any]:
-        """Return the position as an answer to ranks that ask, with the place of this rank's main thread."""
+        """Return the position as the answer to a question, with the place of the main thread of this process."""
         parts = [whereabouts.of_main_thread()]
         parts += [f"waits in {self.waits_in}"] if self.waits_in else []
         parts += [f"waits in {shortened(call)} of another Communicator" for call in self.elsewhere]
@@ -89,34 +90,34 @@ class Position:
 
 
 class Stalls:
-    """Logs a warning when a wait has lasted for warning_s seconds, and whenever that time has doubled; None turns this off.
-    position: returns where this rank is; None once the Communicator is deleted."""
+    """Logs a warning when a wait has lasted for warning_s seconds, and after each doubling of this time. warning_s:
+    None for no warnings. position: returns this rank's Position; None if the Communicator is deleted."""
 
     def __init__(self, watch: Watch, warning_s: float | None, position: Callable[[], Position | None]) -> None:
         self._watch = watch
         self._warning_s = warning_s
         self._position = position
         self._last = Position(-1, False, {})
-        self._since = 0.0  # since when this rank is at that position
+        self._since = 0.0  # when this rank was first seen at that position
         self._warn_after_s = 0.0
-        self._asked_at: float | None = None  # for the next warning
+        self._asked_at: float | None = None  # when the question for the next warning was asked
         self._questions: dict[int, float] = {}
         self._question_at = self._answer_at = -math.inf
-        self._answers: dict[int, tuple[float, dict[str, Any]]] = {}  # by rank, when it came, and the answer
+        self._answers: dict[int, tuple[float, dict[str, Any]]] = {}  # by rank: its time of arrival, and the answer
         watch.on_news(self._on_news)
 
     def ask(self) -> float:
-        """Ask all ranks where they are, unless some rank has just asked; return the time (time.monotonic()) of the question."""
+        """Post the question, unless some rank has just posted it. Return the present time.monotonic()."""
         now = time.monotonic()
         if now - self._question_at > _FRESH_S / 2:
             self._question_at = now
             self._watch.post(_ASKED, now)
-            self._answer(now)  # for ranks that do not ask themselves now
+            self._answer(now)  # for ranks that need not ask now
         return now
 
     def answers(self, asked_at: float, reported: Set[int]) -> dict[int, str]:
-        """Return by rank where the others are, or that they do not answer. asked_at: from ask(). reported: ranks that have
-        reported a failure meanwhile, so a missing answer of theirs means nothing, and they are left out."""
+        """Return by rank, as text, where the other ranks are, or that they do not answer. asked_at: the result of
+        ask(). reported: the ranks that have reported a failure since. If they do not answer, they are left out."""
         ranks = self._answered(asked_at) | (self._watch.others - reported)
         return {rank: self._answer_of(rank, asked_at) for rank in ranks}
 
@@ -129,13 +130,14 @@ class Stalls:
         return f"{_SILENT}; {asked_at - came:.0f} s before, it was {answer['text']}"
 
     def _answered(self, asked_at: float) -> set[int]:
-        """Return which other ranks have answered a question."""
+        """Return the other ranks whose answer is recent enough for a question. asked_at: the result of ask()."""
         return {
             rank for rank in self._watch.others & self._answers.keys() if self._answers[rank][0] > asked_at - _FRESH_S
         }
 
     def _on_news(self) -> float | None:
-        """Answer questions, and warn if it is time to. Errors are logged, because this runs on the Watch's thread."""
+        """Answer questions, and log a warning if it is due. Return in how many seconds to check again, or None. Log
+        errors, because this runs on the Watch's thread."""
         try:
             if (position := self._position()) is None:
                 return None
@@ -158,7 +160,7 @@ class Stalls:
             self._watch.post(_ANSWERED, position.to_news())
 
     def _look(self, position: Position, now: float, warning_s: float) -> float:
-        """Warn if it is time to; return in how many seconds to check again."""
+        """Log a warning if it is due. Return in how many seconds to check again."""
         look_s = min(_LOOK_S, warning_s / 4)
         last, self._last = self._last, position
         if not position.is_same_wait(last):
@@ -193,7 +195,8 @@ class Stalls:
         return "\n    ".join(lines)
 
     def _to_blame(self, position: Position, asked_at: float) -> tuple[set[int], set[int]]:
-        """Return the ranks that have not begun the operation or do not answer, and those that called another one."""
+        """Return the ranks that have not begun the operation or do not answer, and those that called another one. For a
+        message, return the ranks at its other end."""
         if position.message is not None:
             return set(position.message[1]), set()
         answers = {rank: self._answers[rank][1] for rank in self._answered(asked_at)}

@@ -1,4 +1,4 @@
-"""A timeline of all ranks: the events of each, how far apart their clocks are, and the file that Perfetto and Chrome show."""
+"""A timeline of all ranks: their events, the offsets of their clocks, and the file for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-#: How many events are kept, the last ones: a few hundred bytes each.
+#: The maximum number of events that are kept, of a few hundred bytes each. The oldest are dropped.
 MOST_EVENTS = 100_000
 
-#: How many rounds measure the offsets of the clocks.
+#: The number of rounds in which the offsets of the clocks are measured.
 ROUNDS = 16
 
-#: The clock of events, in nanoseconds. Only differences mean anything.
+#: The clock of events, in nanoseconds. Only differences of its times have a meaning.
 now_ns = time.perf_counter_ns
 
-#: (lane's number, name, begin, duration, details); the duration of a moment is None. Times in nanoseconds of the rank's own
-#: clock.
+#: (number of the lane, name, begin, duration, details), in nanoseconds of the rank's own clock. The duration is None
+#: for an event without one.
 Event = tuple[int, str, int, int | None, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The events that one rank has recorded. lanes: their names. dropped: how many of the oldest events were dropped. host: the
-    name of the rank's host."""
+    """Holds the events that one rank has recorded. lanes: the names of the lanes, by number. dropped: how many of the
+    oldest events were dropped. host: the name of the rank's host."""
 
     lanes: list[str]
     events: list[Event]
@@ -47,7 +47,7 @@ class Recording:
 
 
 class Timeline:
-    """Records events of this process. marks_cycles: whether the trainer marks where each exchange of gradients begins."""
+    """Records events of this process. marks_cycles: whether the trainer marks the start of each exchange."""
 
     def __init__(self, *, marks_cycles: bool = False, most_events: int = MOST_EVENTS) -> None:
         self.marks_cycles = marks_cycles
@@ -55,21 +55,21 @@ class Timeline:
         self._lanes: dict[str, Lane] = {}
 
     def lane(self, name: str) -> Lane:
-        """Return the lane of this name, made when first asked for."""
+        """Return the lane with this name. The first call makes it."""
         if name not in self._lanes:
             self._lanes[name] = Lane(self._events, len(self._lanes))
         return self._lanes[name]
 
     def recording(self) -> Recording:
-        """Return what is recorded."""
+        """Return the events so far."""
         events = list(self._events)
         seen = sum(lane.events for lane in self._lanes.values())
         return Recording(list(self._lanes), events, max(0, seen - len(events)), socket.gethostname())
 
 
 class Lane:
-    """One row of a timeline, whose spans do not overlap. events: how many were recorded. listener: called with each span's
-    name, nanoseconds and details."""
+    """One row of a timeline, whose spans are nested or do not overlap. events: how many were recorded. listener: called
+    with each span's name, nanoseconds and details."""
 
     def __init__(self, kept: deque[Event], number: int) -> None:
         self.events = 0
@@ -87,7 +87,7 @@ class Lane:
             self.listener(name, duration_ns, details)
 
     def mark(self, name: str, **details: Any) -> None:
-        """Add a moment without a duration."""
+        """Add an event without a duration."""
         self.events += 1
         self._kept.append((self._number, name, now_ns(), None, details or None))
 
@@ -101,33 +101,34 @@ class Lane:
             self.span(name, begin_ns, **details)
 
     def note(self, algorithm: str, nbytes: int, device: str) -> None:
-        """Keep the algorithm and the bytes of the running operation, and the type of the device whose tensors are sent, for
-        take_notes()."""
+        """Keep the algorithm, the bytes and the device type of the running operation for take_notes(). Further calls
+        add to them."""
         self._notes["device"] = device
         self._notes["bytes"] = self._notes.get("bytes", 0) + nbytes
         known = self._notes.get("algorithm")
         self._notes["algorithm"] = algorithm if known in (None, algorithm) else f"{known}, {algorithm}"
 
     def note_codec(self, codec: str, nbytes: int) -> None:
-        """Keep the running operation's codec, and its bytes before encoding in place of the bytes noted so far."""
+        """Keep the codec of the running operation, and its bytes before encoding in place of the bytes so far."""
         self._notes |= {"codec": codec, "bytes": nbytes}
 
     def take_notes(self) -> dict[str, Any]:
-        """Return what was noted since the last call."""
+        """Return the notes since the last call, by name."""
         notes, self._notes = self._notes, {}
         return notes
 
 
 @dataclass(frozen=True)
 class Offset:
-    """The nanoseconds to add to a rank's clock to get rank 0's. error_ns: the bound of their error."""
+    """The offset of a rank's clock. offset_ns: the nanoseconds to add to its time to get that of rank 0's clock.
+    error_ns: the maximum error of offset_ns."""
 
     offset_ns: int
     error_ns: int
 
 
 def measure(now_ns: Callable[[], int], gather: Callable[[Sequence[int]], list[list[int]]]) -> list[Offset]:
-    """Return the offset of every rank. gather: returns every rank's row of numbers, in rank order. Collective."""
+    """Return the offset of every rank. gather: returns the rows of integers of all ranks, in rank order. Collective."""
     begins, ends = [], []
     for _ in range(ROUNDS):
         begins.append(now_ns())
@@ -138,13 +139,13 @@ def measure(now_ns: Callable[[], int], gather: Callable[[Sequence[int]], list[li
 
 
 def offsets(begins: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> list[Offset]:
-    """Return the offset of every rank. Each round is an allgather; the times are those of a rank's clock when it entered and
-    left it.
+    """Return the offset of every rank. begins, ends: by rank and round, when the rank entered and left an allgather, in
+    nanoseconds of its own clock.
 
-    A rank returns from an allgather after every other rank has entered. So for rank r, whose clock is o behind that of rank 0:
-    what rank 0 showed on entering is no later than what rank r showed on returning, plus o; and the other way round. That leaves
-    an interval for o, as wide as two messages take, and every round narrows it: a late rank spoils no round but its own.
-    (After Cristian, Probabilistic clock synchronization, 1989.)
+    A rank leaves an allgather after every rank has entered it. Let o be the offset of rank r. Then rank 0's begin is at
+    most rank r's end plus o, and rank r's begin plus o is at most rank 0's end. So each round gives an interval that
+    contains o, about as wide as the time of two messages. The result is the middle of the intersection of all
+    intervals, so a late rank spoils only its own rounds. (After Cristian, Probabilistic clock synchronization, 1989.)
     """
     found = [Offset(0, 0)]
     for begin, end in zip(begins[1:], ends[1:], strict=True):
@@ -155,8 +156,8 @@ def offsets(begins: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> l
 
 
 def trace_of(recordings: Mapping[int, Recording], offsets: Sequence[Offset]) -> dict[str, Any]:
-    """Return the trace of recordings, by rank, in the trace event format: one process for each rank, on the clock of rank 0, in
-    microseconds from the first event on. offsets: of all ranks."""
+    """Return the trace of recordings in Chrome's trace event format: one process for each rank, with times on the clock
+    of rank 0, in microseconds since the first event. recordings: by rank. offsets: those of all ranks."""
     begins = [event[2] + offsets[rank].offset_ns for rank, each in recordings.items() for event in each.events]
     zero = min(begins, default=0)
     events: list[dict[str, Any]] = []
@@ -179,7 +180,7 @@ def trace_of(recordings: Mapping[int, Recording], offsets: Sequence[Offset]) -> 
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Write a trace, all of it or nothing."""
+    """Write a trace, all of it or nothing. Raises OSError."""
     beside = path.with_name(f"{path.name}.part")
     beside.write_text(json.dumps(trace))
     beside.replace(path)

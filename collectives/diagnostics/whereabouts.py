@@ -1,6 +1,6 @@
-"""Where in a user's program a thread is, or an exception was raised: the file and the line that the user would look at.
+"""The file and line of the user's program where a thread is, or where an exception was raised.
 
-An exception that ends this rank is reported to the others before the interpreter ends, which may take long.
+An exception that ends this rank is reported to the others at once, because the end of the interpreter may take long.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Protocol
 
-#: Packages that are not the user's code; neither are the standard library and installed packages.
+#: Packages that are not the user's code, besides the standard library and installed packages.
 _OURS = {"gradwire", "torch"}
 
 _INSTALLED = ("site-packages", "dist-packages")
 
-#: The longest text about an exception; messages may hold whole tensors.
+#: The maximum number of characters of a text. The message of an exception may contain a whole tensor.
 _LONGEST = 300
 
 
 def of_main_thread() -> str:
-    """Return where the main thread is. Any thread may call this."""
+    """Return the place of the main thread, as text. Any thread may call this."""
     frame = frame_of(threading.main_thread().ident or 0)
     return f"at {_place(traceback.walk_stack(frame))}" if frame else "at its end: the main thread has ended"
 
 
 def frame_of(ident: int) -> FrameType | None:
-    """Return the current frame of a thread; None if it has ended.
+    """Return the current frame of a thread; None if the thread has ended.
 
-    sys._current_frames() holds a lock of the interpreter's. If garbage were collected meanwhile, a finalizer could let a thread
-    run that needs the same lock, and both would deadlock (as they did in CPython 3.11).
+    sys._current_frames() holds a lock of the interpreter. If garbage were collected during the call, a finalizer could
+    let another thread run that needs the same lock. Both threads would then deadlock, as in CPython 3.11.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -45,7 +45,7 @@ def frame_of(ident: int) -> FrameType | None:
 
 
 def of_exception(error: BaseException) -> str:
-    """Return in one line what was raised, and where; empty for the SystemExit of a script that succeeds."""
+    """Return an exception and its place in one line; empty for the SystemExit of a script that succeeds."""
     if isinstance(error, SystemExit) and not error.code:
         return ""
     what = shortened(" ".join("".join(traceback.format_exception_only(error)).split()))
@@ -58,20 +58,20 @@ def of_exception(error: BaseException) -> str:
 
 
 def of_call(frame: FrameType | None) -> str:
-    """Return 'file:line' of the innermost call in the user's own code, from a frame outwards; empty if there is none, as in the
-    framework's own threads."""
+    """Return 'file:line' of the innermost call in the user's own code, from a frame outwards; empty if there is none,
+    as in the framework's own threads."""
     frames = traceback.walk_stack(frame) if frame is not None else ()
     return next((f"{each.f_code.co_filename}:{line}" for each, line in frames if _is_users(each)), "")
 
 
 def shortened(text: str) -> str:
-    """Return a text, or the beginning of a long one."""
+    """Return a text. If it is too long, return its beginning and '...'."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of the user's code, and the innermost of all if that is another. frames: the innermost
-    first."""
+    """Return the innermost line of the user's code, and the innermost line of all code if that is another. frames: from
+    the innermost outwards."""
     listed = list(frames)
     innermost = listed[0]
     users = next((each for each in listed if _is_users(each[0])), innermost)
@@ -96,11 +96,11 @@ class Leaver(Protocol):
     """Takes part in operations for which other ranks wait."""
 
     def leave(self, why: str) -> None:
-        """Report to the others that this rank takes no part any more."""
+        """Report to the other ranks that this rank takes no further part. why: the exception, as text."""
 
 
 class ExceptHook:
-    """Replaces sys.excepthook while there are leavers: calls each of them, then the former hook."""
+    """Replaces sys.excepthook while there are leavers. Calls leave() of each of them, then the former hook."""
 
     def __init__(self, former: _Hook) -> None:
         self.leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
@@ -117,7 +117,7 @@ class ExceptHook:
 
     @classmethod
     def register(cls, leaver: Leaver) -> ExceptHook:
-        """Add a leaver, without keeping it alive. Return the hook, whose dismiss() removes it."""
+        """Add a leaver, with a weak reference. Return the hook, whose dismiss() removes the leaver."""
         hook = sys.excepthook
         if not isinstance(hook, ExceptHook):
             hook = sys.excepthook = ExceptHook(hook)
@@ -125,7 +125,7 @@ class ExceptHook:
         return hook
 
     def dismiss(self, leaver: Leaver) -> None:
-        """Remove a leaver; after the last one, restore the former sys.excepthook, if nobody has changed it since."""
+        """Remove a leaver. After the last one, restore the former sys.excepthook, unless it has been replaced since."""
         self.leavers.discard(leaver)
         if not self.leavers and sys.excepthook is self:
             sys.excepthook = self._former

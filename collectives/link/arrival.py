@@ -1,4 +1,4 @@
-"""How the ranks of a job arrive: each connects to a hub on one of them, which leaves its address in the store."""
+"""The arrival of the ranks of a job: each connects to a hub on one of the ranks, whose address is in the store."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ def arrive(
     by_agent: bool = False,
     lost: Callable[[], Collection[int]] | None = None,
 ) -> Presence:
-    """Arrive, and return what is known of the others once all ranks have arrived. A collective call.
+    """Connect to the hub, and return this rank's Presence once all ranks have arrived. A collective call.
 
-    card: of this process, as own_address.card_of makes it, and whatever else `admission` is to know as its "identity".
-    hub_rank: the rank that keeps the hub, and puts its own in the place of the one before; None leaves that to the first that
-    arrives, in a store in which no hub has been before. left: the keys of hubs that this process has left. keepers: the rank
-    whose process keeps the store, where one does. by_agent: whether a launcher keeps it, which may have started all ranks
-    again since somebody made the hub that is noted there, and ends them where one has ended: a hub that is gone is then waited
-    for. lost: returns, without waiting, the ranks whose end a launcher has noted, also of those that did not arrive. deadline:
-    time.monotonic() seconds. Raises TurnedAway where the hub turns this process away; LinkError where a rank has ended or
-    cannot connect, and, with the ranks that did not arrive, at the deadline; OSError where this process cannot connect.
+    card: that of this process, from own_address.card_of, with the data that `admission` needs as "identity". deadline:
+    time.monotonic() seconds. hub_rank: the rank that runs the hub, and replaces an earlier hub's address in the store;
+    None for the first rank that arrives, in a store that has never held a hub's address. left: the keys of hubs that
+    this process has left. keepers: the rank whose process serves the store, if one does. by_agent: whether a launcher
+    serves the store. A launcher may restart all ranks, so the store may hold the address of a hub that has ended; this
+    rank then waits for a new one. lost: returns, without waiting, the ranks whose end a launcher has noted, including
+    ranks that never arrived.
+
+    Raises TurnedAway if the hub rejects this process; LinkError if a rank has ended or cannot connect, and at the
+    deadline, with the ranks that did not arrive; OSError if this process lacks the resources to connect.
     """
     with closing(Asking(store, deadline, None, keepers)) as asking:
         arrival = _Arrival(
@@ -63,7 +65,7 @@ def arrive(
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A process on its way to a hub: the arguments of arrive()."""
+    """Holds the arguments of arrive(), and connects this process to the hub."""
 
     store: Store
     asking: Asking
@@ -77,7 +79,7 @@ class _Arrival:
     lost: Callable[[], Collection[int]] | None
 
     def attempt(self) -> Presence:
-        """See arrive."""
+        """Try once to arrive. Return and raise as arrive() does; raise TurnedAway with `again` to try again."""
         hub_card, hub = self._find_hub()
         note = f"failure/{hub_card['key']}"
         presence: Presence | None = None
@@ -87,7 +89,7 @@ class _Arrival:
                 self._check_lost()
                 if hub is None:
                     continue
-                socket.socket().close()  # raises where those who are still to come could not be accepted
+                socket.socket().close()  # raises OSError if the hub could accept no more ranks
                 if (failure := self._read(note)) is not None:
                     presence.report(failure)
             check_addresses(presence.cards)
@@ -99,9 +101,9 @@ class _Arrival:
         except Exception as error:
             failure = Failure.of(error, self.card["rank"])
             if presence is not None:
-                # First: the store may take its time, and whoever asks meanwhile gets no answer here.
+                # First, because the store may be slow, and this process answers no inquiry of the hub meanwhile.
                 presence.report(failure)
-            with suppress(Exception):  # where the store has ended, the others know by that
+            with suppress(Exception):  # if the store has ended, the other ranks detect that
                 self.asking.ask(lambda: self.store.compare_set(note, "", json.dumps(asdict(failure))))
             if presence is not None:
                 presence.close()
@@ -110,18 +112,18 @@ class _Arrival:
             raise
 
     def _check_lost(self) -> None:
-        """Raise LinkError where the launcher has noted the end of ranks, which may never have come."""
+        """Raise LinkError if the launcher has noted the end of ranks, including ranks that never arrived."""
         if self.lost is not None and (lost := self.lost()):
             raise Failure.loss_of(lost).as_link_error()
 
     def _read(self, note: str) -> Failure | None:
-        """Return the first failure that a rank, which may not be connected to the hub, has left in the store."""
+        """Return the first failure in the store, or None. The rank that wrote it need not be connected to the hub."""
         if not self.asking.ask(lambda: self.store.check([note])):
             return None
         return Failure.from_record(json.loads(self.asking.ask(lambda: self.store.get(note))))
 
     def _find_hub(self) -> tuple[Card, Hub | None]:
-        """Return the card of the hub, and the hub itself where this process keeps it."""
+        """Return the card of the hub, and the hub if it runs in this process. Raises LinkError at the deadline."""
         store, ask = self.store, self.asking.ask
         if self.hub_rank == self.card["rank"]:
             hub, made = self._make_hub()
@@ -146,7 +148,7 @@ class _Arrival:
             time.sleep(LOOK_AGAIN_S)
 
     def _make_hub(self) -> tuple[Hub | None, Card]:
-        """Return a hub in this process and its card; None and a card that says why, or the others would wait for it."""
+        """Return a hub in this process, and its card. If it cannot listen, return None and a card with the reason."""
         made = self.card | {"key": secrets.token_hex(_KEY_BYTES), "token": secrets.token_hex(_KEY_BYTES)}
         if self.card["problem"]:
             return None, made
@@ -157,7 +159,8 @@ class _Arrival:
         return hub, hub.card
 
     def _enter(self, hub_card: Card, hub: Hub | None, note: str) -> Presence:
-        """Connect to the hub and send it this process's card. Raises LinkError where the rank that keeps the hub is at fault."""
+        """Connect to the hub, and send it this process's card. If the hub cannot be reached, raise LinkError, with the
+        first failure in the store if there is one, or TurnedAway with `again` if a launcher may restart the hub."""
         check_addresses([hub_card, self.card | {"loopback": "", "problem": ""}])
         if hub is not None:
             connection, theirs = socket.socketpair()
@@ -169,7 +172,7 @@ class _Arrival:
             try:
                 connection = dial(*place, self.deadline, self._check_lost, set_up, small_segments=True)
             except LinkError as error:
-                error.ended |= isinstance(error.__cause__, ConnectionError)  # or as the launcher has noted
+                error.ended |= isinstance(error.__cause__, ConnectionError)  # or already set, by _check_lost()
                 if error.ended and self.by_agent and time.monotonic() < self.deadline:
                     raise TurnedAway(hub_card["rank"], str(error), again=True) from error
                 if (failure := self._read(note)) is not None:

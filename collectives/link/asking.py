@@ -1,4 +1,4 @@
-"""Calls to a store, each with a deadline. None is still running when the process ends."""
+"""Calls to a store, each with a deadline. No call is still running when the process ends."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Asking:
     """Calls a store on a separate thread. While the process that serves the store is stopped, torch waits without a deadline;
     the thread can be abandoned in that wait. If no thread can be started, only torch's own timeouts bound the calls.
 
-    deadline: time.monotonic() seconds. check: called repeatedly; raises LinkError to end a useless wait. keepers: the rank
-    whose process serves the store, if it is one of those that connect.
+    deadline: time.monotonic() seconds. check: called repeatedly; raises LinkError to end a useless wait. keepers: the
+    rank whose process serves the store, if it is one of the ranks that connect.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Asking:
         self._thread = DaemonThread("gradwire-store", or_callers=True)
 
     def ask(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return the result of a call to the store. Raises LinkError if there is no answer by the deadline or the store has
-        ended, and what check raises."""
+        """Return the result of a call to the store. Raises LinkError if there is no answer by the deadline or the store
+        has ended, and the errors of check."""
         answer = self._thread.submit(call)
         until = max(self._deadline, time.monotonic() + _LAST_ANSWER_S)
         try:

@@ -1,5 +1,5 @@
-"""The default link: shared memory for CPU tensors inside a host, TCP or the process group for those between hosts, and the
-process group for everything else."""
+"""The default link: shared memory for CPU tensors inside a host, TCP or the process group for CPU tensors between
+hosts, and the process group for CUDA tensors and the algorithm 'native'."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALL_COMPILE_S = 120.0
 
 _POLL_S = 0.0001
 
-#: How long receives through one part may stand still while this rank waits for the other part.
+#: How long receives through one part may make no progress while this rank waits for the other part.
 _SLICE_S = 0.05
 
 #: How long next_sender() polls the link between hosts before it polls shared memory again.
@@ -40,9 +40,9 @@ _log = logging.getLogger("gradwire")
 
 
 def auto(membership: Membership, timeout_s: float) -> Transport:
-    """Connect the members. CPU tensors go through shared memory inside a host, unless a rank refuses it, and over TCP between
-    all other ranks, unless a rank has no kernels for it. All else goes through the process group. timeout_s: without the time
-    to compile kernels."""
+    """Connect the members. CPU tensors go through shared memory inside a host, unless any rank refuses it, and over TCP
+    between all other ranks, unless any rank lacks the kernels for TCP. All other messages go through the process group.
+    timeout_s: without the time to compile kernels. Raises LinkError, OSError or RuntimeError if this fails."""
     rank, size = membership.rank, membership.size
     with ExitStack() as made:
 
@@ -85,8 +85,8 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
 def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool) -> list[dict[str, Any]]:
     """Return for each rank whether it accepts shared memory, and why it has no kernels for TCP (None if it has them).
 
-    When this returns, every rank has compiled its kernels; a collective of the backend would time out meanwhile. A rank that
-    neither arrives nor compiles is awaited for timeout_s only.
+    When this returns, every rank has compiled its kernels. (During a collective of the backend, compiling would exceed
+    the timeout.) A rank that neither arrives nor compiles is awaited for timeout_s only.
     """
     memory = shared_memory_wanted(os.environ)
     with FIRST_USE.together("about 20 s", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)):
@@ -116,10 +116,10 @@ class _Nowhere(Transport):
 
 @dataclass(eq=False, slots=True)
 class _SharedPending:
-    """A message through one part. Waiting for it also moves the messages of the other part.
+    """A message through one part of a RoutingTransport. Waiting for it also moves the messages of the other part.
 
-    Only calls by this rank move those, and the peer may need one of them before it answers. That is usually a send, so sends
-    are moved all the time, and receives once in _SLICE_S seconds.
+    Only calls by this rank move them, and the peer may need one of them before it answers. It is usually a send, so
+    sends are moved all the time, and receives once in _SLICE_S seconds.
     """
 
     pending: Pending
@@ -150,9 +150,9 @@ class _SharedPending:
 
 
 class RoutingTransport(Transport):
-    """Routes each message to one of several Transports. group: for CUDA tensors if it carries them, and for algorithm 'native'.
-    near: for CPU tensors between `neighbours`, the ranks that share memory with this one, and itself; None if there are none.
-    far: for all other messages; it may be `group`. some_share: whether any ranks share memory, this one or others."""
+    """Routes each message to one of several Transports. group: for CUDA tensors if it carries them, and for algorithm
+    'native'. near: for CPU tensors between `neighbours`, this rank and those that share memory with it; None if no rank
+    does. far: for all other messages; it may be `group`. some_share: whether any ranks of the group share memory."""
 
     def __init__(
         self,
@@ -235,8 +235,9 @@ class RoutingTransport(Transport):
         return self._group.collective(request)
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
-        """See Transport. None for a program with peers in shared memory, whose messages `far` would not move. Ranks that reduce
-        the same numbers must all use the same loop: the sign of a minimum of zeros and the bits of a NaN depend on it."""
+        """See Transport. Return None for a program with peers in shared memory, whose messages `far` would not move,
+        and if any ranks share memory, for a program that reduces: all ranks must reduce with the same loop, because the
+        sign of a minimum of zeros and the bits of a NaN depend on it."""
         if self._neighbours & program.peers or (self._some_share and program.scratch):
             return None
         return self._far.follow(program, dtype, op)

@@ -17,7 +17,7 @@ Message = tuple[int, torch.Tensor]
 
 
 class Pending(Protocol):
-    """A message on its way."""
+    """A posted message."""
 
     def wait(self, deadline: float) -> None:
         """Wait until the tensor is filled (received), or may be changed (sent). deadline: time.monotonic() seconds.
@@ -37,9 +37,9 @@ Posted = tuple[list[Pending], list[Pending]]
 class Request:
     """A verb that a transport is to run by itself, for buffers of one dtype and device.
 
-    verb, algorithm: as the transport offers them. dtype, device_type: of both buffers; bool travels as uint8. numel: of the
-    source. op: 'sum', 'average', 'min', 'max' or 'product'. root: of broadcast, reduce, gather and scatter. source_lengths,
-    destination_lengths: how many elements go to each rank and come from each rank in alltoall.
+    verb, algorithm: as the transport offers them. dtype, device_type: those of both buffers; bool is sent as uint8.
+    numel: that of the source. op: 'sum', 'average', 'min', 'max' or 'product'. root: for broadcast, reduce, gather and
+    scatter. source_lengths, destination_lengths: for alltoall, the elements sent to and received from each rank.
     """
 
     verb: str
@@ -58,14 +58,15 @@ WholeRun = Callable[[torch.Tensor, torch.Tensor, int, float], None]
 
 
 class Whole(NamedTuple):
-    """A verb that a transport has prepared, and runs by itself at each call of `run`.
+    """A verb that a transport has prepared, and executes at each call of `run`.
 
-    run: (source, destination, tag, deadline), with contiguous tensors as in the Request. A CPU tensor is the user's own: it may
-    have any shape, and may require gradients. allreduce, broadcast and reduce get the same tensor twice (reduce may overwrite
-    it on any rank); gather and scatter get an empty tensor for the parts on ranks other than the root, and barrier gets empty
-    tensors; allgather's source may be this rank's part of its destination. tag: 30 bits, the same on ranks that call the same
-    operation, and only there. deadline: time.monotonic() seconds. Raises LinkError. needs_meeting: whether ranks must first
-    pass a barrier under the tag, because run does harm if they call different operations. algorithm: its name, for timelines.
+    run: (source, destination, tag, deadline), with contiguous tensors as in the Request. A CPU tensor is the user's
+    own: it may have any shape, and may require gradients. allreduce, broadcast and reduce get the same tensor twice
+    (reduce may overwrite it on any rank); gather and scatter get an empty tensor for the parts on ranks other than the
+    root, and barrier gets empty tensors; allgather's source may be this rank's part of its destination. tag: 30 bits,
+    equal on ranks that call the same operation, and different otherwise. deadline: time.monotonic() seconds. Raises
+    LinkError. needs_meeting: whether ranks must first pass a barrier with this tag, because run does harm if they call
+    different operations. algorithm: its name, for timelines.
     """
 
     run: WholeRun
@@ -83,16 +84,17 @@ class Transport(ABC):
     Messages from one rank to another with the same tag arrive in the order sent. A message is never received under another tag
     (except by NCCL, which has no tags).
 
-    Attributes: device_types, the device types whose tensors it moves (without "cuda", CUDA tensors are copied through pinned
-    memory); posts_together, the device types for which both ends of a message must be posted in the same round, as NCCL
-    requires; quick, whether a message costs microseconds, without the thread wake-ups of a backend; eager, whether a send may
-    finish before its receiver has posted the receive, so that programs must end with an answer; hears_anyone, whether
-    next_sender() is implemented; waits_again, whether wait() may be called again after its deadline has passed; shares_memory,
-    whether this rank shares memory with others of its host; algorithms, by verb, those that it runs by itself; preferred, by
-    verb, the one of these that 'auto' selects for every size; share_alignment_bytes, by allreduce algorithm that it also runs
-    in halves, as the verbs reduce_shares and gather_shares, in place: it cuts a buffer at multiples of this into one share a
-    rank, in rank order and of near-equal length, as plan.spans.split_aligned does; routes, lines of text: what connects this
-    rank with which others, and why.
+    Attributes: device_types, the device types whose tensors it moves (without "cuda", CUDA tensors are copied through
+    pinned memory); posts_together, the device types for which both ends of a message must be posted in the same round,
+    as NCCL requires; quick, whether a message costs microseconds, without the thread wake-ups of a backend; eager,
+    whether a send may finish before its receiver has posted the receive, so that programs must end with an answer;
+    hears_anyone, whether next_sender() is implemented; waits_again, whether wait() may be called again after its
+    deadline has passed; shares_memory, whether this rank shares memory with others of its host; algorithms, by verb,
+    those that collective() takes; preferred, by verb, the one of these that 'auto' selects for every size;
+    share_alignment_bytes, for each allreduce algorithm that it also runs in halves (the verbs reduce_shares and
+    gather_shares, in place): the buffer is cut at multiples of this into one share per rank, in rank order and of
+    near-equal length, as by plan.spans.split_aligned; routes, lines of text: which ranks this rank reaches by which
+    connection, and why.
     """
 
     rank: int
@@ -113,7 +115,7 @@ class Transport(ABC):
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """Start all messages of one round; return one Pending for each send and each receive. Never blocks for a peer.
 
-        While this rank is in any wait, all its posted messages move. Raises LinkError when a peer is known to be gone.
+        While this rank is in any wait, all its posted messages move. Raises LinkError if a peer is known to be lost.
 
         tag: 31 bits that match sends to receives. The bits above the lowest KIND_BITS may hold the kind of numbers: a link that
         can compare raises LinkError with `found` if the two ends of a message differ in kind or length.

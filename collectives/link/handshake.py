@@ -29,7 +29,7 @@ CHALLENGE_BYTES = 32
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
 _SILENCE_MS = 15_000
 
-#: Errors of connecting that this process causes, and not the one at the other end.
+#: The errors of connecting that this process causes, and not the process at the other end.
 OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 
 #: Seconds between two calls of check() in a wait for another rank.
@@ -46,8 +46,8 @@ def neighbours(rank: int, size: int) -> list[int]:
 
 
 def listen(address: str, backlog: int, *, small_segments: bool = False) -> socket.socket:
-    """Return a nonblocking socket that listens on a numeric address, IPv4 or IPv6. Raises OSError where it cannot.
-    small_segments: whether connections are to work where large packets are lost."""
+    """Return a nonblocking socket that listens on a numeric address, IPv4 or IPv6. Raises OSError if it cannot.
+    small_segments: whether connections must work on paths that lose large packets."""
     listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
     listener.setblocking(False)
     if small_segments:
@@ -92,8 +92,9 @@ def dial(
 
 
 def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], None]) -> list[int]:
-    """Wait for any of the events, and return the descriptors that are ready. events: of poll(), by socket or descriptor. check:
-    called every _CHECK_S seconds; raises LinkError to end a useless wait. Raises TimeoutError at the deadline."""
+    """Wait for any of the events, and return the ready descriptors. events: those of poll(), by socket or descriptor.
+    check: called every _CHECK_S seconds; raises LinkError to end a useless wait. Raises TimeoutError at the
+    deadline."""
     poll = select.poll()
     for waiting, event in events.items():
         poll.register(waiting, event)
@@ -117,7 +118,7 @@ class _Unverified:
             connection.send(self._challenge)
 
     def read(self) -> bool:
-        """Read what has arrived of the answer; return whether more of it may follow."""
+        """Read the part of the answer that has arrived; return whether more of it may follow."""
         try:
             piece = self.connection.recv(_HELLO.size - len(self._answer))
         except OSError as error:
@@ -134,10 +135,10 @@ class _Unverified:
 
 
 class Listener:
-    """A socket to which the ranks with a lower number connect. card: its address and port. small_segments: see listen."""
+    """A socket to which ranks with lower numbers connect. card: its address and port. small_segments: see listen."""
 
     def __init__(self, address: str, *, small_segments: bool = False) -> None:
-        """Raises OSError where the address cannot be listened on."""
+        """Listen on a free port of an address. Raises OSError if this process cannot."""
         self._small_segments = small_segments
         self._socket = listen(address, 128, small_segments=small_segments)
         self.card = f"{address} {self._socket.getsockname()[1]}"
@@ -151,7 +152,7 @@ class Listener:
         deadline: float,
         check: Callable[[], None],
     ) -> dict[int, socket.socket]:
-        """Connect this rank to its peers, each of which calls this as well; stop listening. Return the connections by rank.
+        """Connect this rank to its peers, which call join() too, and stop listening. Return the connections by rank.
 
         cards: each rank's Listener.card. check: see wait_ready. Raises LinkError with the ranks that did not connect.
         """
@@ -236,14 +237,15 @@ def _code(rank: int, peer: int, challenge: bytes, secret: bytes) -> bytes:
 
 
 def give_up_on_silence(connection: socket.socket) -> None:
-    """Break a connection when the other host acknowledges no sent bytes for _SILENCE_MS milliseconds. Only for connections
-    whose peer always reads soon: once the buffers between are full, a peer that does not read acknowledges nothing either."""
+    """Break a connection when the other host acknowledges no sent bytes for _SILENCE_MS milliseconds. Only for
+    connections whose peer always reads soon: once the buffers are full, a peer that does not read sends no
+    acknowledgement."""
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
 
 
 def set_up(connection: socket.socket) -> None:
-    """Send small messages of a connection at once, and break it when the other host does not answer for some seconds."""
+    """Send small messages of a connection at once, and break it when the other host does not answer for about 15 s."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:

@@ -1,7 +1,7 @@
-"""The hub, to which every rank that arrives holds one connection: it admits processes, and passes on what they report.
+"""The hub, to which every rank that arrives holds one connection. It admits processes, and forwards their reports.
 
-The hub runs on a thread of one of the ranks. A connection that ends without a goodbye means that the process at its other end
-has ended, and the hub reports that to all others.
+The hub runs on a thread of one of the ranks. If a connection ends without a final message, the process at its other end
+has ended, and the hub reports this to all other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradwire.collectives.link.watch import Neighbour, poll_of
 #: How a process describes itself when it arrives: numbers, strings, and lists and dicts of them; "rank" is one key.
 Card = dict[str, Any]
 
-#: How long a rank may take to answer whether it runs.
+#: How long a rank may take to answer that it runs.
 ANSWER_S = 0.5
 
 #: How long the hub waits after it could not accept a connection.
@@ -47,7 +47,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Return the Failure for an error raised on this rank: of the ranks that a LinkError names, else of this rank."""
+        """Return the Failure for an error on a rank: of the ranks that a LinkError names, else of this rank."""
         if isinstance(error, LinkError):
             return cls(tuple(sorted(error.awaited)), str(error), error.ended, error.timed_out)
         return cls((rank,), f"rank {rank} raised {type(error).__name__}: {error}")
@@ -63,15 +63,15 @@ class Failure:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Failure:
-        """Return the Failure from which asdict made a record."""
+        """Return the Failure whose asdict() is a record."""
         return cls(tuple(record["ranks"]), record["why"], record["ended"], record["timed_out"])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a hub does with a process that arrives. refused: why it is not admitted; None if it is. again: whether it may try
-    again. evicted: by rank, why the hub now closes the connection of a process that it has admitted before. fatal: why no rank
-    can go on."""
+    """A decision about a process that arrives. refused: the reason not to admit it; None to admit it. again: whether a
+    refused process may try again. evicted: by rank, the reason to close the connection of a process admitted before.
+    fatal: the reason why no rank can continue; None if there is none."""
 
     refused: str | None = None
     again: bool = False
@@ -80,11 +80,11 @@ class Verdict:
 
 
 class Admission:
-    """Decides which processes a hub admits: here the first that arrives as each rank."""
+    """Decides which processes a hub admits. This class admits the first process that arrives as each rank."""
 
     def judge(self, arriving: Card, members: Mapping[int, Card], *, is_complete: bool) -> Verdict:
-        """Return what to do when a process arrives. members: the cards of the admitted processes, by rank. is_complete: whether
-        all ranks were admitted at some time."""
+        """Return the Verdict on a process that arrives. members: the cards of the admitted processes, by rank.
+        is_complete: whether all ranks have been admitted before."""
         return Verdict(f"rank {arriving['rank']} has arrived already") if arriving["rank"] in members else Verdict()
 
     def settle_s(self, members: Mapping[int, Card]) -> float:
@@ -95,8 +95,8 @@ class Admission:
 
 @dataclass
 class _Inquiry:
-    """A rank's question which ranks do not answer. by: its connection. until: time.monotonic() seconds. running: the ranks that
-    have answered."""
+    """A rank's inquiry which ranks do not answer. by: the rank's connection. until: time.monotonic() seconds. running:
+    the ranks that have answered."""
 
     by: Neighbour
     until: float
@@ -104,13 +104,13 @@ class _Inquiry:
 
 
 class Hub:
-    """Admits processes as ranks, and passes on their reports and which of them have ended. Runs on a thread of its own.
+    """Admits processes as ranks, forwards their reports, and reports which have ended. Runs on a separate thread.
 
-    card: has the address and port to which other processes connect.
+    card: contains the address and port to which other processes connect.
     """
 
     def __init__(self, card: Card, size: int, admission: Admission) -> None:
-        """card: of this process, with a new "key" and "token". Raises OSError where its address cannot be listened on."""
+        """card: that of this process, with a new "key" and "token". Raises OSError if it cannot listen there."""
         self._size = size
         self._admission = admission
         self._listener = listen(card["address"], size + MOST_UNVERIFIED, small_segments=True)
@@ -132,11 +132,11 @@ class Hub:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the hub's thread, which ends soon after the connection to this process itself has ended."""
+        """Wait briefly for the end of the hub's thread, after the end of the connection to this process itself."""
         self._thread.join(2 * _FLUSH_S)
 
     def disown(self) -> None:
-        """Close this process's sockets; those of the rank that forked it stay open."""
+        """Close this process's sockets. In a forked child, the parent's sockets stay open."""
         for neighbour in (*self._members.values(), *self._arriving.values()):
             neighbour.socket.close()
         self._listener.close()
@@ -181,7 +181,7 @@ class Hub:
             self._arriving.pop(next(iter(self._arriving))).socket.close()
 
     def _admit(self, descriptor: int, arriving: Neighbour) -> None:
-        """Admit or refuse a process once its card has arrived."""
+        """Admit or refuse a process, if its card has arrived."""
         card: Card | None = None
         with suppress(ValueError):  # raised if some other program has connected
             messages, ended = arriving.read()
@@ -210,15 +210,15 @@ class Hub:
 
     def _card_of(self, messages: Sequence[Card]) -> Card | None:
         """Return the card of a process that arrives; None if some other program has connected."""
-        with suppress(AttributeError, IndexError, KeyError, TypeError):  # raised by what another program has sent
+        with suppress(AttributeError, IndexError, KeyError, TypeError):  # raised by the data of another program
             card: Card = messages[0]["card"]
             if hmac.compare_digest(messages[0]["token"], self.card["token"]) and card["rank"] in range(self._size):
                 return card
         return None
 
     def _do_what_is_due(self) -> float | None:
-        """Complete the meeting and answer inquiries that are due; return in how many milliseconds the next one is due, or
-        None."""
+        """If it is time, send all ranks the cards, and answer inquiries. Return the milliseconds until the next such
+        time, or None."""
         now = time.monotonic()
         if self._complete_at is not None and now >= self._complete_at:
             self._is_complete, self._complete_at = True, None
@@ -262,7 +262,7 @@ class Hub:
             self._send_to_all({"kind": "gone", "rank": rank, "left": left})
 
     def _send_to_all(self, message: Card) -> None:
-        """Send a message to all ranks, and keep it for those that arrive later."""
+        """Send a message to all ranks, and keep it for ranks that arrive later."""
         self._sent_to_all.append(message)
         for neighbour in self._members.values():
             neighbour.say(**message)

@@ -1,4 +1,4 @@
-"""Who takes part in a Communicator, and how its ranks exchange small records before there is a link between them."""
+"""The ranks of a Communicator, and the exchange of small records between them before a link connects them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gradwire.collectives.torch_internals import default_store, store_of_one
 #: The first and the longest pause between two checks whether all ranks have arrived.
 _LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
 
-#: How much earlier a backend's timeout may end than ours, because it counts whole milliseconds.
+#: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 _ROUNDING_S = 0.005
 
 _Answer = TypeVar("_Answer")
@@ -42,15 +42,15 @@ _CAUSE_ELSEWHERE_S, _CAUSE_S = 1.0, 0.3
 class Membership:
     """The ranks that are to be connected. A torch ProcessGroup is one way to get one.
 
-    rank: this rank among them. size: their number. hosts: see Topology. store: nobody else uses it. epoch: how often the
-    members have changed. device_types: those whose tensors they exchange. secret: authenticates them when they connect. lost:
-    returns those whose process is known to have ended. noted: returns, without waiting, those whose end a launcher has noted,
-    which may know it before a connection ends; None if it notes nothing. global_ranks: their ranks in torch.distributed's
-    default group; empty if they have none. beside_others: whether other ranks of the host compute while these wait for each
-    other, so that waits leave the cores to them. presence: of the ranks that arrived together; None for a rank alone. places:
-    the members' ranks in `presence`. scope: marks their failure reports in `presence`. keepers: the member whose process
-    serves the store, if one does. natively: whether algorithm 'native' is wanted; without it, torch's backend for CPU tensors
-    is made only if nothing else connects the members.
+    rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. epoch: how
+    often the members have changed. device_types: those whose tensors they exchange. secret: authenticates them when
+    they connect. lost: returns the members whose process is known to have ended. noted: returns, without waiting, the
+    members whose end a launcher has noted, possibly before a connection ends; None if it notes nothing. global_ranks:
+    their ranks in torch.distributed's default group; empty if they have none. beside_others: whether other ranks of the
+    host compute while these wait for each other, so that waits leave the cores to them. presence: of the ranks that
+    arrived together; None for a rank alone. places: the members' ranks in `presence`. scope: marks their failure
+    reports in `presence`. keepers: the member whose process serves the store, if one does. natively: whether algorithm
+    'native' is wanted; without it, torch's backend for CPU tensors is made only if nothing else connects the members.
     """
 
     rank: int
@@ -96,8 +96,9 @@ class Membership:
     def everyones(self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0) -> list[bytes]:
         """Return every rank's small record, by rank. A collective call.
 
-        name: no other exchange of this Membership has it. deadline: time.monotonic() seconds; compile_s later for ranks that
-        have called compiles(name). Raises LinkError, which names the ranks that did not arrive.
+        name: unique among the exchanges of this Membership. mine: this rank's record. deadline: time.monotonic()
+        seconds, extended by compile_s for ranks that have called compiles(name). Raises LinkError with ranks that are
+        missing or have ended.
         """
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
@@ -141,30 +142,30 @@ class Membership:
         return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline, compile_s)]
 
     def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
-        """Return the result of a call to the store, which may block while a rank is missing. Raises as Asking.ask."""
+        """Return the result of a call to the store that may block while a rank is missing. Raises as Asking.ask."""
         with closing(Asking(self.store, deadline, self.check, self.keepers)) as asking:
             return asking.ask(call)
 
     def check(self) -> None:
-        """Raise LinkError, which names the ranks, if some are known to have ended or to be unable to connect."""
+        """Raise LinkError with the ranks, if ranks are known to have ended or to be unable to connect."""
         if (error := self._reported()) is not None:
             raise error
         if lost := self.lost():
             raise Failure.loss_of(lost).as_link_error()
 
     def report(self, failure: Failure) -> None:
-        """Report to the other ranks why these cannot connect."""
+        """Report to the other ranks the reason why the members cannot connect."""
         if self.presence is not None:
             places = tuple(self.places[rank] for rank in failure.ranks)
             self.presence.report(replace(failure, ranks=places), self.scope)
 
     def silent(self) -> tuple[int, ...]:
-        """Return the ranks that neither have ended nor wait for the others to connect."""
+        """Return the other ranks that do not answer: they have not ended, and do not wait for the others to connect."""
         return () if self.presence is None else self._numbers(self.presence.silent(self.scope))
 
     def cause(self, within_s: float) -> LinkError | None:
-        """Return why other ranks keep these from connecting, if that is known within within_s seconds. A rank that has left is
-        no cause: it has connected, or has reported why it has not."""
+        """Return the error of other ranks that keeps the members from connecting; None if it is not known within
+        within_s seconds. A rank that has left is no cause: it has connected, or has reported why it has not."""
         deadline = time.monotonic() + within_s
         while self.presence is not None:
             if (error := self._reported()) is not None:
@@ -177,7 +178,7 @@ class Membership:
         return None
 
     def close(self) -> None:
-        """Close the presence. Only for the Membership of all ranks that arrived together, when no other one needs it."""
+        """Close the presence. Only for the Membership of all ranks that arrived together, when no other needs it."""
         if self.presence is not None:
             self.presence.close()
 
@@ -213,9 +214,10 @@ def membership_in(
     host: str,
     timeout_s: float,
 ) -> Membership:
-    """Return the Membership of ranks that share only a store. A collective call on these ranks. Raises as membership_of does.
+    """Return the Membership of ranks that share only a store. A collective call on these ranks.
 
-    store: only they use the names below `name`, in each such call. rank: this rank's place in global_ranks.
+    store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks. Raises
+    CollectiveError if the ranks do not connect within timeout_s seconds.
     """
     size = len(global_ranks)
     if size == 1:
@@ -246,7 +248,8 @@ def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:
 
 
 def keepers_among(global_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the place of the rank whose process serves torch's store: that of rank 0; empty if torchrun's agent serves it."""
+    """Return the place of the rank whose process serves torch's store: rank 0's, if it is among the ranks. Empty if
+    torchrun's agent serves the store."""
     by_agent = os.environ.get(AGENT_STORE) == "True"
     return () if by_agent else tuple(place for place, rank in enumerate(global_ranks) if rank == 0)
 
@@ -277,8 +280,8 @@ def membership_from(
 def coming_together(
     rank: int, timeout_s: float, membership: Membership | None = None, operation: str = "making a Communicator"
 ) -> Iterator[None]:
-    """Raise CollectiveError for a RuntimeError, LinkError or OSError while ranks connect. Report any error to the other
-    members."""
+    """Turn a RuntimeError, LinkError or OSError while ranks connect into a CollectiveError. Report any error except a
+    CollectiveError to the other members."""
     end = time.monotonic() + timeout_s - _ROUNDING_S
     try:
         yield

@@ -1,4 +1,4 @@
-"""The address of this host at which other ranks connect, and a check whether they can reach it."""
+"""The address at which other ranks connect to this process, and a check whether they can reach it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from gradwire.collectives.errors import LinkError
 #: Asks the kernel for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
 
-#: Addresses that no host has (RFC 5737 and RFC 3849). The kernel returns the source address for them, and nothing is sent.
+#: Addresses that no host has (RFC 5737 and RFC 3849). The kernel returns the source address for them, and sends
+#: nothing.
 _NOWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def own_address(environment: Mapping[str, str]) -> str:
     """Return the numeric address, IPv4 or IPv6, at which the other ranks reach this process.
 
-    It is that of the interface that COLLECTIVES_INTERFACE names, else GLOO_SOCKET_IFNAME, else of the one that reaches
-    MASTER_ADDR, else of the one that has the default route, else the loopback's. Raises ValueError for an interface
-    that has no address.
+    It is the address of the interface that COLLECTIVES_INTERFACE names, else GLOO_SOCKET_IFNAME; else of the interface
+    that reaches MASTER_ADDR, else of the one with the default route, else of the loopback interface. Raises ValueError
+    if a variable names an interface without an address.
     """
     for variable, interface in _named(environment):
         return _address_of(interface, variable)
@@ -37,14 +38,14 @@ def own_address(environment: Mapping[str, str]) -> str:
         meant = master in ("localhost", found) or master.startswith("127.")
         if meant or not ipaddress.ip_address(found).is_loopback:
             return found
-    # A host may resolve its own name to the loopback (Debian's 127.0.1.1), where no other host finds it.
+    # A host may resolve its own name to a loopback address (Debian: 127.0.1.1), which no other host reaches.
     return next(filter(None, map(_source_towards, _NOWHERE)), "127.0.0.1")
 
 
 def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return this process's address, and what check_addresses needs to know about it.
+    """Return this process's address, with the data that check_addresses needs.
 
-    host: the same on all ranks of a host. machine: the same on all ranks of a machine, whose ranks may act as several hosts.
+    host: the same on all ranks of a host. machine: the same on all ranks of a machine, which may be several hosts.
     """
     card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
     try:
@@ -55,7 +56,7 @@ def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str]) 
 
 
 def check_addresses(cards: Sequence[Mapping[str, Any]]) -> None:
-    """Raise LinkError, which names the ranks, if a rank has no address, or one that ranks on other hosts cannot reach."""
+    """Raise LinkError with the ranks that have no address, or an address that other machines cannot reach."""
     several = len({card["machine"] for card in cards}) > 1
     problems = {}
     for card in cards:
@@ -69,8 +70,8 @@ def check_addresses(cards: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _loopback(address: str, environment: Mapping[str, str]) -> str:
-    """Return why only a loopback interface reaches this process; empty if another interface does. Raises ValueError for an
-    interface that has no address."""
+    """Return a text if only a loopback interface reaches this process, with the reason; else an empty text. Raises
+    ValueError if a variable names an interface without an address."""
     named = _named(environment)
     for variable, interface in named:
         if ipaddress.ip_address(_address_of(interface, variable)).is_loopback:
@@ -90,7 +91,7 @@ def _interfaces() -> str:
 
 
 def _source_towards(host: str) -> str | None:
-    """Return the address from which this host would send to another one; None where it cannot."""
+    """Return the address from which this host would send to another host; None if it cannot reach that host."""
     with suppress(OSError):
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""A check that large packets pass between hosts, and not only small ones.
+"""A check that paths between hosts forward large packets, and not only small ones.
 
 If hosts send larger packets than a router between them forwards, and the router's ICMP messages are lost, then connections
 succeed and short messages arrive, but the first long one never does (RFC 2923, 2000, section 2.1). So ranks send a probe longer
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from gradwire.collectives.errors import LinkError
 
-#: More than the largest packet on Ethernet, jumbo frames of 9,216 bytes among them.
+#: More than the largest packet on Ethernet, including jumbo frames of 9,216 bytes.
 PROBE_BYTES = 16 << 10
 _ARRIVED = b"\x01"
 
@@ -31,13 +31,13 @@ _REPEATS_S = 3.0
 #: Seconds between two looks at the unacknowledged bytes, and between two calls of check().
 _LOOK_S = 0.03
 
-#: Segments so small that they pass where IP does (RFC 8200, 2017: links of 1,280 bytes).
+#: Segments small enough for every path of IPv6, whose links carry at least 1,280 bytes (RFC 8200, 2017, section 5).
 _SMALL_SEGMENT_BYTES = 1024
 
 
 def send_small_segments(connection: socket.socket) -> None:
-    """Limit the packets of a connection, or of those that a listening socket accepts, to a size that passes everywhere, so that
-    ranks can report that large packets are lost."""
+    """Limit the packets of a connection, or of all connections that a listening socket accepts, to a size that every
+    path forwards, so that ranks can report the loss of large packets."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_SEGMENT_BYTES)
 
 
@@ -47,7 +47,7 @@ class LargePacketsLost(LinkError):
 
 @dataclass
 class _Path:
-    """The probe of one connection. left: bytes that are unsent or unacknowledged; since: when these last became fewer."""
+    """The probe of one connection. left: unsent and unacknowledged bytes. since: when their number last decreased."""
 
     connection: socket.socket
     since: float
@@ -61,8 +61,8 @@ def check_paths(
 ) -> None:
     """Exchange a probe with the ranks at the other ends of new nonblocking connections, all at the same time.
 
-    check: called repeatedly; raises LinkError to end a useless wait. Raises LargePacketsLost, which names both ranks; LinkError
-    for a connection that ends, and for a rank that does not answer before the deadline.
+    check: called repeatedly; raises LinkError to end a useless wait. Raises LargePacketsLost with both ranks; LinkError
+    if a connection ends, or a rank does not answer before the deadline.
     """
     paths = {peer: _Path(connection, time.monotonic()) for peer, connection in connections.items()}
     while waiting := {peer: path for peer, path in paths.items() if path.unread or path.unsent}:

@@ -1,7 +1,7 @@
-"""What each rank knows of the others from its arrival on: who has ended, and what keeps ranks from connecting.
+"""The Presence of a rank, which detects that other ranks have ended or cannot connect, from its arrival on.
 
-A Watch reports this among the ranks of a Communicator, but only once they are connected. Until then every rank holds one
-connection to a hub on one of the ranks (see arrival.py).
+A Watch detects this among the ranks of a Communicator, but only once they are connected. Until then, every rank holds
+one connection to a hub on one of the ranks (see arrival.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.link.hub import ANSWER_S, Card, Failure, Hub
 from gradwire.collectives.link.watch import Neighbour, poll_of
 
-#: How long to wait before looking again at what the caller awaits beside the hub's messages.
+#: The longest wait for a message of the hub before the caller can check other conditions.
 LOOK_AGAIN_S = 0.02
 
 
 class TurnedAway(LinkError):
-    """The hub turns the process of a rank away. again: whether it may try again."""
+    """The hub rejects the process of a rank. again: whether the process may try again."""
 
     def __init__(self, rank: int, why: str, *, again: bool) -> None:
         super().__init__(rank, timed_out=False, detail=why)
@@ -33,15 +33,15 @@ class TurnedAway(LinkError):
 
 
 class Presence:
-    """What this rank knows of the ranks that have arrived with it. What nobody uses any more is closed.
+    """Holds this rank's connection to the hub, and the state of the ranks that arrive with it.
 
-    cards: of all ranks, by rank, once all have arrived. key, secret: a name and a secret (hexadecimal digits) that the hub drew
-    for these ranks alone.
+    cards: the cards of all ranks, by rank; empty until all have arrived. key, secret: a name and a secret (hexadecimal
+    digits) for these ranks only, set when all have arrived.
     """
 
     def __init__(self, card: Card, hub_card: Card, connection: socket.socket, hub: Hub | None = None) -> None:
-        """Send the hub this process's card. connection: to the hub; it belongs to the Presence from now on. hub: where it runs in
-        this process."""
+        """Send the hub this process's card. connection: that to the hub; the Presence closes it. hub: the Hub if it
+        runs in this process."""
         self.rank = card["rank"]
         self.cards: list[Card] = []
         self.key = self.secret = ""
@@ -60,28 +60,28 @@ class Presence:
         _all.add(self)
 
     def gone(self) -> set[int]:
-        """Return the ranks whose process has ended; where none has, those that have said that they leave, as ranks do that have
-        connected."""
+        """Return the ranks whose process has ended; if there are none, the ranks that have left, as ranks do once they
+        are connected."""
         return self.ended() or set(self._left)
 
     def ended(self) -> set[int]:
-        """Return the ranks whose process has ended, and which had not left."""
+        """Return the ranks whose process has ended before it left."""
         self._look()
         return set(self._ended_ranks)
 
     def failure(self, scope: str = "") -> Failure | None:
-        """Return the first failure that was reported of a scope: a name for the ranks that are to be connected."""
+        """Return the first failure reported for a scope, or None. scope: a name for the ranks that connect."""
         self._look()
         return self._failures.get(scope)
 
     def report(self, failure: Failure, scope: str = "") -> None:
-        """Report to all ranks why those of a scope cannot connect. Of several reports of a scope the first one counts."""
+        """Report to all ranks why the ranks of a scope cannot connect. The first report of a scope counts."""
         self._say(kind="failure", scope=scope, **asdict(failure))
 
     def silent(self, scope: str = "") -> Sequence[int]:
-        """Return the other ranks that have not arrived, or that do not look at what happens here: those that are stopped, or busy
-        with something else. Where the hub does not answer, return the rank that keeps it. Where another rank has found out before
-        and reported it of this scope, return what it reports."""
+        """Ask the hub which other ranks do not answer, and return them: ranks that have not arrived, are stopped, or
+        are busy. If the hub does not answer, return its rank. If a failure of this scope has been reported, return the
+        ranks at fault."""
         self._silent.clear()
         self._say(kind="who is silent")
         deadline = time.monotonic() + 2 * ANSWER_S
@@ -95,10 +95,11 @@ class Presence:
         return [self._hub_rank]
 
     def await_all(self, deadline: float) -> Iterator[None]:
-        """Yield until all ranks have arrived; between two looks the caller may do something else. deadline: time.monotonic().
+        """Yield until all ranks have arrived, so that the caller can check other conditions. deadline:
+        time.monotonic().
 
-        Raises TurnedAway where this process is turned away; LinkError where a rank has ended or reports a failure, and, with the
-        ranks that did not arrive, at the deadline.
+        Raises TurnedAway if the hub rejects this process; LinkError if a rank has ended or reports a failure, and at
+        the deadline, with the ranks that did not arrive.
         """
         while not self.cards:
             self._look()
@@ -116,7 +117,8 @@ class Presence:
             yield
 
     def close(self) -> None:
-        """Say goodbye and end the connection, and with it the hub, where it runs here. Calling it again does nothing."""
+        """Report that this rank leaves, and close the connection, which ends a hub in this process. Calling it again
+        does nothing."""
         if os.getpid() != self._process or self._ended:
             return
         self._say(kind="left")
@@ -127,7 +129,7 @@ class Presence:
             self._hub.join()
 
     def disown(self) -> None:
-        """Close a forked child's copies of the connections: they must end with the rank itself."""
+        """Close a forked child's copies of the connections, which must end with the rank itself."""
         self._neighbour.socket.close()
         if self._hub is not None:
             self._hub.disown()
@@ -142,7 +144,7 @@ class Presence:
                 self._neighbour.say(**message)
 
     def _look(self) -> None:
-        """Take note of what the hub has passed on."""
+        """Process the messages of the hub that have arrived."""
         with self._lock:
             if self._ended or os.getpid() != self._process:
                 return

@@ -28,7 +28,7 @@ from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.reduction import finish
 from gradwire.collectives.torch_internals import Backend
 
-#: A tag that no operation uses, for a receive that nobody answers.
+#: A tag that no operation uses, for a receive that no rank answers.
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
 _POLL_S = 0.0005
@@ -38,7 +38,7 @@ _ROUNDING_S = 0.005
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
-    "average": dist.ReduceOp.SUM,  # gloo's AVG is wrong on some paths: divided afterwards
+    "average": dist.ReduceOp.SUM,  # gloo's AVG is wrong on some paths, so finish() divides
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
@@ -59,7 +59,7 @@ _OPTIONS: dict[str, Callable[[], Any]] = {
 #: Integers of the width of each floating-point dtype, by bytes.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: Dtypes that the backends cannot reduce, and what they travel as.
+#: Dtypes that the backends cannot reduce, and the dtypes to which they are converted.
 _WIDENED = {torch.int16: torch.int32}
 
 
@@ -120,7 +120,7 @@ class _GlooPending:
 
 @dataclass(eq=False, slots=True)
 class _Checked:
-    """A message, and a second one whose tensor `sent_kind` is the kind of numbers in the first."""
+    """A message, and a second one whose tensor `sent_kind` contains the kind of numbers in the first."""
 
     parts: tuple[Pending, Pending]
     sent_kind: torch.Tensor
@@ -204,7 +204,7 @@ class ProcessGroupTransport(Transport):
                     nccl.send([tensor.view(torch.uint8)], peer, 0)
                 for peer, tensor in receives:
                     nccl.recv([tensor.view(torch.uint8)], peer, 0)
-            finally:  # a group left open would swallow whatever else this process sends
+            finally:  # an open group would collect all later calls of this process
                 work = torch_internals.end_coalescing(nccl)
         return _StreamPending(work)
 
@@ -217,8 +217,8 @@ class ProcessGroupTransport(Transport):
         return Whole(run, needs_meeting=request.device_type != "cuda")
 
     def abort(self) -> None:
-        """Let a gloo receive time out: gloo then closes every connection of the group, and the peers see that at once. One such
-        receive is enough, unless the connection to its peer is gone already."""
+        """Let a gloo receive time out: gloo then closes every connection of the group, and the peers detect it at
+        once. One such receive is enough, unless the connection to its peer is closed already."""
         for device, backend in self._backends.items():
             if device == "cuda":
                 backend.abort()
@@ -229,8 +229,8 @@ class ProcessGroupTransport(Transport):
                         backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
 
     def close(self) -> None:
-        """Release the backends. gloo's connections close when their last user, such as a work in flight, releases them too. A
-        backend of NCCL that was not shut down warns at the end of the process."""
+        """Release the backends. gloo's connections close when their last user, such as a work in flight, releases them
+        too. NCCL's backend is shut down, because it would otherwise warn at the end of the process."""
         if "cuda" in self._backends:
             self._backends["cuda"].shutdown()
         self._backends = {}
@@ -260,7 +260,7 @@ def _perform(
 
 
 def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """Return what the backend reduces for a tensor: the tensor itself, a view, or a copy in another dtype.
+    """Return the tensor that the backend reduces in place of a tensor: the tensor itself, or a copy in another dtype.
 
     The backends' min and max lose a NaN if another rank has a number, so floating-point numbers are sent as integers in the
     same order, with NaN as the least (min) or the greatest (max).

@@ -34,12 +34,12 @@ LINKS: dict[str, Link] = {AUTO: auto, "process_group": process_group, "tcp": tcp
 
 
 def register_link(name: str, link: Link) -> None:
-    """Add a link that Communicators made from now on can use by name: Communicator(link=name) or COLLECTIVES_LINK.
+    """Add a link that later Communicators can use by name: Communicator(link=name) or COLLECTIVES_LINK.
 
-    link: a function from a Membership and timeout_s to the Transport between its ranks. Every rank must register the same one:
-    ranks compare only the names.
+    link: a function from a Membership and timeout_s to the Transport between its ranks. Every rank must register the
+    same function, because ranks compare only the names.
 
-    Raises ValueError for a name that is malformed or taken, TypeError for a link that cannot be called.
+    Raises ValueError for a name that is malformed or in use, TypeError for a link that cannot be called.
     """
     check_name("link", name, LINKS)
     if not callable(link):
@@ -59,7 +59,7 @@ def check_link(name: object, environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """The Transport and the Watch between the members. machines: what each member runs on, by rank."""
+    """The Transport and the Watch between the members. machines: the Machine of each member, by rank."""
 
     transport: Transport
     watch: Watch
@@ -74,11 +74,11 @@ class Connection:
 
 
 def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
-    """Connect the members by the link of that name. A collective call.
+    """Connect the members by the link of a name. A collective call.
 
-    settings: text that must be the same on all ranks. Raises ValueError on all ranks if it differs; CollectiveError if the
-    ranks do not connect within timeout_s seconds, or one cannot listen; TypeError for a link that returns no Transport;
-    ValueError for a link that returns another rank's Transport, or prefers an algorithm that it does not offer.
+    settings: text that must be the same on all ranks. Raises ValueError on all ranks if it differs; CollectiveError if
+    the ranks do not connect within timeout_s seconds, or a rank cannot listen; TypeError for a link that returns no
+    Transport; ValueError if its Transport is that of another rank, or prefers an algorithm that it does not offer.
     """
     rank = membership.rank
     FIRST_USE.reports = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
@@ -86,14 +86,14 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
         settings = settings if link == AUTO else f"link={link!r}, {settings}"
         watch, machines = _watch(membership, settings, time.monotonic() + timeout_s)
         made.callback(watch.close)
-        # Ranks that leave because one is lost are not lost themselves.
+        # Ranks that leave because another rank is lost are not lost themselves.
         watched = replace(membership, lost=lambda: watch.lost or membership.lost())
         try:
             transport = LINKS[link](watched, timeout_s)
             if not isinstance(transport, Transport):
                 raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
             made.callback(transport.close)
-            # No rank raises, and leaves, while others still connect.
+            # No rank raises an error and leaves while others still connect.
             watched.everyones("connected", b"", time.monotonic() + timeout_s)
             if (transport.rank, transport.size) != (rank, membership.size):
                 given = f"a Transport of rank {transport.rank} of {transport.size}"
@@ -104,7 +104,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
                     prefers = f"link {link!r} prefers {verb}'s {name!r}"
                     raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(offered)}")
         except BaseException:
-            watch.report_leaving(0)  # else ranks that have connected would count this rank as lost
+            watch.report_leaving(0)  # otherwise connected ranks would count this rank as lost
             raise
         made.pop_all()
     return Connection(transport, watch, machines)
@@ -118,7 +118,7 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
             listener = Listener(own_address(os.environ), small_segments=True)
             made.callback(listener.close)
             card["address"] = listener.card
-        except (ValueError, OSError) as error:  # reported, else the others would wait for this rank
+        except (ValueError, OSError) as error:  # reported, because the others would otherwise wait for this rank
             card["refusal"] = str(error)
         cards = membership.exchange("settings", card, deadline)
         given = [each["settings"] for each in cards]
@@ -139,7 +139,7 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
 
 
 def _difference(rank: int, settings: Sequence[str]) -> str:
-    """Return the error text for settings, by rank, that are not all the same."""
+    """Return the error text for settings, by rank, that differ."""
     by_text = by_value(dict(enumerate(settings)))
     given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
     return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"

@@ -1,4 +1,4 @@
-"""Messages in a table of rows, which kernels move: the handles that wait for them and keep their tensors."""
+"""A table of posted messages, which kernels move, and handles that wait for messages and keep their tensors alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gradwire.collectives.link.base import Message, Pending, Posted, Transport
 
-#: After how many messages, at the earliest, a table renumbers the unfinished ones.
+#: After how many messages, at the earliest, a TcpTransport renumbers the unfinished ones.
 FIRST_LOOK = 256
 
 
@@ -32,16 +32,16 @@ class RowPending:
 
 
 class Table(Transport):
-    """A Transport whose messages have a row each. So that an old message does not hold up the rows of finished ones, unfinished
-    messages now and then get new numbers, above all earlier ones. pending: the messages that may be unfinished, by number.
-    """
+    """A Transport whose posted messages have one row each in a table. From time to time, unfinished messages get new
+    numbers, greater than all earlier ones, so that the rows of finished messages become free. pending: the messages
+    that may be unfinished, by number."""
 
     def __init__(self) -> None:
         self.pending: dict[int, RowPending] = {}
 
     @abstractmethod
     def finish(self, number: int, deadline: float) -> None:
-        """Wait until a message is done, while the others move too. Raises as Pending.wait."""
+        """Wait until a message is done; all other messages move meanwhile. Raises as Pending.wait."""
 
     @abstractmethod
     def is_done(self, number: int) -> bool:
@@ -49,7 +49,7 @@ class Table(Transport):
 
     @abstractmethod
     def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> int:
-        """Put a message into the table; return its number. sends: 1 where it is sent, 0 where it is received."""
+        """Add a message to the table; return its number. sends: 1 for a send, 0 for a receive."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         received = [self._hold(0, peer, tensor, tag) for peer, tensor in receives]
@@ -64,7 +64,7 @@ class Table(Transport):
         return made
 
     def _renumber(self, new: dict[int, int]) -> None:
-        """Give messages their new numbers, and drop the others, which are done."""
+        """Change the numbers of messages. new: by old number, without the messages that are done, which are dropped."""
         self.pending = {new[number]: each for number, each in self.pending.items() if number in new}
         for number, each in self.pending.items():
             each.number = number

@@ -1,4 +1,4 @@
-"""Messages between hosts over connections of our own, which compiled kernels drive without Python and without threads."""
+"""Messages between hosts over TCP connections, which compiled kernels drive without Python and without threads."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from gradwire.collectives.plan.program import Program
 
 _FIRST_ROWS = 256
 
-#: The longest time in the kernel of next_sender(), so that Ctrl-C takes effect.
+#: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
 _LOOK_S = 0.05
 
-#: How often a wait polls before it sleeps: for about 300 us, but not at all beside work that needs the core.
+#: How often a wait polls before it sleeps: about 300 us, but not at all beside work that needs the core.
 _TRIES, _TRIES_BESIDE_WORK = 600, 0
 
-#: How long close() waits for a kernel to return; after an abort that takes 50 ms.
+#: How long close() waits for a kernel to return. After an abort, it returns within 50 ms.
 _LEAVE_S = 1.0
 
 
 def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) -> Transport:
-    """Connect the members to each other. but: the ranks to which this one is not connected; they leave it out as well.
+    """Connect the members to each other. but: the ranks that this one leaves out; they must leave it out too.
 
-    Raises RuntimeError if there are no kernels, LinkError if the members do not connect within timeout_s seconds.
+    Raises RuntimeError if there are no kernels; LinkError if the members do not connect within timeout_s seconds;
+    OSError if this rank cannot listen.
     """
     kernels = cpu_sockets()
     if isinstance(kernels, str):
@@ -60,9 +61,9 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
 
 
 class TcpTransport(Table):
-    """A Transport over TCP. connections: nonblocking sockets, by rank, which belong to it from now on.
+    """A Transport over TCP. connections: nonblocking sockets, by rank; the TcpTransport closes them.
 
-    A wait for any message moves all that this rank has posted.
+    A wait for any message moves all messages that this rank has posted.
     """
 
     quick = True
@@ -167,7 +168,7 @@ class TcpTransport(Table):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See Transport. Connections stay as long as the process where a kernel still uses them."""
+        """See Transport. If a kernel still uses the connections, they stay open until the process ends."""
         if self._running.acquire(timeout=_LEAVE_S):
             self._closed = True
             for connection in self._sockets.values():
@@ -199,7 +200,7 @@ class TcpTransport(Table):
                 elif status == kernels.DISAGREED:
                     found = int(self._context[kernels.FOUND_TAG]) >> KIND_BITS, int(self._context[kernels.FOUND_NBYTES])
                     raise LinkError(peer, timed_out=False, detail=f"rank {peer} called another operation", found=found)
-                elif self._context[kernels.ABORTED]:  # before LOST, as which a kernel may report the abort
+                elif self._context[kernels.ABORTED]:  # before LOST, because a kernel may report an abort as LOST
                     raise LinkError(None, timed_out=False, detail="the wait was ended")
                 elif status == kernels.LOST:
                     error = int(self._context[kernels.ERROR])
@@ -216,8 +217,8 @@ class TcpTransport(Table):
         return unfinished
 
     def _tidy(self) -> int:
-        """Now and then, give unfinished messages new numbers, so that kernels do not scan the rows of finished ones. Return the
-        number of the next message."""
+        """From time to time, give unfinished messages new numbers, so that kernels do not scan the rows of finished
+        ones. Return the number of the next message."""
         kernels, context, rows = self._kernels, self._context, self._rows
         count = int(context[kernels.COUNT])
         if count < self._tidy_at:
@@ -235,7 +236,7 @@ class TcpTransport(Table):
         return count + len(stay)
 
     def _grow(self) -> None:
-        """Make room for more messages under way."""
+        """Double the number of rows in the table."""
         kernels = self._kernels
         old, numbers = self._rows, np.arange(self._context[kernels.FIRST], self._context[kernels.COUNT])
         self._rows = np.zeros((2 * len(old), kernels.ROW_FIELDS), dtype=np.int64)

@@ -1,10 +1,10 @@
-"""Which ranks are still there, and what each reports to all others when something fails.
+"""The Watch, which detects the end of ranks, and forwards the reports of ranks whose operations fail.
 
-The connections here carry news and no tensors, so they work when a backend does not: when gloo misses that a peer was killed,
-when the store went down with the host of rank 0, and over NCCL, which reports nothing at all. Each rank is connected to those
-1, 2, 4, ... places before and after it (a circulant graph), so that any two are at most log2(size) connections apart, and
-passes on each piece of news once. A connection that ends without a goodbye means that the process at its other end has ended; a
-rank that receives this news about itself replies that it lives.
+Its connections carry no tensors, so they work when a backend does not: when gloo does not notice that a peer was
+killed, when the store ended with the host of rank 0, and with NCCL, which never reports a lost peer. Each rank is
+connected to the ranks 1, 2, 4, ... places before and after it (a circulant graph), so any two ranks are at most
+log2(size) connections apart. A rank forwards each message once; a message not seen before is *news*. If a connection
+ends without a final message, the rank at its other end counts as lost, unless it replies to this news that it is alive.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _LENGTH = struct.Struct("!I")
 #: Longer than any report, whose calls list at most some thousand tensors.
 _LONGEST_NEWS = 1 << 24
 
-#: How long close() tries to send the last messages, and how long if some ranks may be unreachable: the others receive them
-#: within milliseconds.
+#: How long close() tries to send the last messages, and how long if some ranks may be unreachable: the other ranks
+#: receive them within milliseconds.
 _FLUSH_S, _FLUSH_AFTER_FAILURE_S = 2.0, 0.2
 
-#: Seconds between two looks at the losses that a launcher has noted.
+#: Seconds between two checks of the losses that a launcher has noted.
 _LOOK_AT_NOTES_S = 0.1
 
 #: Seconds between two checks whether sent messages are acknowledged.
@@ -41,7 +41,7 @@ _LOOK_AGAIN_S = 0.01
 
 
 class Neighbour:
-    """A connection, with the part of the next message that has been read and the bytes still to be written."""
+    """A connection, with the bytes read of the next message and the bytes still to be written."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -68,8 +68,8 @@ class Neighbour:
             self.outgoing.clear()
 
     def is_unconfirmed(self) -> bool:
-        """Return whether written bytes are still unacknowledged. The other host acknowledges them within milliseconds, whatever
-        its process does."""
+        """Return whether written bytes are still unacknowledged. The kernel of the other host acknowledges them within
+        milliseconds, even if its process is stopped."""
         try:
             return unconfirmed_bytes(self.socket) > 0
         except OSError:  # the connection has ended
@@ -105,18 +105,18 @@ def poll_of(waker: socket.socket, neighbours: Iterable[Neighbour] = ()) -> selec
 
 
 class Watch:
-    """Exchanges news with the other ranks, and holds what this rank knows of them.
+    """Exchanges news with the other ranks, and holds the state of all ranks.
 
-    Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which that
-    was noticed (time.monotonic()); cut, the pairs of ranks that live but are not connected any more; left, the ranks that close
-    their Communicator, with the number of the first operation in which they take no part, in the order of their messages;
-    reasons, the exceptions by which some of them leave; done, those of them that have nothing under way; reports, each rank's
-    report of a failure; failure, why this rank receives no more news; has_news, whether any of these is set; posts, by topic
-    and rank, the latest post of each rank, its own among them.
+    Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at
+    which that was noticed (time.monotonic()); cut, the pairs of ranks that are alive but no longer connected; left, the
+    ranks that close their Communicator, with the number of the first operation in which they take no part, in the order
+    of their messages; reasons, by rank, the exceptions because of which ranks leave; done, the ranks that have finished
+    all operations; reports, each rank's report of a failure; failure, why this rank receives no more news, or empty;
+    has_news, whether any of these is set; posts, by topic and rank, the latest post of each rank, including this one.
     """
 
     def __init__(self, rank: int, size: int, connections: dict[int, socket.socket]) -> None:
-        """connections: from Listener.join; they belong to the Watch from now on."""
+        """Start the Watch's thread. connections: from Listener.join, by rank; the Watch closes them."""
         self.rank = rank
         self.size = size
         self.lost: dict[int, float] = {}
@@ -147,14 +147,14 @@ class Watch:
             self._thread.start()
 
     def on_news(self, listener: Callable[[], float | None]) -> None:
-        """Call a function on the Watch's thread after each piece of news. It returns in how many seconds to call it again
-        without news, or None."""
+        """Call a function on the Watch's thread whenever news may have arrived. It returns the seconds after which to
+        call it again without news, or None."""
         self._listeners.append(listener)
         self._wake_up()
 
     def look_at(self, noted: Callable[[], Iterable[int]]) -> None:
-        """Several times a second, report the other ranks that a function returns to all: as lost, even if they answer, unless
-        they have left. A host whose link is cut ends no connection for many seconds. noted: must not wait."""
+        """Ten times a second, report to all ranks the ranks that noted() returns: as lost, even if they answer, or as
+        done if they have left. (If a host's link is cut, no connection ends for many seconds.) noted: must not wait."""
 
         def report() -> float:
             for rank in self.others.intersection(noted()):
@@ -164,32 +164,32 @@ class Watch:
         self.on_news(report)
 
     def report_leaving(self, sequence: int, why: str = "") -> None:
-        """Report to all that this rank takes no part in operations from this number on. why: the exception by which it
-        leaves."""
+        """Report to all ranks that this rank takes no part in operations from a number on. why: the exception because
+        of which it leaves; empty if there is none."""
         self._send("leaving", self.rank, sequence=sequence, why=why)
 
     def report_done(self) -> None:
-        """Report to all that this rank has nothing under way any more."""
+        """Report to all ranks that this rank has finished all its operations."""
         self._send("done", self.rank)
 
     def report_failure(self, report: dict[str, Any]) -> None:
-        """Report a failure to all: numbers, strings, and lists and dicts of them."""
+        """Report a failure to all ranks. report: numbers, strings, and lists and dicts of them."""
         self._send("report", self.rank, report=report)
 
     def post(self, topic: str, body: Any) -> None:
-        """Send numbers, strings, or lists and dicts of them to all, in place of this rank's last post on the topic."""
+        """Replace this rank's last post on a topic, on all ranks. body: numbers, strings, lists and dicts of them."""
         with self._changed:
             number = self._post_numbers.get((topic, self.rank), 0) + 1
             self._send("post", self.rank, topic=topic, number=number, body=body)
 
     def reset_has_news(self) -> None:
-        """Set has_news to whether there is news, after somebody has set it because of a post."""
+        """Set has_news to whether there is news, after the caller has set it because of a post."""
         with self._changed:
             self.has_news = bool(self._seen or self.failure)
 
     def report_unreachable(self, timeout_s: float) -> None:
-        """Wait until all neighbours that have reported a failure have acknowledged what this rank sent. Report those that have
-        not within timeout_s seconds to all: they live, but this rank does not reach them, or they do not reach it."""
+        """Wait until all neighbours that have reported a failure have acknowledged this rank's messages. If some have
+        not within timeout_s seconds, report to all ranks that they are alive, but not connected to this rank."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -202,8 +202,8 @@ class Watch:
             self._send("alive", peer, by=self.rank)
 
     def is_unconfirmed(self) -> bool:
-        """Return whether a neighbour has not received all that this rank sent. Its host acknowledges it within milliseconds,
-        whatever its process does, unless it is unreachable."""
+        """Return whether a neighbour's host has not acknowledged all messages of this rank. A host that can be reached
+        does so within milliseconds, even if its process is stopped."""
         with self._changed:
             return any(each.outgoing or each.is_unconfirmed() for each in self._neighbours.values())
 
@@ -218,8 +218,8 @@ class Watch:
         return set(range(self.size)) - {self.rank}
 
     def close(self, *, after_failure: bool = False) -> None:
-        """Begin to send the last messages and to end the connections; join() waits for that. after_failure: whether some ranks
-        may be unreachable. Calling it again does nothing."""
+        """Begin to send the last messages and to close the connections; join() waits until that is done. after_failure:
+        whether some ranks may be unreachable. Calling it again does nothing."""
         if os.getpid() != self._process or self._close_by is not None:
             return
         with self._changed:
@@ -230,12 +230,12 @@ class Watch:
                 self._wake_up()
 
     def join(self) -> None:
-        """Wait until close() has finished: a few seconds at most, if a peer does not read."""
+        """Wait until close() has finished: at most four seconds, if a peer does not read."""
         if self._thread is not None and os.getpid() == self._process:
             self._thread.join(2 * _FLUSH_S)
 
     def disown(self) -> None:
-        """Close this process's connections, such as a forked child's copies: they must end with the rank itself."""
+        """Close this process's connections, such as a forked child's copies, which must end with the rank itself."""
         for neighbour in self._neighbours.values():
             neighbour.socket.close()
         self._wake.close()
@@ -247,7 +247,7 @@ class Watch:
                 self._take({"kind": kind, "rank": rank} | body)
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Note a message and pass it on, if it is news."""
+        """Process a message, and forward it, if it is news or a newer post."""
         text = json.dumps(message).encode()
         kind, rank = message["kind"], message["rank"]
         if kind == "post":
@@ -284,7 +284,7 @@ class Watch:
             self._take({"kind": "alive", "rank": rank, "by": message["by"]})
 
     def _note_end(self, rank: int, by: int, *, is_alive: bool) -> None:
-        """Note that rank `by` saw its connection to another rank end, or that this other rank lives all the same."""
+        """Record that the connection of rank `by` to a rank has ended, or that this rank is alive all the same."""
         pair = min(rank, by), max(rank, by)
         if is_alive:
             self.cut.add(pair)
@@ -316,7 +316,7 @@ class Watch:
                 again_s = min(wanted, default=None)
                 if self._close_by is not None:
                     again_s = _FLUSH_S / 40
-        except Exception as error:  # _end() shows the other ranks that this one has failed
+        except Exception as error:  # _end() closes the connections, so the other ranks count this one as lost
             _log.exception("gradwire: rank %d no longer receives news of the other ranks", self.rank)
             self.failure = repr(error)
             self.has_news = True
@@ -328,8 +328,8 @@ class Watch:
     def _has_closed(self, close_by: float) -> bool:
         """Continue a close(); return whether it has finished.
 
-        Closing a connection that has unread input resets it, and the last messages are lost. So each end shuts down its output
-        when all is written, and reads until the other end has done the same.
+        Closing a connection that has unread input resets it, and the last messages are lost. So each end shuts down its
+        output after the last message, and reads until the other end has done the same.
         """
         if not self._ending and not any(neighbour.outgoing for neighbour in self._neighbours.values()):
             self._ending = True

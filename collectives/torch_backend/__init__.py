@@ -1,6 +1,6 @@
 """A backend of torch.distributed: `init_process_group("gradwire")`.
 
-It imports nothing but torch.distributed, and the rest when a group is made.
+Its import is cheap: the modules that a group needs are imported when the first group is made.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _log = logging.getLogger("gradwire")
 
 
 def register() -> None:
-    """Make torch.distributed know the backend "gradwire", for tensors on the CPU, and on CUDA devices where torch has NCCL. Again
-    does nothing."""
+    """Register the backend "gradwire" with torch.distributed, for CPU tensors, and for CUDA tensors if torch has NCCL.
+    Calling it again does nothing."""
     if TORCH_BACKEND in dist.Backend.backend_list:
         return
     devices = ["cpu", "cuda"] if dist.is_nccl_available() else ["cpu"]
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _make(given: Any, options: object) -> GradwireGroup:
-    """Return a group with what torch gives its backends: store, rank, size, timeout, global ranks."""
+    """Return a group. given: the store, ranks and timeout, from torch. Raises ValueError if there are options."""
     from gradwire.collectives.torch_backend.group import GradwireGroup
 
     if options is not None:

@@ -1,7 +1,7 @@
 """The process group that torch.distributed makes for the backend "gradwire".
 
-torch calls its methods from Python and from C++ (DDP's reducer, functional collectives), by names that have changed between its
-versions: the newer one of each pair is defined, and the older one is another name of it.
+torch calls its methods from Python and from C++ (DDP's reducer, functional collectives). Some methods have other names
+in older versions of torch: the class defines the newer name, and makes the older name an alias.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _verb(name: str) -> Callable[[_Method], _Method]:
-    """Make a method one of torch's verbs: CUDA tensors go to NCCL, profilers see a range of this name, as gloo's has it, and the
-    handle is kept where calls are coalesced."""
+    """Return a decorator for the methods that torch calls for its verbs. Calls with CUDA tensors go to NCCL. For other
+    calls, profilers record a range with this name, which gloo also uses, and handles of coalesced calls are kept."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
@@ -52,16 +52,17 @@ def _verb(name: str) -> Callable[[_Method], _Method]:
 
 
 class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know neither its overloads nor its older names
-    """The ranks of a torch.distributed group, whose CPU tensors go through shared memory inside a host, and over TCP between
-    hosts.
+    """A process group of torch.distributed that moves CPU tensors through shared memory inside a host, and over TCP
+    between hosts.
 
-    Operations run in the order issued, one at a time; messages are beside them, so that a message which nobody receives yet holds
-    up no operation. CUDA tensors go to a group over NCCL, which all ranks make with their first one. Errors are
-    gradwire.collectives.CollectiveError, a DistBackendError, with the ranks to blame.
+    Operations run in the order of the calls, one at a time. Messages have a separate Communicator, so a message that is
+    not received yet delays no operation. CUDA tensors go to an NCCL group, which all ranks make with their first CUDA
+    tensor. Errors are gradwire.collectives.CollectiveError, a DistBackendError, and name the ranks at fault.
     """
 
     def __init__(self, store: Store, rank: int, global_ranks: tuple[int, ...], timeout: timedelta) -> None:
-        """Meet the other ranks in a store that is theirs. timeout: of that, and of every operation."""
+        """Connect to the other ranks. store: used only by these ranks. rank: this rank's place in global_ranks.
+        timeout: that of connecting, and of each operation. Raises CollectiveError if the ranks do not connect."""
         super().__init__(rank, len(global_ranks))
         self._store = store
         self._name = self._description = ""
@@ -81,7 +82,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             membership.close()
 
     def nccl(self) -> dist.ProcessGroup:
-        """Return the group for CUDA tensors. Collective the first time."""
+        """Return the NCCL group for CUDA tensors. The first call is collective."""
         if self._nccl is None:
             self._nccl = nccl_group(PrefixStore("nccl", self._store), self.rank(), self.size(), self._timeout)
         return self._nccl
@@ -104,7 +105,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     @_verb("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
-        """Reduce several tensors as one operation."""
+        """Reduce several tensors in place, as one operation."""
         opts = opts or dist.AllreduceCoalescedOptions()
         op, moved = _name_of(opts.reduceOp), [_real(tensor) for tensor in tensors]
         return self._started(tensors, opts, lambda a: [self._communicator.grouped_allreduce(moved, op, async_op=a)])
@@ -121,20 +122,20 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> GradwireWork:
-        """Reduce lists of tensors, one tensor a rank."""
+        """Reduce the r-th tensors of all ranks' lists into the output of rank r."""
         (output,), (parts,) = outputs, inputs
         return self._reduce_scatter([output], [parts], opts)
 
     @_verb("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GradwireWork:
-        """Reduce a tensor, of which each rank gets a part."""
+        """Reduce the inputs of all ranks, and write the r-th part of the result to the output of rank r."""
         return self._reduce_scatter([output], [input], opts)
 
     @_verb("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GradwireWork:
-        """Reduce several tensors, of each of which each rank gets a part."""
+        """Do reduce_scatter_single() for several tensors."""
         return self._reduce_scatter(outputs, inputs, opts)
 
     def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any) -> GradwireWork:
@@ -149,7 +150,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     @_verb("broadcast")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
-        """Copy the root's tensor to all ranks."""
+        """Copy the root's tensor to the tensors of all ranks."""
         opts = opts or dist.BroadcastOptions()
         (tensor,) = tensors
         root = opts.rootRank
@@ -159,26 +160,26 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> GradwireWork:
-        """Collect every rank's tensor, which may be of other sizes, in lists."""
+        """Gather every rank's tensor into a list, by rank. The sizes may differ between ranks."""
         return self._allgather(outputs, inputs, opts)
 
     @_verb("all_gather_coalesced")
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> GradwireWork:
-        """Collect several tensors of every rank; outputs: by rank, a list of them."""
+        """Gather several tensors of every rank. outputs: by rank, a list of that rank's tensors."""
         return self._allgather(list(map(list, zip(*outputs, strict=True))), inputs, opts)
 
     @_verb("_all_gather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GradwireWork:
-        """Collect every rank's tensor in one."""
+        """Gather every rank's tensor into one tensor, in rank order."""
         return self._allgather([output], [input], opts)
 
     @_verb("all_gather_into_tensor_coalesced")
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GradwireWork:
-        """Collect every rank's tensors, each in one."""
+        """Do all_gather_single() for several tensors."""
         return self._allgather(outputs, inputs, opts)
 
     def _allgather(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> GradwireWork:
@@ -189,7 +190,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     @_verb("gather")
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
-        """Collect every rank's tensor in the root's list."""
+        """Gather every rank's tensor into a list on the root, by rank."""
         opts = opts or dist.GatherOptions()
         (given,) = inputs
         lists, root = [_raw(tensor) for tensor in _tensors(outputs)], opts.rootRank
@@ -199,7 +200,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     @_verb("scatter")
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> GradwireWork:
-        """Give each rank a tensor of the root's list."""
+        """Copy the r-th tensor of the root's list to the output of rank r."""
         opts = opts or dist.ScatterOptions()
         (output,) = outputs
         lists, root = [_raw(tensor) for tensor in _tensors(inputs)], opts.rootRank
@@ -216,7 +217,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> GradwireWork:
-        """Send each rank a part of a tensor, in rows; no splits cut into equal parts."""
+        """Send the r-th part of the input to rank r. Splits: the rows of each part; by default, parts are equal."""
         pair = (_raw(output), _raw(input))
         both: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None)
         if output_splits or input_splits:
@@ -228,7 +229,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     @_verb("all_to_all")
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
-        """Send each rank a tensor. Returns when it is done."""
+        """Send the r-th input to rank r, which has one output per rank. The operation is synchronous."""
         sent = torch.cat([_raw(tensor).flatten() for tensor in inputs])
         lengths = [tensor.numel() for tensor in inputs], [_raw(tensor).numel() for tensor in outputs]
         landed = sent.new_empty(sum(lengths[1]))
@@ -243,20 +244,19 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     @_verb("barrier")
     def barrier(self, opts: Any = None) -> GradwireWork:
-        """Return when all ranks have come."""
+        """Complete when every rank has called this."""
         opts = opts or dist.BarrierOptions()
         with self._within(opts.timeout):
             return self._started((), opts, lambda a: [self._communicator.barrier(async_op=a)])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have come. Raises CollectiveTimeout, which names all ranks that have not, whatever
-        wait_all_ranks."""
+        """Wait until every rank has called this. Raises CollectiveTimeout with all missing ranks in any case."""
         with self._within(timeout):
             self._communicator.barrier()
 
     @contextmanager
     def _within(self, timeout: timedelta | None) -> Iterator[None]:
-        """Have operations that begin meanwhile take no longer. timeout: torch's negative ones stand for none."""
+        """Set the timeout of operations that begin meanwhile. None, 0 or a negative timeout changes nothing."""
         if timeout is None or timeout <= timedelta(0):
             yield
             return
@@ -282,7 +282,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     @_verb("recvAnySource")
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> GradwireWork:
-        """Begin to receive a tensor from whichever rank sends one. Until it has come, what this rank sends waits."""
+        """Begin to receive a tensor from any rank. Until it has arrived, later messages of this rank wait."""
         (tensor,) = tensors
         return self._message(tensors, self._messages.recv(_raw(tensor), None, tag=tag, async_op=True))
 
@@ -292,10 +292,10 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             tensors, [work], lambda callback: self._mover.when_done(work, callback), lambda: work.sender
         )
 
-    # What torch asks of a group
+    # Other methods that torch calls
 
     def _started(self, results: Sequence[Tensor], opts: Any, start: Callable[[bool], Sequence[Any]]) -> GradwireWork:
-        """Return the handle of start(is_asynchronous), which returns the handles of its parts."""
+        """Return one handle for all parts of an operation, whose handles start(is_asynchronous) returns."""
         is_asynchronous = opts is None or getattr(opts, "asyncOp", True)
         parts = start(is_asynchronous)
         if not is_asynchronous or not parts:
@@ -316,62 +316,62 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         return GradwireWork(results, works, works[-1].when_done if works else at_once)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return what torch asks for what a backend is able to: this group itself, for CPU tensors."""
+        """Return the object whose capabilities torch reads: this group for the CPU, NCCL's backend for CUDA devices."""
         return self if torch.device(device).type == "cpu" else self.nccl()._get_backend(torch.device(device))
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether allocate_tensor() makes what is quicker to exchange."""
+        """Return whether allocate_tensor() makes tensors for a device: only for the CPU."""
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised 1-D CPU tensor, in shared memory where ranks share a host."""
+        """Return an uninitialised 1-D CPU tensor, in shared memory if all ranks share a host."""
         return self._communicator.empty(size, dtype=dtype)
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the name by which C++ knows it."""
+        """Return the name of the backend in C++."""
         return TORCH_BACKEND
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Keep the name by which functional collectives find the group."""
+        """Store the name by which functional collectives find the group."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return that name."""
+        """Return the name of the group."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Keep what torch says of the group in its logs."""
+        """Store the description of the group in torch's logs."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return that description."""
+        """Return the description of the group."""
         return self._description
 
     def get_group_store(self) -> Store:
-        """Return the store of these ranks."""
+        """Return the store of the group."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give the operations that begin from now on so much time."""
+        """Set the timeout of CPU operations that begin from now on, and of an NCCL group that is made later."""
         self._timeout = timeout
         self._communicator.timeout_s = self._messages.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: operations are numbered from the start."""
+        """Do nothing, because operations are always numbered."""
 
     def shutdown(self) -> None:
-        """Finish what was issued, and leave. torch.distributed.destroy_process_group calls it."""
+        """Finish all operations, and close the group. torch.distributed.destroy_process_group calls this."""
         self._mover.close()
         close_all([self._communicator, self._messages])
         if self._nccl is not None:
             self._nccl.shutdown()
 
     def abort(self) -> None:
-        """Leave; the others' operations fail, with this rank as the reason."""
+        """Close the group. Operations of the other ranks fail, and their errors name this rank."""
         self._mover.close()
         close_all([self._communicator, self._messages], RuntimeError("the group was aborted"))
         if self._nccl is not None:
@@ -386,19 +386,19 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
 
 def _tensors(given: Any) -> list[Tensor]:
-    """Return all tensors in lists of lists of them."""
+    """Return all tensors in nested lists or tuples, in order."""
     if isinstance(given, Tensor):
         return [given]
     return [tensor for each in given for tensor in _tensors(each)] if isinstance(given, list | tuple) else []
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return what is reduced for a tensor: of complex numbers, pairs of real ones."""
+    """Return a tensor, or if it is complex, a view of it as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """Return what is moved for a tensor: of a dtype that no Communicator carries, the bytes."""
+    """Return a view of a tensor in a dtype that a Communicator carries: pairs for complex numbers, or bytes."""
     moved = _real(tensor)
     return moved if moved.dtype in DTYPES else moved.view(-1).view(torch.uint8)
 
@@ -408,5 +408,5 @@ def _each(view: Callable[[Tensor], Tensor], given: Tensor | Sequence[Tensor]) ->
 
 
 def _name_of(op: Any) -> Any:
-    """Return an operation without the wrapper that options have around it."""
+    """Return the reduction inside the wrapper that torch's options contain."""
     return getattr(op, "op", op)

@@ -1,4 +1,4 @@
-"""Moves on the messages of a group that nobody waits for: a rank may send, go on, and never ask again."""
+"""A thread that moves the messages of a group, because a rank may send a message and never wait for it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from gradwire.collectives.run.messages import MessageWork
 
-#: How often messages are moved on, at first and after a while.
+#: Seconds between two passes over the messages: at first, and at most, after passes in which no message has finished.
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
 
 
 class Mover:
-    """Has a thread look after messages until they are through. The thread begins with the first message."""
+    """Moves messages on a thread until they are done. The first message starts the thread."""
 
     def __init__(self) -> None:
         self._under_way: dict[MessageWork, list[Callable[[], None]]] = {}
@@ -22,7 +22,7 @@ class Mover:
         self._closed = False
 
     def add(self, work: MessageWork) -> None:
-        """Look after a message."""
+        """Move a message until it is done."""
         with self._changed:
             self._under_way[work] = []
             if self._thread is None:
@@ -31,7 +31,7 @@ class Mover:
             self._changed.notify()
 
     def when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:
-        """Have a function called once a message is through."""
+        """Call a function when a message is done: at once, or later on the Mover's thread."""
         with self._changed:
             if work in self._under_way:
                 self._under_way[work].append(callback)
@@ -39,7 +39,7 @@ class Mover:
         callback()
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread. It no longer moves messages, or calls functions."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -54,7 +54,7 @@ class Mover:
                 if self._closed:
                     return
                 works = list(self._under_way)
-            time.sleep(look_s)  # most messages are through before, because somebody waits for them
+            time.sleep(look_s)  # most messages are done before, because the caller waits for them
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
             for work in works:
                 if work.is_completed():

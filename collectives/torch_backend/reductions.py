@@ -1,5 +1,5 @@
-"""Reductions of torch.distributed that no schedule does: everything is collected, and reduced by each rank, in rank order. They
-return when they are done."""
+"""Synchronous reductions of torch.distributed for which there is no schedule: each rank gathers the tensors of all
+ranks, and reduces them itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def bitwise(op: Any) -> _Combine | None:
 
 
 def allreduce_bits(communicator: Communicator, tensor: Tensor, combine: _Combine) -> None:
-    """Combine the bits of all ranks' integers, in place. Raises TypeError for floating-point numbers."""
+    """Combine the bits of all ranks' tensors, in place and in rank order. combine: from bitwise(). Raises TypeError for
+    a tensor of floating-point or complex numbers."""
     if tensor.dtype.is_floating_point or tensor.is_complex():
         raise TypeError(
             f"rank {communicator.rank}: {combine.__name__} needs a tensor of integers, not of {tensor.dtype}"
@@ -39,7 +40,7 @@ def allreduce_bits(communicator: Communicator, tensor: Tensor, combine: _Combine
 
 
 def allreduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> None:
-    """Sum, or average, sparse COO tensors of one shape, in place. Raises ValueError for another operation."""
+    """Sum or average sparse COO tensors of one shape, in place. Raises ValueError for another operation."""
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"rank {communicator.rank}: a sparse tensor can be summed and averaged, not reduced by {op}")
     mine = tensor.detach().coalesce()

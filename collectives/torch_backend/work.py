@@ -1,4 +1,4 @@
-"""What torch's programs wait for: the handle of an operation, in the form that torch.distributed and its C++ callers know."""
+"""The handle of an operation, with the methods that torch.distributed and its C++ callers expect."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-#: Calls a function once an operation is done.
+#: A function that calls another function when an operation is done.
 WhenDone = Callable[[Callable[[], None]], object]
 
 
 class Part(Protocol):
-    """A handle of a Communicator."""
+    """A handle that a Communicator returns."""
 
     def wait(self, timeout: timedelta | None = None) -> object: ...
 
@@ -23,16 +23,16 @@ class Part(Protocol):
 
 
 def at_once(callback: Callable[[], None]) -> None:
-    """Be the WhenDone of what is done."""
+    """Call a function at once: the WhenDone of an operation that is done."""
     callback()
 
 
 class GradwireWork(dist.Work):
-    """The handle of one operation. It may be dropped: the operation goes on. It may be waited for as often as wanted.
+    """The handle of one operation. If it is deleted, the operation continues. wait() may be called several times.
 
-    parts: the handles of what it is made of, in the order in which they complete; none where it is done. results: what it
-    writes, which becomes the value of get_future(). when_done: of the last part. source: returns the rank that sent what was
-    received.
+    results: the tensors that the operation writes, which become the value of get_future(). parts: the handles of its
+    parts, in the order in which they complete; empty if the operation is done. when_done: that of the last part.
+    source: for a receive, returns the rank of the sender, or None if it is not known yet.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class GradwireWork(dist.Work):
         self._future: Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when it is done. timeout: of torch's C++ callers, for whom 0 stands for none.
+        """Wait until the operation is done, and return True. timeout: for each part; None or 0, as from C++, for none.
 
-        Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation goes on).
+        Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues).
         """
         for part in self._parts:
             part.wait(timeout or None)
@@ -63,15 +63,15 @@ class GradwireWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return True once wait() would return, or raise, at once."""
+        """Return whether wait() would return, or raise, at once."""
         return all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
-        """Return whether it is done, and well."""
+        """Return whether the operation is done without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of what is done; None where there is none, or not yet."""
+        """Return the error of a failed operation; None if the operation has succeeded or is not done."""
         try:
             if self.is_completed():
                 self.wait()
@@ -80,11 +80,12 @@ class GradwireWork(dist.Work):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        """Return what it writes."""
+        """Return the tensors that the operation writes."""
         return self._results
 
     def source_rank(self) -> int:
-        """Return the rank that a received message came from. Raises RuntimeError where nothing was received, or not yet."""
+        """Return the rank of the sender of a received message. Raises RuntimeError if the operation is no receive, or
+        the sender is not known yet."""
         found = None if self._source is None else self._source()
         if found is None:
             raise RuntimeError("source_rank() is available for a receive after its wait() has returned")
@@ -96,7 +97,7 @@ class GradwireWork(dist.Work):
         """Return a future of the results. It raises what wait() raises; in C++, a RuntimeError with the same text."""
         if self._future is None:
             done: Future[list[torch.Tensor]] = Future()
-            self._future = done.then(lambda done: done.value())  # raises inside, which C++ takes for an error
+            self._future = done.then(lambda done: done.value())  # raises inside, which C++ counts as an error
             self.when_done(lambda: self._settle(done))
         return self._future
 

@@ -1,1 +1,1 @@
-"""The command `gradwire`: what can be asked of gradwire from a shell, and how a job is started from one."""
+"""The command `gradwire`, which starts jobs, and tests, measures and describes gradwire from a shell."""

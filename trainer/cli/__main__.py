@@ -18,12 +18,12 @@ usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script on
 
 `gradwire COMMAND --help` describes a command."""
 
-#: What the measurements need beside the package.
+#: The packages that benchmarks need in addition.
 _FOR_BENCH = ("matplotlib", "rich")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the arguments say, and return the exit status."""
+    """Run the command in the arguments, and return its exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name in ("run", "report"):

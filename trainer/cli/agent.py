@@ -33,7 +33,7 @@ _END_S = 40.0
 
 
 class _Output:
-    """Copy the output of ranks from their files to stdout, line by line, each prefixed with rank and stream."""
+    """Copies the output of ranks from their files to stdout, line by line, each prefixed with rank and stream."""
 
     def __init__(self, folder: Path, first_rank: int) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ class _Output:
         for path in sorted(self._folder.glob("*/attempt_*/*/std*.log")):
             if path not in self._files:
                 self._files[path] = path.open("rb")
-            new = self._files[path].read().replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # a progress bar, too
+            new = self._files[path].read().replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # progress bars use \r
             *lines, self._rests[path] = (self._rests.get(path, b"") + new).split(b"\n")
             if lines:
                 self._write(path, lines)

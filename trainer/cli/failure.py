@@ -15,7 +15,7 @@ _LONGEST = 500
 
 
 class LastWords:
-    """Keep the line that explains why a process ended: the error of its last traceback, or else its last line."""
+    """Keeps the line that explains why a process ended: the error of its last traceback, or else its last line."""
 
     def __init__(self) -> None:
         self._line = ""
@@ -48,8 +48,8 @@ def cause_among(lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """Hold why a job failed on one host, as far as known. rank: in an elastic job, the number of the worker; None if the host
-    itself failed."""
+    """Holds the reason why a job failed on one host, as far as known. rank: in an elastic job, the number of the
+    worker; None if the host itself failed. words: the text of the process's LastWords."""
 
     host: str
     rank: int | None
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether the rank failed only because others did, or torch's agent ended it for that reason."""
+        """Return whether the rank failed only because other ranks did, or torch's agent ended it for that reason."""
         if self.rank is None:
             return False
         if self.exit_code == -signal.SIGTERM and not _RAISED.match(self.words):
@@ -105,8 +105,8 @@ def _line(alike: Sequence[Failure], noun: str) -> str:
 
 
 def told_failures(failures: list[Failure], noun: str = "rank") -> list[str]:
-    """Return the lines that report failures. Failures with equal `common` share a line, and so do all consequences of others.
-    noun: "rank" or "worker"."""
+    """Return the lines that report failures. Failures with equal `common` share a line, and so do those that are only
+    consequences. noun: "rank" or "worker"."""
     causes = [failure for failure in failures if not failure.is_consequence] or failures
     alike: dict[tuple[str | None, int | None, str], list[Failure]] = {}
     for failure in causes:

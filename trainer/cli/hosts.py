@@ -13,7 +13,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Host:
-    """Hold a host of a job. Its ranks are first_rank, ..., first_rank + slots - 1. is_here: whether it is this host."""
+    """A host of a job, with the ranks first_rank, ..., first_rank + slots - 1. is_here: whether it is this host."""
 
     name: str
     slots: int

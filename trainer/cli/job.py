@@ -30,7 +30,7 @@ _MASTER_PORT = 29500
 
 
 class _Run:
-    """Run one job: read the output of its agents until they have ended, and end them if one fails."""
+    """Runs one job: reads the output of its agents until they have ended, and ends them if one fails."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -43,7 +43,7 @@ class _Run:
         self._kill_at: float | None = None
 
     def run(self) -> int:
-        """Return the exit status of the job."""
+        """Run the job, and return its exit status."""
         environment = {**os.environ, **self._job.settings}
         made = commands(self._job, os.environ)
         with signals_heard() as signals:
@@ -135,7 +135,8 @@ class _Run:
 
 
 def commands(job: Job, environment: Mapping[str, str]) -> list[list[str]]:
-    """Return the command that starts the agent of each host. Raises ValueError if this host has no address for the others."""
+    """Return the command that starts the agent of each host. With other hosts, raises ValueError if this host has no
+    address for them, or a variable of -x is not set."""
     return [_command(job, node, environment) for node in range(len(job.hosts))]
 
 
@@ -160,7 +161,7 @@ def _master(job: Job, environment: Mapping[str, str]) -> str:
 def run_job(job: Job) -> int:
     """Run a job to its end, and return its exit status.
 
-    Raises ValueError if this host has no address for other hosts, a variable of -x is not set, or the output folder cannot be
-    made.
+    Raises ValueError if the output folder cannot be made, or, with other hosts, if this host has no address for them or
+    a variable of -x is not set.
     """
     return _Run(job).run()

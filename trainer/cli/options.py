@@ -48,11 +48,12 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Elastic:
-    """Describe how the number of ranks may change while a job runs.
+    """Describes how the number of ranks may change while a job runs.
 
-    min_ranks: fewer ranks wait for others. ranks: the number at the start. max_ranks: the launcher starts no more than these.
-    For both, None means the number of slots. discovery_script: prints the hosts; None if they do not change. reset_limit: how
-    many epochs may follow the first; None: any number. timeout_s: how long ranks wait for the next epoch.
+    min_ranks: fewer ranks wait for others. ranks: the number at the start. max_ranks: the launcher starts no more than
+    these. For both, None means the number of slots. discovery_script: prints the hosts; None if they do not change.
+    reset_limit: how many epochs may follow the first; None: any number. timeout_s: how long ranks wait for the next
+    epoch.
     """
 
     min_ranks: int = 1
@@ -65,10 +66,10 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Job:
-    """Describe a job: the command of every rank, the hosts, and how to connect to them.
+    """Describes a job: the command of every rank, the hosts, and how to connect to them.
 
-    settings: environment variables for all ranks. names: of further variables that other hosts get. master_port: the rendezvous
-    port; None: the default port. elastic: None if the number of ranks is fixed.
+    settings: environment variables for all ranks. names: the names of further variables that other hosts get.
+    master_port: the rendezvous port; None: the default port. elastic: None if the number of ranks is fixed.
     """
 
     command: list[str]
@@ -157,7 +158,7 @@ def _hosts(flags: argparse.Namespace, elastic: Elastic | None) -> list[Host]:
 
 
 def _full_command(command: list[str], *, is_module: bool) -> list[str]:
-    """Return the command of a rank: a .py file or a module is run by this Python, anything else is a command already."""
+    """Return the command of a rank. This Python runs a .py file or a module; anything else is a command already."""
     if is_module:
         return [sys.executable, "-m", *command]
     return [sys.executable, *command] if command[0].endswith(".py") else command
@@ -182,7 +183,7 @@ def _settings(flags: argparse.Namespace) -> dict[str, str]:
 
 
 class _WithoutMeaning(argparse.Action):
-    """Collect the flags that have no effect."""
+    """Collects the flags that have no effect."""
 
     def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
         assert isinstance(namespace, argparse.Namespace)
@@ -190,7 +191,7 @@ class _WithoutMeaning(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """Exit with the reason why a flag is not supported."""
+    """Exits with the reason why a flag is not supported."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None

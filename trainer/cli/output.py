@@ -13,8 +13,8 @@ _OF_A_RANK = re.compile(rb"\[(\d+)\]<(stdout|stderr)>: (.*)", re.DOTALL)
 
 
 class Output:
-    """Print the lines of ranks. folder: gets the files NAME.NUMBER/stdout and NAME.NUMBER/stderr of each rank; None: no files.
-    digits: the minimum number of digits of NUMBER, so that folders sort.
+    """Prints the lines of ranks. folder: gets the files NAME.NUMBER/stdout and NAME.NUMBER/stderr of each rank; None:
+    no files. digits: the minimum number of digits of NUMBER, so that folders sort.
 
     Raises ValueError if the folder cannot be made.
     """

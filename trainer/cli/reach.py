@@ -25,8 +25,8 @@ _SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
 
 
 class AgentProcess:
-    """Hold the agent process of one host, or the ssh to it, and its output so far. Raises OSError if the command cannot be
-    started."""
+    """Holds the agent process of one host, or the ssh to it, and its output so far. Raises OSError if the command
+    cannot be started."""
 
     def __init__(self, host: Host, command: list[str], environment: Mapping[str, str]) -> None:
         self.host = host
@@ -73,7 +73,7 @@ class AgentProcess:
         return f"by ssh: {self.words.text or f'exit code {self.process.returncode}'}"
 
     def why_late(self, start_timeout_s: int) -> str:
-        """Return why the agent is not ready in time, as far as known."""
+        """Return why the agent was not ready in time, as far as known."""
         why = f"did not start within {start_timeout_s} s"
         return f"{why}: {self.words.text}" if self.words.text else why
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def signals_heard() -> Iterator[list[int]]:
-    """Yield a list to which each SIGINT and SIGTERM is appended: after the first, the job ends; after the second, at once."""
+    """Yield a list to which each SIGINT and SIGTERM is appended. The job ends after the first, and at once after the
+    second."""
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda number, frame: heard.append(number))

@@ -1,4 +1,4 @@
-"""Two training scripts to run, read and copy from: bytes_gpt, a language model, and digits_cnn, an image classifier."""
+"""Two training scripts to run, read and copy: bytes_gpt, a language model, and digits_cnn, an image classifier."""
 
 from importlib.util import find_spec
 

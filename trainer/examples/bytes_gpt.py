@@ -1,7 +1,7 @@
-"""A byte-level GPT, trained on the text of the running Python's standard library, or on a text of yours.
+"""Train a byte-level GPT on the source text of Python's standard library, or on your own text.
 
-python -m gradwire.trainer.examples.bytes_gpt                                         alone
-torchrun --standalone --nproc-per-node 2 -m gradwire.trainer.examples.bytes_gpt       on two processes
+python -m gradwire.trainer.examples.bytes_gpt                                         one process
+torchrun --standalone --nproc-per-node 2 -m gradwire.trainer.examples.bytes_gpt       two processes
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Config(LoopConfig):
 
 
 def source_files(folder: Path) -> Iterator[Path]:
-    """Return the files of a folder worth reading, in the same order everywhere."""
+    """Yield the .py, .txt and .md files of a folder, in the same order on every rank."""
     for path, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED)
         yield from (Path(path, name) for name in sorted(files) if name.endswith((".py", ".txt", ".md")))
 
 
 def read_text(path: Path | None) -> Tensor:
-    """Return the first TEXT_BYTES of a file or folder (None: the standard library) as uint8."""
+    """Return the first TEXT_BYTES bytes of a file or folder as uint8. path: None for the standard library."""
     path = path or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for file in source_files(path) if path.is_dir() else [path]:
@@ -59,7 +59,7 @@ def read_text(path: Path | None) -> Tensor:
 
 
 class Block(nn.Module):
-    """Applies pre-norm attention, then a pre-norm perceptron."""
+    """Applies pre-norm causal attention, then a pre-norm perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

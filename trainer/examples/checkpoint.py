@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what is equal on all ranks in one file, what each rank alone has in one for each."""
+"""Checkpoints of a run: one file for the state that all ranks share, and one per rank for its own state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ COMMON = "checkpoint.pt"
 
 
 class Checkpoint:
-    """Keeps the files of one folder. A crash leaves the last checkpoint whole, for the common file names its others."""
+    """Saves and loads a checkpoint. The common file is written last and has the step of the others, so a crash leaves
+    the last checkpoint whole."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.path = folder / COMMON
         self._device = device
 
     def save(self, common: dict[str, Any], mine: dict[str, Any] | None, step: int) -> None:
-        """Save a checkpoint. common: rank 0's is written. mine: this rank's; on all ranks or on none. Collective."""
+        """Save a checkpoint. common: the state of rank 0. mine: this rank's own; None on all ranks or on none.
+        Collective."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if mine is not None:
             _write(mine, self._part(hvd.rank(), step))
@@ -34,15 +36,15 @@ class Checkpoint:
         hvd.barrier()
 
     def load(self) -> dict[str, Any] | None:
-        """Return what was common, if there is any."""
+        """Return the common state, if there is a checkpoint."""
         if not self.path.exists():
             return None
         loaded: dict[str, Any] = torch.load(self.path, map_location=self._device, weights_only=True)
         return loaded
 
     def load_parts(self, number: int, step: int) -> list[dict[str, Any]]:
-        """Return, of `number` ranks' own parts, this rank's, then those of ranks that there are no more, divided among
-        all. A rank that there was not is given another's."""
+        """Return this rank's own state, then those of ranks that no longer exist, divided among all. A new rank gets a
+        copy of another rank's. number: how many ranks saved."""
         rank, size = hvd.rank(), hvd.size()
         files = [self._part(index, step) for index in (rank % number, *range(size + rank, number, size))]
         return [torch.load(file, map_location=self._device, weights_only=True) for file in files]

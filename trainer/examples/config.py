@@ -1,4 +1,4 @@
-"""Configuration of a training run: a frozen dataclass whose fields are the options on the command line."""
+"""The configuration of a training run: a frozen dataclass whose fields are the options of the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C = TypeVar("C", bound="LoopConfig")
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Holds what the training loop needs to know; an example's own configuration adds its model."""
+    """Holds the options of the training loop; an example's own configuration adds those of its model."""
 
     steps: Annotated[int | None, "train for this many steps in all"] = None
     seconds: Annotated[float | None, "train for about this long in all"] = None
@@ -44,12 +44,12 @@ class LoopConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, not {value}")
-        encoding_of(self.compression)  # raises ValueError for what is none
+        encoding_of(self.compression)  # raises ValueError for an invalid one
         if self.warm_up < 0:
             raise ValueError(f"warm_up must not be negative, but is {self.warm_up}")
 
     def until(self: C, steps: int | None = None, seconds: float | None = None) -> C:
-        """Return this configuration; where it says neither steps nor seconds, with these."""
+        """Return this configuration, or if it sets neither steps nor seconds, a copy with these."""
         if self.steps is None and self.seconds is None:
             return dataclasses.replace(self, steps=steps, seconds=seconds)
         return self
@@ -58,10 +58,11 @@ class LoopConfig:
 def parse(
     default: C, description: str, positional: str | None = None, presets: dict[str, dict[str, Any]] | None = None
 ) -> C:
-    """Read the command line. What is not given there comes from the chosen preset, else from `default`.
+    """Return the configuration that the command line describes. Options that are not given come from the chosen preset,
+    else from `default`.
 
-    Every field is an option, but the one named `positional`, which is an argument that may be left out. A batch that is
-    not given is rounded up to a multiple of the ranks launched, which rank 0 says.
+    Every field is an option, except `positional`, an optional argument. A default batch is rounded up to a multiple of
+    the ranks launched, and rank 0 prints this.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, hint in get_type_hints(type(default), include_extras=True).items():
@@ -83,7 +84,7 @@ def parse(
 
 
 def shareable(batch: int) -> int:
-    """Return the batch, rounded up to a multiple of the ranks launched."""
+    """Return the batch size, rounded up to a multiple of the ranks launched."""
     launch = read_launch(os.environ)
     rounded = -(-batch // launch.size) * launch.size
     if rounded != batch and launch.rank == 0:
@@ -92,7 +93,7 @@ def shareable(batch: int) -> int:
 
 
 def argument(hint: Any) -> dict[str, Any]:
-    """Return what argparse should know of a field annotated Annotated[type, help]."""
+    """Return the arguments of add_argument() for a field annotated as Annotated[type, help]."""
     kind, text = get_args(hint)
     if NoneType in get_args(kind):
         kind = next(option for option in get_args(kind) if option is not NoneType)

@@ -1,7 +1,7 @@
-"""A small convolutional network, trained on scikit-learn's 1,797 handwritten digits.
+"""Train a small convolutional network on scikit-learn's 1,797 handwritten digits.
 
-python -m gradwire.trainer.examples.digits_cnn                                        alone
-torchrun --standalone --nproc-per-node 2 -m gradwire.trainer.examples.digits_cnn      on two processes
+python -m gradwire.trainer.examples.digits_cnn                                        one process
+torchrun --standalone --nproc-per-node 2 -m gradwire.trainer.examples.digits_cnn      two processes
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Config(LoopConfig):
 
 
 def network(config: Config) -> nn.Sequential:
-    """Maps images (batch, 1, 8, 8) to logits (batch, 10)."""
+    """Return a network that maps images (batch, 1, 8, 8) to logits (batch, 10)."""
     parts: list[nn.Module] = []
     channels = 1
     for width in (config.width, 2 * config.width):

@@ -1,7 +1,8 @@
 """The training loop that the examples share: ranks, validation, checkpoint and resume, comparison with torch's DDP.
 
-Step s trains on task.batch(s), of which every rank takes an equal share, and what is random inside the model is seeded
-anew each step from (seed, step, rank). So there is no hidden state: a resumed run continues bit for bit.
+Step s trains on task.batch(s), of which every rank takes an equal share. Before each step, torch's random numbers are
+seeded from (seed, step, rank). So a resumed run continues bit for bit, unless the learning rate depends on the time
+(`seconds` without `decay_steps`).
 """
 
 from __future__ import annotations
@@ -32,42 +33,42 @@ from gradwire.trainer.examples.report import BASELINE, OURS, Record, Report, cou
 from gradwire.trainer.gradients.checkpoint_format import KEY
 
 BLOCK_S = 0.5
-"""Models take turns, and ranks agree on losses, time and interruption, about this often."""
+"""The approximate duration of one model's turn. After a turn of each, ranks agree on losses, time and interruption."""
 CLIP_NORM = 1.0
 WEIGHT_DECAY = 0.1
 FINAL_LR = 0.1
-"""Where the cosine schedule ends, relative to the peak."""
+"""The learning rate at the end of the cosine schedule, relative to the peak."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Says what to train, and on what: a classifier of items (images, or the next byte at every position of a text)."""
+    """Holds the model and the data of a classifier of items (images, or the next byte at every position of a text)."""
 
     title: str
     item: str
     items_per_step: int
     build: Callable[[], nn.Module]
-    """A new model that maps inputs to logits (..., classes)."""
+    """Returns a new model that maps inputs to logits (..., classes)."""
     batch: Callable[[int], tuple[Tensor, Tensor]]
-    """The global batch of a step as (inputs, targets), on the CPU; the same on every rank."""
+    """Returns the global batch of a step as (inputs, targets), on the CPU; the same on every rank."""
     validation: Sequence[tuple[Tensor, Tensor]]
-    """Batches of data not trained on."""
+    """Batches of data that is not trained on."""
     report_accuracy: bool = False
 
 
 @dataclass
 class Trainee:
-    """Holds one model in training: ours, or the one under DDP."""
+    """Holds one model in training: gradwire's, or the one under DDP."""
 
     module: nn.Module
     forward: nn.Module
-    """What to call: `module` itself, or its wrapper."""
+    """The module to call: `module` itself, or its wrapper."""
     optimizer: torch.optim.Optimizer
     wait_s: Callable[[], float]
-    """Seconds spent waiting for communication so far."""
+    """Returns the seconds spent waiting for communication so far."""
     record: Record
     clip_norm: float | None = CLIP_NORM
-    """What the norm of all gradients is clipped to; None where they are taken as they are."""
+    """The maximum norm of all gradients, to which they are scaled down; None: they are not clipped."""
 
     def step(self, inputs: Tensor, targets: Tensor, lr: float) -> float:
         """Train on this rank's share of a batch; return its loss."""
@@ -90,7 +91,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def adamw(module: nn.Module) -> torch.optim.AdamW:
-    """Return an AdamW that decays matrices only."""
+    """Return an AdamW that applies weight decay to matrices only."""
     matrices = [p for p in module.parameters() if p.dim() >= 2]
     vectors = [p for p in module.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -98,23 +99,23 @@ def adamw(module: nn.Module) -> torch.optim.AdamW:
 
 
 def our_trainee(module: nn.Module, **options: Any) -> Trainee:
-    """Return a model whose gradients gradwire averages. options: of DistributedOptimizer."""
+    """Return a Trainee whose gradients gradwire averages. options: of DistributedOptimizer."""
     optimizer = hvd.DistributedOptimizer(adamw(module), named_parameters=module.named_parameters(), **options)
     return Trainee(module, module, optimizer, lambda: optimizer.communication_wait_s, Record())
 
 
 def wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose state is the same on all ranks."""
+    """Return the optimizer without gradwire's wrapper. Its state is the same on all ranks."""
     return optimizer.optimizer if isinstance(optimizer, hvd.DistributedOptimizer) else optimizer
 
 
 def ddp_trainee(module: nn.Module) -> Trainee:
-    """Return a model whose gradients torch's DDP averages, uncompressed."""
+    """Return a Trainee whose gradients torch's DDP averages, uncompressed."""
     return Trainee(module, DistributedDataParallel(module), adamw(module), lambda: 0.0, Record())
 
 
 def choose_device(name: str) -> torch.device:
-    """Return this rank's device; "auto" takes a GPU where there is one. Ranks share GPUs where there are too few."""
+    """Return this rank's device; "auto" selects a GPU if there is one. If there are too few, ranks share GPUs."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
@@ -123,14 +124,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def share_cores() -> None:
-    """Divide the cores among the ranks of this host, where OMP_NUM_THREADS does not say how many threads to use."""
+    """Divide the cores among the ranks of this host, unless OMP_NUM_THREADS sets the number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))
 
 
 @contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
-    """Take SIGINT as a wish to stop in good order; yield a function that says whether it was voiced."""
+    """Catch SIGINT; yield a function that returns whether it has arrived."""
     voiced = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -145,7 +146,8 @@ def interruption() -> Iterator[Callable[[], bool]]:
 
 
 class Run:
-    """Runs one training, of our model or of ours and DDP's in turns. `hvd` must be initialized."""
+    """Trains gradwire's model, or gradwire's and DDP's in turns. Call hvd.init() first. Raises ValueError if the run
+    has no end, or the ranks cannot split the batch."""
 
     def __init__(self, task: Task, config: LoopConfig) -> None:
         if config.steps is None and config.seconds is None:
@@ -161,19 +163,20 @@ class Run:
             self.trainees[BASELINE] = ddp_trainee(self._module())
         self.checkpoint = Checkpoint(config.out, self.device)
         self.order = list(self.trainees)
-        """Whose turn it is first: reversed every time (ABBA), so that neither model profits from going first."""
+        """The order of turns: reversed in every block (ABBA), so that neither model profits from going first."""
         self.steps = 0
         self.elapsed_s = 0.0
-        """Like every other figure kept here, averaged over the ranks, so that all take the same decisions."""
+        """The seconds so far. Like all measurements here, they are averaged, so that all ranks take the same
+        decisions."""
 
     def __call__(self) -> int:
-        """Train to the end; return the exit status: 1 if replicas differ, 130 if SIGINT ended the run early, or 0.
+        """Train to the end; return the exit status: 1 if replicas differ, 130 after SIGINT, or 0.
 
-        The clock starts when all ranks can take the first step: what that needs is compiled by then.
+        The clock starts after two small exchanges, in which kernels are compiled.
         """
         self._restore()
         self._introduce()
-        for dtype in (torch.float32, torch.float64):  # of the gradients, of what _block() agrees on
+        for dtype in (torch.float32, torch.float64):  # of the gradients, and of the values in _block()
             hvd.allreduce(torch.zeros(1, dtype=dtype, device=self.device))
         started = time.monotonic() - self.elapsed_s
         stop = False
@@ -199,20 +202,21 @@ class Run:
         return self.task.build().to(self.device)
 
     def _fraction(self, step: int) -> float:
-        """Return how far the run is, 1 being its end."""
+        """Return the finished fraction of the run, from 0 to 1."""
         by_steps = step / self.config.steps if self.config.steps else 0.0
         by_time = self.elapsed_s / self.config.seconds if self.config.seconds else 0.0
         return min(1.0, max(by_steps, by_time))
 
     def _lr(self, step: int) -> float:
-        """Return a linear warm-up times a cosine over the run."""
+        """Return the learning rate: a linear warm-up times a cosine over the run."""
         through = step / self.config.decay_steps if self.config.decay_steps else self._fraction(step)
         cosine = (1 + math.cos(math.pi * min(1.0, through))) / 2
         warm = min(1.0, (step + 1) / max(1, self.config.warm_up))
         return self.config.lr * warm * (FINAL_LR + (1 - FINAL_LR) * cosine)
 
     def _block(self, started: float, voiced: Callable[[], bool]) -> bool:
-        """Train every model for some steps, then agree on what was seen; return whether to stop."""
+        """Train every model for some steps, then average the measurements. Return whether SIGINT has arrived at any
+        rank."""
         length = self._block_length()
         self.order.reverse()
         turns = {name: self._turn(self.trainees[name], length) for name in self.order}
@@ -229,7 +233,7 @@ class Run:
         return bool(agreed[1] > 0)
 
     def _block_length(self) -> int:
-        """Return how many steps take about BLOCK_S, but not past the next validation, checkpoint or end."""
+        """Return how many steps take about BLOCK_S, up to the next validation, checkpoint or last step."""
         recent = [statistics.mean(t.record.step_s[-20:]) for t in self.trainees.values() if t.record.step_s]
         wished = max(1, int(BLOCK_S / max(recent))) if recent else 1
         periods = [self.config.validate_every, self.config.checkpoint_every]
@@ -239,7 +243,7 @@ class Run:
         return min(wished, *bounds)
 
     def _turn(self, trainee: Trainee, length: int) -> list[float]:
-        """Train one model; return this rank's losses, then the seconds of each step, then those spent waiting."""
+        """Train one model; return this rank's losses, then the seconds of each step, then the seconds of waiting."""
         share = self.config.batch // hvd.size()
         mine = slice(hvd.rank() * share, (hvd.rank() + 1) * share)
         losses, seconds, waited = [], [], trainee.wait_s()
@@ -279,7 +283,7 @@ class Run:
         self.checkpoint.save(common, self.trainees[OURS].optimizer.state_dict().get(KEY), self.steps)
 
     def _restore(self) -> None:
-        """Start all ranks from rank 0's state, of its checkpoint or fresh, and from what each has kept alone."""
+        """Give all ranks the state of rank 0, loaded or new, and load each rank's own state."""
         state = self.checkpoint.load() if self.config.resume and hvd.rank() == 0 else None
         history = state and {key: state.get(key) for key in ("elapsed_s", "records", "parts", "step")}
         history = hvd.broadcast_object(history, root_rank=0)
@@ -328,12 +332,12 @@ class Run:
 
 
 def mixed(*numbers: int) -> int:
-    """Return one seed out of several numbers."""
+    """Return one seed that depends on several numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def digest(module: nn.Module) -> str:
-    """Return a hash of every bit of the parameters."""
+    """Return the SHA-256 hash of all parameters."""
     result = hashlib.sha256()
     for parameter in module.parameters():
         result.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

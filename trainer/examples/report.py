@@ -1,4 +1,4 @@
-"""What a training run shows and leaves behind: progress while it runs, then a table, a loss curve and summary.json."""
+"""The output of a training run: progress while it runs, then a table, a loss curve and summary.json."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ BASELINE = "DDP"
 LINE_EVERY_S = 5.0
 
 POINTS_APART = 0.04
-"""How far apart the points of a picture are at least, as a part of its width."""
+"""The least distance between the last validation of a plot and the others, as a part of the plot's width."""
 
 
 @dataclass
 class Record:
-    """Keeps the history of one model in training, averaged over the ranks: entry i of a list belongs to step i."""
+    """Keeps the history of one model in training, averaged over the ranks. Entry i of losses and of step_s belongs to
+    step i."""
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     wait_s: float = 0.0
     """Seconds out of sum(step_s) that were spent waiting for communication."""
     validation: list[tuple[int, float, float]] = field(default_factory=list)
-    """(steps done, loss, accuracy)."""
+    """Tuples (steps done, loss, accuracy)."""
     replicas_identical: bool = True
     """Whether every rank ended with the same bits in all parameters."""
 
@@ -54,9 +55,9 @@ class Record:
 
 @contextmanager
 def progress(rank: int, item: str, items_per_step: int) -> Iterator[Callable[[float, Record], None]]:
-    """Yield a function that shows how far a run is, given the fraction done and the record so far.
+    """Yield a function that shows the progress of a run, given the fraction done and the record so far.
 
-    Rank 0 shows a bar where stdout is a terminal, else a plain line every few seconds; other ranks show nothing.
+    Rank 0 shows a bar if stdout is a terminal, else a plain line every few seconds; other ranks show nothing.
     """
 
     def describe(record: Record) -> str:
@@ -90,14 +91,14 @@ def progress(rank: int, item: str, items_per_step: int) -> Iterator[Callable[[fl
 
 @dataclass(frozen=True)
 class Report:
-    """Tells the outcome of a run of one model, or of two side by side."""
+    """Presents the outcome of a run of one model, or of two side by side."""
 
     title: str
     item: str
     items_per_step: int
     world_size: int
     accuracy: bool
-    """Whether accuracy means something for this task."""
+    """Whether to report the accuracy."""
     records: dict[str, Record]
 
     def summary(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class Report:
         return result
 
     def _outcome(self, record: Record) -> dict[str, Any]:
-        """Return what is said of each model alike."""
+        """Return the values that the summary has for each model."""
         return {
             "loss_first": record.losses[0],
             "loss_last": record.losses[-1],
@@ -148,9 +149,9 @@ class Report:
         return result
 
     def figure(self) -> Figure:
-        """Plot the loss over the steps: each step faint, its running mean, and the validation points, of which the last is
-        of the final parameters."""
-        from matplotlib.figure import Figure  # which takes long: ranks that are started again do without it
+        """Return a plot of the loss over the steps: a faint line of single steps, their running mean, and the
+        validations, the last of them with the final parameters."""
+        from matplotlib.figure import Figure  # a slow import, which only rank 0 needs
         from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
@@ -197,15 +198,15 @@ def count(number: int, noun: str) -> str:
 def running_means(values: list[float], reach: int) -> list[float]:
     """Return the mean of each value and its neighbours, `reach` on either side.
 
-    Near the beginning, where losses fall steeply, it is as many on both sides as there are. Near the end it is all that
-    there are, so that the mean does not follow the last few values.
+    Near the beginning, where losses fall steeply, it includes as few values after as before. Near the end, it includes
+    `reach` values before and all that follow, so that the mean does not follow the last few values.
     """
     reaches = (min(reach, i) for i in range(len(values)))
     return [statistics.fmean(values[i - k : i + k + 1]) for i, k in enumerate(reaches)]
 
 
 def apart(validation: list[tuple[int, float, float]], least: float) -> list[tuple[int, float, float]]:
-    """Return the validations without those of fewer than `least` steps before the last: their points would touch."""
+    """Return the validations, except those fewer than `least` steps before the last, whose points would touch it."""
     last = validation[-1]
     return [earlier for earlier in validation[:-1] if last[0] - earlier[0] >= least] + [last]
 

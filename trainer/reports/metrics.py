@@ -29,7 +29,8 @@ _ERROR_EVERY = 10
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """How one bucket of gradients is exchanged: its uncompressed bytes, the algorithm, and the codec ("none" without one)."""
+    """One bucket in an exchange of gradients: its uncompressed bytes, the algorithm, and the codec ("none" without
+    one)."""
 
     nbytes: int
     algorithm: str
@@ -43,14 +44,15 @@ class StepMetrics:
     step: the number of steps so far, this one included.
     seconds: the time since the end of the previous step, or for the first, since the optimizer was made.
     wait_s: how many of these seconds backward(), step() and synchronize() waited for the exchange.
-    exchange_s: from the start of the first bucket to the end of the exchange, including backward() meanwhile; None without an
-    exchange.
+    exchange_s: the seconds from the start of the first bucket to the end of the exchange, including backward() in
+    between; None without an exchange.
     bytes_sent, bytes_uncompressed: as in stats, for this step.
-    busbw_gb_s: 2(p-1)/p times the bytes of the gradients over exchange_s, in 1e9 bytes per second.
+    busbw_gb_s: 2(p-1)/p times the bytes of the gradients over exchange_s, in 1e9 bytes per second; None without an
+    exchange.
     buckets: how each bucket is exchanged.
-    compression_error: the norm of this rank's residuals of error feedback over the norm of their gradients; in every tenth
-    step, else None.
-    slowest_rank: the rank that made the others wait longest, if known (see DistributedOptimizer.stragglers).
+    compression_error: in every tenth step, the norm of this rank's residuals of error feedback over the norm of their
+    gradients; None in other steps, and without error feedback.
+    slowest_rank: the rank that made the others wait longest; None if unknown (see DistributedOptimizer.stragglers).
     """
 
     step: int
@@ -87,9 +89,9 @@ class Wanted:
 
 
 class Reports:
-    """Makes the wanted reports. all_names: returns the optimizer's parameters with their names. compared_on: the Communicator
-    for the check of replicas; not the rule's, on which a joined rank would take the check for an exchange. step: how many steps
-    there have been."""
+    """Makes the wanted reports. all_names: returns the optimizer's parameters with their names. compared_on: the
+    Communicator for the check of replicas. On the rule's Communicator, a joined rank would take the check for an
+    exchange. step: the number of steps so far."""
 
     def __init__(
         self, rule: Rule, wanted: Wanted, all_names: Callable[[], dict[Tensor, str]], compared_on: Communicator
@@ -120,8 +122,8 @@ class Reports:
             self._began_ns = now_ns()
 
     def after_step(self) -> None:
-        """Make the reports of a step. Collective if replicas are compared. Raises ReplicasDiffer on all ranks, and what on_step
-        raises."""
+        """Make the reports of a step. Collective if replicas are compared. Raises ReplicasDiffer on all ranks if they
+        differ, and the exceptions of on_step."""
         self.step += 1
         lane = self._communicator.lane("training")
         if lane is not None and self._began_ns:
@@ -143,7 +145,7 @@ class Reports:
             self._on_step(metrics)
 
     def stragglers(self) -> Stragglers | None:
-        """Return the report of stragglers; None before it is known."""
+        """Return the report of stragglers; None before all ranks have posted their waits."""
         return None if self._stragglers is None else self._stragglers.report()
 
     def _metrics(self) -> StepMetrics:
@@ -175,7 +177,7 @@ class Reports:
 
 
 def _choice(communicator: Communicator, bucket: Bucket) -> BucketChoice:
-    """Return how a bucket is exchanged, once it is past its warm-up."""
+    """Return how a bucket is exchanged after its warm-up."""
     values, codec = bucket.buffer.values, bucket.buffer.codec
     if isinstance(codec, Codec):
         algorithm = communicator.chosen("allreduce", 4 * values.numel(), codec)

@@ -10,10 +10,13 @@ from gradwire.trainer.rules.rule import Rule
 
 
 class StepJournal:
-    """Writes a line for each step: the seconds since the last one, the seconds that it waited for the exchange, the bytes sent,
-    the bytes that would have been sent uncompressed, and, where gradients were exchanged, the number of that exchange (else -1),
-    and for how many seconds this rank waited from its last gradient to the end of it. The header says among which
-    ranks the optimizer exchanges, and when it was made, in seconds since the epoch."""
+    """Writes a line of six numbers for each step: the seconds since the previous step; how many of them it waited for
+    the exchange; the bytes sent; the bytes without compression; the number of the exchange, or -1 without one; and the
+    seconds from this rank's last gradient to the end of the exchange.
+
+    The header has this rank, the ranks of the exchange, and the time at which the optimizer was made, in seconds since
+    the epoch.
+    """
 
     def __init__(self, folder: Path, rule: Rule) -> None:
         communicator = rule.communicator

@@ -1,10 +1,11 @@
 """Reports of stragglers: which rank makes the others wait.
 
-With a synchronous exchange, every rank takes as long as the slowest one, so no rank's own time shows which that is. But the
-exchange ends at the same time on all ranks. So the rank with the shortest wait, from its last gradient to that end, is the one
-that the others waited for, and the difference of two ranks' waits is that of their arrivals. Each rank measures its wait by its
-own clock, so clocks need not agree. The error is the difference between the times at which two ranks see the end: the time of
-the exchange's last messages. On GPUs, where the host runs ahead of its device, the arrivals of the hosts are compared.
+With a synchronous exchange, a step takes as long on every rank as on the slowest one, so no rank's own time identifies
+that rank. But the exchange ends at the same time on all ranks. So the rank with the shortest wait, from its last
+gradient to that end, is the one that the others waited for, and the difference of two ranks' waits is that of their
+arrivals. Each rank measures its wait by its own clock, so clocks need not agree. The error is the difference between
+the times at which two ranks see the end: the time of the exchange's last messages. With GPUs, the CPU runs ahead of its
+device, so the arrivals of the CPUs are compared.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _log = logging.getLogger("gradwire")
 _TOPIC = "waits"
 
 _WORTH_SHARE, _WORTH_S = 0.1, 0.005
-"""A wait is worth a line in the log from this share of a step and these seconds on: schedulers cause shorter ones."""
+"""A mean wait is logged if it is more than this share of a step and these seconds: schedulers cause shorter waits."""
 
 _IN_A_ROW = 3
-"""In how many windows on end it must be so, or not be so any more: chance names now one rank and now another."""
+"""How many consecutive windows must agree before a change is logged: in single windows, the slowest rank is random."""
 
 _MARGIN = 8
-"""How many exchanges more each rank reports than are compared, since ranks report at slightly different times."""
+"""How many more exchanges each rank reports than are compared, since ranks report at slightly different times."""
 
 _MOST_POSTED = 1000
 """How many exchanges a rank reports at most: a report is one message."""
@@ -38,11 +39,11 @@ _MOST_POSTED = 1000
 
 @dataclass(frozen=True)
 class Stragglers:
-    """How long ranks waited for each other in `steps` exchanges of gradients, the last of which was exchange number `last`.
+    """Holds how long ranks waited for each other in `steps` exchanges of gradients, up to exchange number `last`.
 
-    step_s: the mean seconds from one exchange to the next. cost_s, worst_s: by rank, for how many seconds at least half of the
-    ranks were ready before this one; mean and maximum. waited_s: by rank, and by the rank that it waited for: the mean seconds
-    by which the first was ready before the second.
+    step_s: the mean seconds from one exchange to the next. cost_s, worst_s: by rank, for how many seconds at least half
+    of the ranks were ready before this one; mean and maximum. waited_s: waited_s[i][r] is the mean of the seconds by
+    which rank i was ready before rank r.
     """
 
     steps: int
@@ -54,7 +55,7 @@ class Stragglers:
 
     @property
     def slowest(self) -> int:
-        """Return the rank that cost the others most."""
+        """Return the rank with the largest mean cost."""
         return max(range(len(self.cost_s)), key=self.cost_s.__getitem__)
 
     @property
@@ -71,8 +72,8 @@ class Stragglers:
 
 
 class StragglerWatch:
-    """Posts each rank's waits in windows of `every` exchanges. Rank 0 logs when one rank has delayed the others in several
-    windows in a row, and when that ends."""
+    """Posts this rank's waits in windows of `every` exchanges. Rank 0 logs when the same rank has delayed the others in
+    several windows in a row, and when that ends."""
 
     def __init__(self, communicator: Communicator, moments: Moments, every: int) -> None:
         self._communicator = communicator
@@ -99,20 +100,21 @@ class StragglerWatch:
             self._judge(self._posted)
 
     def report(self) -> Stragglers | None:
-        """Return the report of the last exchanges that all ranks have posted; None before that."""
+        """Return the report of the last exchanges that all ranks have posted; None before."""
         common = self._common()
         if common is None:
             return None
         return stragglers_of(*common)
 
     def slowest(self) -> int | None:
-        """Return the rank that cost the others most in these exchanges; None before all ranks have posted."""
+        """Return the rank with the largest mean cost in the exchanges of report(); None before all ranks have
+        posted."""
         common = self._common()
         return None if common is None else int(lateness(common[1]).mean(axis=1).argmax())
 
     def _judge(self, count: int) -> None:
-        """Judge the window up to this exchange once all ranks have posted it, and log whether a rank has begun or ceased to
-        delay the others."""
+        """Judge the last window once all ranks have posted it, and log whether a rank has begun or ceased to delay the
+        others. count: the number of exchanges at its end."""
         report = self.report()
         if report is None or report.last + 1 < count:
             return
@@ -139,8 +141,8 @@ class StragglerWatch:
         }
 
     def _common(self) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-        """Return the number of the last exchange that all ranks have posted, the seconds that they waited, (ranks, exchanges),
-        and the seconds of the steps."""
+        """Return the number of the last exchange that all ranks have posted, the seconds that each rank waited, and the
+        seconds of the steps, both (ranks, exchanges); None before."""
         posted = self._communicator.posted(_TOPIC)
         if len(posted) < self._communicator.size:
             return None
@@ -156,8 +158,8 @@ class StragglerWatch:
 
 
 def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[np.float64]) -> Stragglers:
-    """Return the report of exchanges up to number `last`. waited: the seconds of each rank in each, (ranks, exchanges). step:
-    seconds from one to the next, of any shape."""
+    """Return the report of exchanges up to number `last`. waited: the seconds that each rank waited, (ranks,
+    exchanges). step: the seconds between exchanges, of any shape."""
     ahead = np.clip(waited[:, None, :] - waited[None, :, :], 0, None).mean(axis=2)
     late = lateness(waited)
     return Stragglers(
@@ -171,7 +173,7 @@ def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[
 
 
 def lateness(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return by how many seconds each rank was later than the first half of them, (ranks, exchanges)."""
+    """Return by how many seconds each rank was later than the first half of the ranks, (ranks, exchanges)."""
     half = np.sort(waited, axis=0)[waited.shape[0] // 2]
     late: npt.NDArray[np.float64] = np.clip(half - waited, 0, None)
     return late

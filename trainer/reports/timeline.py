@@ -13,7 +13,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     file_path: the file in which rank 0 writes the timeline of all ranks, for https://ui.perfetto.dev or chrome://tracing.
     mark_cycles: whether to mark the start of each exchange of gradients.
 
-    The last 100,000 events of each rank are kept; the file says how many were dropped. Raises ValueError while a timeline is
+    The last 100,000 events of each rank are kept; the file states how many were dropped. Raises ValueError while a timeline is
     being recorded, and on rank 0 if the folder does not exist.
     """
     current_world().start_timeline(file_path, mark_cycles)

@@ -1,1 +1,1 @@
-"""Memory that the ranks of one host share: how they find it, allocate, reduce and send in it."""
+"""Memory that the ranks of one host share: mapping, allocation, reductions and messages."""

@@ -1,8 +1,9 @@
-"""Tensors in shared memory, and how the ranks of a host come to see each other's.
+"""Tensors in shared memory, which each rank of a host allocates, and which the other ranks map.
 
-Every rank allocates for itself, at any time. A table in the segment lists its tensors; the version of the table goes up with each
-change, and the rank announces it with every operation. After the operation all ranks map what is new there, and use it from the
-next one on. As all ranks have read the same announcements, they agree on who sees what, without another message.
+A rank allocates tensors at any time, without the others. Its table in the segment lists them. Each change increments
+the version of the table, and the rank announces the version with every operation. After the operation, all ranks map
+the tensors that are new in its table, and use them from the next operation on. All ranks have read the same
+announcements, so they agree which tensors are mapped, without another message.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ _GENERATION, _DESCRIPTOR, _NBYTES = range(3)
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: the slot of its rank, bytes from the beginning of it, and the version it came with."""
+    """The place of a tensor: the slot in its rank's table, the offset in bytes from the beginning of the allocation in
+    this slot, and the version of the table that first listed the allocation."""
 
     slot: int
     offset: int
     born: int
 
 
-#: Of a tensor that the others cannot see.
+#: The Place of a tensor that is not in the table.
 ELSEWHERE = Place(-1, 0, 0)
 
 
 class Allocations:
-    """The shared tensors of one rank, and its view of those of the others."""
+    """The shared tensors of one rank, and the tensors of the other ranks that it has mapped."""
 
     def __init__(self, group: LocalGroup) -> None:
         self.group = group
@@ -50,13 +52,14 @@ class Allocations:
         self._theirs: dict[tuple[int, int], tuple[int, Segment | None]] = {}
         self._version = 0
         self._freed: deque[int] = deque()
-        self._lock = threading.RLock()  # a finalizer may run inside
+        self._lock = threading.RLock()  # reentrant: a finalizer may run while it is held
         self._closed = False
         self._announced = np.zeros(group.size, dtype=np.int64)
         group.context[group.kernels.ANNOUNCED] = self._announced.ctypes.data
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor that the others will see; None where there is no room for it. Its memory is given back with it."""
+        """Return a tensor that the other ranks will map. Its memory is freed with it. Return None if the tensor is
+        empty, all slots are in use, too little memory or no descriptor is left, or close() has been called."""
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             if self._closed or nbytes == 0:
@@ -82,7 +85,7 @@ class Allocations:
         return segment.tensor(shape, dtype, self._free, slot, segment, segment.address)
 
     def place(self, tensor: torch.Tensor) -> Place:
-        """Return where a contiguous tensor of this rank lies."""
+        """Return the Place of a contiguous tensor of this rank."""
         self._reap()
         start = tensor.untyped_storage().data_ptr()
         if (found := self._by_address.get(start)) is None:
@@ -90,7 +93,7 @@ class Allocations:
         return Place(found[0], tensor.data_ptr() - start, found[1])
 
     def follow(self) -> None:
-        """Map what the others have announced, and unmap what they have given up. After an operation, on every rank."""
+        """Map new tensors of other ranks, and unmap freed ones. Every rank calls it after an operation with news."""
         group = self.group
         for member in np.flatnonzero(self._announced != group.known).tolist():
             announced = int(self._announced[member])
@@ -103,7 +106,7 @@ class Allocations:
             group.known[member] = announced
 
     def close(self) -> None:
-        """Unmap the others' tensors, unless a kernel still runs. This rank's own live on as ordinary tensors."""
+        """Unmap the others' tensors, unless a kernel still runs. This rank's tensors become ordinary tensors."""
         with self._lock:
             self._closed = True
             if not self.group.stop():
@@ -116,9 +119,10 @@ class Allocations:
                 segment.seal_off()
 
     def _free(self, slot: int, segment: Segment, address: int) -> None:
-        """Give a tensor's memory back. Its slot stays: what it announces must change in an order that a finalizer cannot keep."""
+        """Free a tensor's memory. Its slot stays in use until _reap(), because a finalizer may run at any point, and
+        cannot announce versions in order."""
         if not self.group.is_ours:
-            return  # a forked child's copy of it: the tensor lives on in its owner
+            return  # in a forked child: the parent still uses the memory
         with self._lock:
             del self._by_address[address]
             if not self._closed:
@@ -128,7 +132,7 @@ class Allocations:
             segment.close()
 
     def _reap(self) -> None:
-        """Announce that slots have become free."""
+        """Free the slots of freed tensors, and announce the new version of the table."""
         if self._freed and not self._closed:
             with self._lock:
                 while self._freed:
@@ -158,7 +162,7 @@ class Allocations:
                         _log.warning("gradwire: tensors in shared memory are copied from now on: %s", error)
                     group.context[group.kernels.FAILED] = 1
                     return generation, None
-                continue  # its owner gave it up in the meantime
+                continue  # its owner has freed it in the meantime
             assert segment.address is not None
             group.bases[base] = segment.address
             return generation, segment

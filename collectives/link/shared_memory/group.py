@@ -1,4 +1,4 @@
-"""The ranks of one host: how they find the memory that they share, how they wait in it, and which of them are alive."""
+"""The ranks of one host, which share a segment of memory: mapping it, waiting in it, and detecting lost ranks."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from gradwire.collectives.link.shared_memory.segment import Segment
 
 _log = logging.getLogger("gradwire")
 
-#: Shared tensors that a rank may have at a time.
+#: How many shared tensors a rank may have at a time.
 SLOTS = 256
 SLOT_FIELDS = 4
 
-#: Messages up to so many bytes are reduced whole by every rank; more would move more than the exchange of halves.
+#: Every rank reduces tensors of up to this size whole. For larger ones, less data moves if each reduces a share.
 _WHOLE_BYTES = 8 << 10
 
-#: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged. Fewer among many ranks.
+#: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged. Many ranks use fewer.
 _DEPTH, _SMALLEST_DEPTH = 8, 2
 
-#: What is staged, and what is in the rings, should stay in the caches, and fit the 64 MB that containers tend to have.
+#: The sizes of the staging area and of all rings, which should stay in the caches, and the limits of a chunk or ring.
 _STAGING_BYTES, _SMALLEST_CHUNK, _LARGEST_CHUNK = 8 << 20, 4 << 10, 64 << 10
 _RINGS_BYTES, _SMALLEST_RING, _LARGEST_RING = 16 << 20, 16 << 10, 512 << 10
 
-#: What is reduced at once: it and its sources stay in the first-level cache. Where it may not be made in its place, it is made in
-#: the slot that a rank has for a whole small message of an operation of this parity, which is free during one of a large message:
-#: all ranks have begun that, so nobody reads what the one two before has left there.
+#: Bytes that are reduced at once, so that they and their sources stay in the first-level cache. If a result must not
+#: overwrite its source, it is formed in this rank's slot for small tensors of an operation of the same parity. This
+#: slot is free: all ranks have begun this operation, so no rank still reads the tensor of the operation two before.
 _BLOCK_BYTES = 8 << 10
 assert _BLOCK_BYTES <= _WHOLE_BYTES, "a block has room in a slot for a whole message"
 
-#: How long close() waits for a kernel to return, which takes it 50 ms after an abort.
+#: How long close() waits for a kernel to return. After an abort, a kernel that waits returns within milliseconds.
 _LEAVE_S = 1.0
 
-#: What a rank says of itself in its line STATE, 0 at first: that it waits for nobody any more, has closed.
+#: Values of a rank's line STATE, which is 0 at first: the rank has aborted, or has closed.
 _BROKEN, _GONE = 1, 2
 
-#: Beats that a wait spins: about 20 us where every rank has a core, next to nothing where they share them.
+#: Beats that a wait spins: about 20 us if every rank has a core, much shorter if ranks or threads share cores.
 _SPINS, _SPINS_SHARING = 1000, 20
 
-#: How long a wait gives way before it sleeps. Next to nothing beside threads that have work to do, the caller's own or the
-#: backend's that brings what comes from other hosts: to give way still takes them half a core.
+#: How long a wait yields the core before it sleeps: only briefly if other threads or ranks may have work, because
+#: yielding still takes half a core from them.
 _YIELD_NS, _YIELD_NS_BESIDE_THREADS = 10_000_000, 20_000
 
 
@@ -62,7 +62,7 @@ def _power_of_two(wanted: int, least: int, most: int) -> int:
 
 
 class _Plan:
-    """Where everything lies in the segment of `size` ranks, in bytes from its beginning."""
+    """The layout of the segment of `size` ranks: sizes, and offsets in bytes from its beginning."""
 
     def __init__(self, kernels: ModuleType, size: int) -> None:
         self.depth = max(_SMALLEST_DEPTH, min(_DEPTH, 8 * _DEPTH // size))
@@ -76,10 +76,10 @@ class _Plan:
 
 
 class LocalGroup:
-    """The ranks of one host, their common segment, and which of them are alive.
+    """The ranks of one host, and their shared segment.
 
-    name: of the segment. members: the host's ranks in the world, ascending; pids: their processes. everyone: whether
-    there are no other ranks, that compute while these wait.
+    name: that of the segment. members: the host's ranks in the world, ascending. pids: their process ids. everyone:
+    whether the members are all ranks, and no other ranks of the host compute while they wait.
     """
 
     def __init__(
@@ -140,39 +140,39 @@ class LocalGroup:
 
     @property
     def is_ours(self) -> bool:
-        """Return False in a forked child, which has the memory but is no member of the group."""
+        """Return False in a forked child, which has mapped the segment but is no member of the group."""
         return os.getpid() == self._process
 
     @staticmethod
     def segment_bytes(kernels: ModuleType, size: int) -> int:
-        """Return how long the segment of `size` ranks must be."""
+        """Return the number of bytes in the segment of `size` ranks."""
         return int(_Plan(kernels, size).nbytes)
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """Leave the cores to other threads of this process in waits from now on, or not."""
+        """Set whether later waits leave the cores to other threads of this process."""
         a_core_each = self.size <= len(os.sched_getaffinity(0)) and not beside_work
         alone = self._everyone and not beside_work
         self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
         self.context[self.kernels.YIELD_NS] = _YIELD_NS if alone else _YIELD_NS_BESIDE_THREADS
 
     def move_beside(self, move: Callable[[], None]) -> None:
-        """Have a method called whenever a kernel has waited for a while: what it moves may be what the others wait for. It must
-        not call run()."""
+        """Call a method after every 50 ms of a kernel's wait, to move messages for which other ranks may wait. The
+        method must not call run(), and is not kept alive."""
         self._beside = weakref.WeakMethod(move)
 
     def watch(self, member: int) -> None:
-        """Notice when the process of a member, by its rank, ends."""
+        """Let dead() detect the end of a member's process. member: its rank. Raises OSError without such a process."""
         descriptor = os.pidfd_open(self.pids[self.members.index(member)])
         self._members_by_descriptor[descriptor] = member
         self._processes.register(descriptor, select.POLLIN)
 
     def word(self, member: int, line: int) -> ctypes.c_int64:
-        """Return the first word in a line of a member (its place among members)."""
+        """Return the first word in a line of a member. member: its place among members."""
         return ctypes.c_int64.from_address(self.base + member * self.kernels.RANK_BYTES + line)
 
     def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> bool:
-        """Call a kernel until it is through; return whether others have announced something new meanwhile. Raises LinkError where
-        it cannot be: see Pending.wait."""
+        """Call a kernel until it has finished. Return whether ranks have announced new versions of their tables in the
+        operation. Raises LinkError as Pending.wait() does."""
         with self._running:
             if self._stopped:
                 raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
@@ -189,9 +189,9 @@ class LocalGroup:
         return bool(status == self.kernels.FINISHED_WITH_NEWS)
 
     def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
-        """Raise the LinkError that a kernel's status means, if any; return the lost ranks of those awaited. lost: what the last
-        check returned. Only a rank that was lost before the kernel last looked is given up: others may have left something
-        behind."""
+        """Raise LinkError if a kernel's status means an error, an awaited rank is in `lost`, or the deadline passes.
+        Return the awaited ranks that are lost. lost: the return value of the last check. Since then, the kernel has
+        looked once more for data that these ranks wrote before they were lost."""
         kernels = self.kernels
         awaited = self._awaited()
         peer = min(awaited)
@@ -209,7 +209,7 @@ class LocalGroup:
         return awaited & (self.dead() | self._left(_BROKEN))
 
     def _awaited(self) -> set[int]:
-        """Return the ranks that the kernel which has just returned was waiting for."""
+        """Return the ranks for which the last kernel call waited."""
         kernels = self.kernels
         peer = int(self.context[kernels.PEER])
         if peer >= 0:
@@ -220,7 +220,7 @@ class LocalGroup:
         return behind & others or others
 
     def dead(self) -> set[int]:
-        """Return the ranks whose process has ended."""
+        """Return the ranks whose process has ended without closing the group."""
         if self._segment.address is None:
             return set()
         ended = {self._members_by_descriptor[descriptor] for descriptor, _ in self._processes.poll(0)}
@@ -235,21 +235,22 @@ class LocalGroup:
         self._segment.seal_off()
 
     def abort(self) -> None:
-        """End this rank's wait, and the others' waits for it."""
+        """End this rank's wait, and the waits of other ranks for it."""
         with self._lock:
             if self._segment.address is not None and self.is_ours:
                 self.word(self.index, self.kernels.STATE).value = _BROKEN
                 self.context[self.kernels.ABORTED] = 1
 
     def stop(self) -> bool:
-        """Let no kernel run any more; False where one still does: then what it may touch must stay."""
+        """Prevent further kernel calls; return False if a kernel still runs after 1 s, so that its memory must stay."""
         if self._running.acquire(timeout=_LEAVE_S):
             self._stopped = True
             self._running.release()
         return self._stopped
 
     def close(self) -> None:
-        """Leave, and unmap the memory, unless a kernel still runs in it: then it lasts as long as the process."""
+        """Set this rank's state to closed, and unmap the segment. If a kernel still runs, the segment stays mapped
+        until the process ends."""
         with self._lock:
             if not self.stop():
                 self._finalizer.detach()
@@ -258,7 +259,7 @@ class LocalGroup:
 
 
 def _give_back(segment: Segment, state_offset: int, members_by_descriptor: dict[int, int]) -> None:
-    """Say goodbye and unmap the segment: at the end of a group, also of one that nobody closed."""
+    """Set the rank's state to closed, and unmap the segment, when a group is closed, or deleted without a close()."""
     if segment.address is not None:
         ctypes.c_int64.from_address(segment.address + state_offset).value = _GONE
     for descriptor in members_by_descriptor:
@@ -268,11 +269,12 @@ def _give_back(segment: Segment, state_offset: int, members_by_descriptor: dict[
 
 
 def join_host(membership: Membership, kernels: ModuleType | str, deadline: float) -> LocalGroup | None:
-    """Return the group of this host's ranks; None for a rank that is alone on its host, or that must do without shared memory.
+    """Return the group of this host's ranks; None if this rank is alone on it, or they cannot share memory.
 
-    A collective call. kernels: as from gradwire.collectives.kernels, or why there are none. The ranks of a host have a
-    group all together or not at all: each maps the segment that the first of them made, and says whether it could; whoever
-    could not is the proof that they do not share memory, whatever their host ids say.
+    A collective call of all members. kernels: the result of cpu_kernels(). Either all ranks of a host get a group, or
+    none: each maps the segment that the first of them made, and reports to the others whether it could. If a rank could
+    not, the ranks share no memory, even if their host ids are equal. Raises LinkError if a rank does not arrive before
+    the deadline.
     """
     rank = membership.rank
     members = next(host for host in membership.hosts if rank in host)

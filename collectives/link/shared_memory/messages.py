@@ -1,4 +1,4 @@
-"""Messages between ranks of one host, through rings in the memory that they share, and reductions directly in it."""
+"""Messages between ranks of one host, through rings in shared memory, and reductions directly in shared memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gradwire.collectives.link.shared_memory.group import LocalGroup
 
 _FIRST_ROWS = 64
 
-#: What a transport in shared memory does best by itself, without a message: a barrier is the allreduce of nothing.
+#: The algorithm of each verb that needs no messages in shared memory. A barrier is an allreduce of an empty tensor.
 PREFERRED = {"allreduce": "shared", "barrier": "shared"}
 
 
 class SharedMemory(Allocations):
-    """Reductions directly in the memory that the ranks of a host share, which algorithm='shared' runs: one compiled call per
-    operation, in which data is copied as little as can be.
+    """The algorithm 'shared': reductions directly in the memory that the ranks of a host share, one compiled call each.
 
-    Small messages: every rank puts its own down where all can read it, and reduces all by itself. Tensors that all lie in
-    shared memory: rank r reduces the r-th part of all of them, and writes the result to all. Others: each rank hands the owner
-    of a part its contribution, chunk by chunk through a buffer that stays in the cache, and takes the result from there.
-    Always in rank order, so the result is the same to the bit on all ranks, on all paths and every time. Ranks that call
-    different things notice it by the tag.
+    Small tensors: every rank copies its tensor into memory that all ranks can read, and reduces all tensors itself. If
+    all tensors are in shared memory: rank r reduces the r-th part of all tensors, and writes the result into all
+    tensors. Otherwise: rank r owns the r-th part. The others copy their contributions to this part, chunk by chunk,
+    into a buffer that stays in the cache, and copy the result from it. All three reduce in rank order, so the results
+    are bitwise the same on all ranks, in all three ways and in every run. Ranks detect by the tag that they call
+    different operations.
     """
 
     def __init__(self, group: LocalGroup) -> None:
@@ -35,7 +35,7 @@ class SharedMemory(Allocations):
         self._sequence = 0
 
     def collective(self, request: Request) -> Whole:
-        """See Transport; what the dtype needs is compiled here, or loaded from the disk."""
+        """See Transport. Compiles the arithmetic of the dtype, or loads it from the disk."""
         group, kernels = self.group, self.group.kernels
         nbytes = request.numel * request.dtype.itemsize
         divisor = group.size if request.op == "average" else 1
@@ -57,8 +57,9 @@ class SharedMemory(Allocations):
 
 
 class SharedMemoryTransport(Table):
-    """A Transport among the members of a LocalGroup. A wait for any message moves all that this rank has posted, so that full
-    rings hold up nobody for good. reductions: where all ranks are members, what reduces directly in the memory."""
+    """A Transport among the members of a LocalGroup. A wait for any message moves all messages that this rank has
+    posted, so that a full ring blocks no rank for ever. reductions: for a group of all ranks; None without the
+    algorithm 'shared'."""
 
     shares_memory = True
     hears_anyone = True
@@ -78,8 +79,8 @@ class SharedMemoryTransport(Table):
         self._kernels = group.kernels
         self._index = {member: index for index, member in enumerate(group.members)}
         self._rows = np.zeros((_FIRST_ROWS, group.kernels.ROW_FIELDS), dtype=np.int64)
-        self._dropped = 0  # rows that stood before the first one of the table
-        self._first = 0  # all before are done
+        self._dropped = 0  # number of the message in the first row
+        self._first = 0  # all rows before it are done
         self._count = 0
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
         group.move_beside(self._move_beside)
@@ -127,7 +128,7 @@ class SharedMemoryTransport(Table):
         if self.reductions is not None:
             self.reductions.close()
         self._group.close()
-        if self._group.stop():  # so that no kernel touches the tensors any more
+        if self._group.stop():  # then no kernel uses the tensors any more
             self.pending.clear()
 
     def collective(self, request: Request) -> Whole:
@@ -145,10 +146,10 @@ class SharedMemoryTransport(Table):
 
     def _move_beside(self) -> None:
         if self.is_busy():
-            self._kernels.move(*self._table(), -1)  # the wait for a message raises what is wrong with it
+            self._kernels.move(*self._table(), -1)  # errors are raised by the wait for the message
 
     def _table(self) -> tuple[int, ...]:
-        """Return the arguments of each kernel: the rings, and what has been posted."""
+        """Return the first arguments of each kernel: the context, the rings, and the rows of posted messages."""
         group = self._group
         table, blocked = self._rows.ctypes.data, self._blocked.ctypes.data
         rings = (group.context_address, group.rings, group.plan.ring_bytes)
@@ -163,7 +164,7 @@ class SharedMemoryTransport(Table):
         return self._dropped + self._count - 1
 
     def _make_room(self) -> None:
-        """Drop the rows that are done; a longer table where that is not enough."""
+        """Drop the rows that are done. If more than half of the rows stay, double the table."""
         stay = np.flatnonzero(self._rows[: self._count, self._kernels.ROW_DONE] == 0)
         kept = self._rows[stay]
         if len(kept) > len(self._rows) // 2:

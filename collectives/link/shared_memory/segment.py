@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share, without a name that anyone could leave behind, and how much memory there is."""
+"""Memory that the processes of one host share, in anonymous files, and the amount of memory that is available."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 _MAP_SHARED, _MAP_POPULATE = 0x01, 0x8000
 _PROT_READ, _PROT_WRITE = 0x1, 0x2
 
-#: Where each version of cgroups has its folders; in each, the limit and the usage of memory; and in memory.stat, how the names of
-#: the pages of files begin, which the kernel gives up when memory is wanted.
+#: For each version of cgroups: its folder, the files with the limit and the usage of memory, and the prefix in
+#: memory.stat of the counters of file pages, which the kernel reclaims when memory is needed.
 _CGROUPS_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _CGROUPS_2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
 
@@ -29,11 +29,11 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Segment:
-    """`nbytes` bytes at `address`, zero at first; the same memory in every process that opens it.
+    """A block of memory, zero at first, of `nbytes` bytes at `address`: the same memory in every process that opens it.
 
-    An anonymous file (memfd) of mode 0600: it is in no directory, and gone with the last process that maps it, however that
-    ends. Its pages are reserved when it is made, and it can never shrink, so that no access ends in SIGBUS. Another process
-    finds it through its maker's /proc entry, which the kernel shows to the same user only.
+    It is an anonymous file (memfd) of mode 0600 in no directory, which exists until no process maps it any more. Its
+    pages are reserved when it is made, and it cannot shrink, so no access ends in SIGBUS. Other processes open it
+    through its maker's /proc entry, which the kernel shows only to the same user.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -48,7 +48,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
-        """Return a new segment. name: unguessable, which `open` checks. Raises OSError where the memory cannot be had."""
+        """Return a new segment. name: unguessable; open() checks it. Raises OSError if there is too little memory."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(descriptor, 0o600)
@@ -63,8 +63,8 @@ class Segment:
     def offer(
         cls, nbytes: int, create: Callable[[str, int], Segment] | None = None
     ) -> tuple[Segment | None, dict[str, Any]]:
-        """Return a new segment, and the card by which other processes take it; None where the memory cannot be had, and a card
-        that says why. create: instead of the method of that name."""
+        """Return a new segment, and a card for take() in other processes. If the memory cannot be reserved, return None
+        and a card with the reason. create: called in place of Segment.create."""
         name = f"gradwire-{secrets.token_hex(16)}"
         try:
             segment = (create or cls.create)(name, nbytes)
@@ -74,14 +74,15 @@ class Segment:
 
     @classmethod
     def take(cls, card: Mapping[str, Any], nbytes: int) -> Segment:
-        """Map what another process offers. Raises OSError where it offers nothing, or that cannot be reached from here."""
+        """Map the segment of another process. card: from offer(). Raises OSError if the card contains a reason instead
+        of a segment, or this process cannot open the segment."""
         if "why" in card:
             raise OSError(card["why"])
         return cls.open(card["pid"], card["descriptor"], card["name"], nbytes)
 
     @classmethod
     def open(cls, pid: int, descriptor: int, name: str, nbytes: int) -> Segment:
-        """Map what process `pid` created as `descriptor`. Raises OSError where that cannot be reached from here."""
+        """Map the segment that process `pid` created as `descriptor`. Raises OSError if this process cannot open it."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
             found = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -89,7 +90,7 @@ class Segment:
             raise OSError(
                 error.errno, f"this process cannot see process {pid} or its memory (another PID namespace?)"
             ) from error
-        target = os.readlink(f"/proc/self/fd/{found}")  # of what is held: the number may have been used again
+        target = os.readlink(f"/proc/self/fd/{found}")  # of the opened file: the number may have been used again
         if target != f"/memfd:{name} (deleted)":
             os.close(found)
             raise OSError(f"{path} is {target}, not the segment {name}")
@@ -100,21 +101,21 @@ class Segment:
     def tensor(
         self, shape: tuple[int, ...], dtype: torch.dtype, when_gone: Callable[..., object], *arguments: Any
     ) -> torch.Tensor:
-        """Return all of the segment as a tensor. when_gone: called with these arguments when the tensor is gone, but not because
-        the process ends."""
+        """Return all of the segment as a tensor. when_gone: called with these arguments when the tensor's memory is no
+        longer used, but not at the end of the process."""
         assert self.address is not None
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
         weakref.finalize(memory, when_gone, *arguments).atexit = False
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def seal_off(self) -> None:
-        """Close the descriptor, by which others open the segment."""
+        """Close the descriptor, through which other processes open the segment."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
     def close(self) -> None:
-        """Unmap. Calling it again does nothing."""
+        """Close the descriptor and unmap the segment. Calling it again does nothing."""
         self.seal_off()
         if self.address is not None:
             _libc.munmap(self.address, self.nbytes)
@@ -122,16 +123,16 @@ class Segment:
 
 
 def memory_left(root: Path = Path("/")) -> int:
-    """Return how many bytes the machine could give out now; fewer where a cgroup, this process's or one around it, allows fewer.
+    """Return the available memory of the machine in bytes, or less if the process's cgroup or one above it allows less.
 
-    root: the folder that has proc and sys. Raises OSError where they cannot be read.
+    root: the folder that contains proc and sys. Raises OSError if proc/meminfo cannot be read.
     """
     machine = int(_fields(root / "proc/meminfo")["MemAvailable:"]) * 1024
     return max(0, min([machine, *_left_in_cgroups(root)]))
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Yield what each cgroup around this process leaves it. One that is not to be seen from here does not count."""
+    """Yield the bytes that this process's cgroup, and each one above it, leaves, if they can be read."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -151,5 +152,5 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 
 def _fields(file: Path) -> dict[str, str]:
-    """Return the second word of each line, by the first."""
+    """Return the second word of each line of a file, by the first word."""
     return {words[0]: words[1] for words in map(str.split, file.read_text().splitlines())}

@@ -1,1 +1,1 @@
-"""What works on this machine, and between it and another one: `gradwire check`."""
+"""`gradwire check`: tests this host, and the network to another host."""

@@ -1,10 +1,10 @@
-"""Test what training needs on this host, and print a line per test, with a remedy below each test that failed.
+"""Test whether this host can train, and print a line per test, with a remedy below each problem.
 
 gradwire check                 test this host
 gradwire check --listen        wait for the test of another host
 gradwire check --host NAME     test this host, then the network to another host, on which --listen runs
 
-The exit status is 0 if everything works that training needs. Every wait has a deadline.
+The exit status is 0 if no test failed. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LISTEN_S = 600.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check what the arguments say, and return the exit status."""
+    """Run the tests that the arguments select, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="gradwire check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

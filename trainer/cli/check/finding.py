@@ -1,4 +1,4 @@
-"""One line of a check, and what keeps a check from waiting for ever."""
+"""The result of one test, and a deadline for calls that may never return."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Finding:
-    """Holds what was found, whether it works, and what to do about it.
+    """Holds the result of one test, as text, and the remedy for a problem.
 
-    state: "note" is for what works less well, or would not in another situation.
+    state: "note" if training works, but slower or not in every situation.
     """
 
     state: Literal["ok", "note", "failed"]
@@ -28,7 +28,8 @@ class Finding:
 
 
 def bounded(call: Callable[[], _Result], timeout_s: float) -> _Result:
-    """Return call(), which may wait for a name server. Raises TimeoutError after timeout_s seconds."""
+    """Return the result of a call that may not return, such as a look-up of a name. Raises TimeoutError after timeout_s
+    seconds."""
     thread = DaemonThread("gradwire.trainer.cli.check")
     future = thread.submit(call)
     thread.close()

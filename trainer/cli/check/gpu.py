@@ -1,4 +1,4 @@
-"""Whether GPUs work, asked in a process of its own: a driver can hang, and what it holds is free again afterwards."""
+"""The test of the GPUs, in a separate process: a driver can hang, and the end of the process frees its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CUPY = "pip install 'gradwire[cuda12]' or 'gradwire[cuda13]', according to torc
 
 
 def gpus(deadline_s: float = _DEADLINE_S) -> list[Finding]:
-    """Return what is found of GPUs and CuPy, within deadline_s seconds."""
+    """Return the findings about GPUs and CuPy, within deadline_s seconds."""
     if torch.version.cuda is None:
         if Path("/dev/nvidia0").exists():
             return [

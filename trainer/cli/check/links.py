@@ -1,8 +1,8 @@
-"""Whether two hosts reach each other, in both directions, at the port where a job meets and at ports that the system deals out.
+"""The test of the connections between two hosts, in both directions: at the rendezvous port and at ephemeral ports.
 
-The listener accepts one connection after the other at the meeting port, until one says GREETING. The two then take turns to
-open ports and to knock at them, send what is longer than a packet, and measure the connection. All they exchange is lines of JSON
-and zeros.
+The listener accepts one connection after the other at the rendezvous port, until one sends _GREETING. The two sides
+then take turns to open ports, to which the other side connects. They send a probe longer than a packet, and measure the
+connection. They exchange only lines of JSON and test bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STRANGE = "the other side is not gradwire check"
 
 
 class _Line:
-    """Sends and receives lines of JSON on a connection, with a deadline for each answer, and for all."""
+    """Sends and receives lines of JSON on a connection, with a deadline for each answer, and one for the whole test."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -47,9 +47,9 @@ class _Line:
         self._send(json.dumps(said).encode() + b"\n")
 
     def read(self) -> Any:
-        """Return what the other side says next. Raises OSError where that is not what it should be."""
+        """Return the next value from the other side. Raises OSError if it does not arrive, or is not JSON."""
         line = b""
-        while not line.endswith(b"\n"):  # and not a byte more, for what follows may be no line
+        while not line.endswith(b"\n"):  # and not a byte more: the next bytes may not be a line
             self._limit()
             ready = self.socket.recv(1 << 12, socket.MSG_PEEK)
             line += self._receive(ready.find(b"\n") + 1 or max(1, len(ready)))
@@ -61,7 +61,7 @@ class _Line:
             raise ConnectionError(_STRANGE) from None
 
     def send_zeros(self) -> tuple[int, float]:
-        """Send for about a second; return bytes and seconds until the other side had them all."""
+        """Send zeros for about a second. Return their number, and the seconds until the other side had received all."""
         start, sent = time.monotonic(), 0
         while time.monotonic() - start < _STREAM_S and sent < _STREAM_BYTES:
             self._send(len(_PIECE).to_bytes(4, "big") + _PIECE)
@@ -71,7 +71,7 @@ class _Line:
         return sent, time.monotonic() - start
 
     def take_zeros(self) -> None:
-        """Take what the other side sends, and say so."""
+        """Receive the zeros of send_zeros(), and confirm them."""
         while length := int.from_bytes(self._exactly(4), "big"):
             if length != len(_PIECE):
                 raise ConnectionError(_STRANGE)
@@ -79,7 +79,7 @@ class _Line:
         self.write("all")
 
     def try_large_packets(self) -> bool:
-        """Return whether what is too long for one packet arrives at both ends, where lines do. Raises OSError for all else."""
+        """Return whether a probe longer than one packet arrives at both ends. Raises OSError for all other errors."""
         self.socket.setblocking(False)
         try:
             check_paths(0, {1: self.socket}, min(time.monotonic() + _ANSWER_S, self._end), lambda: None)
@@ -110,7 +110,7 @@ class _Line:
 
 
 def links(host: str, port: int) -> Iterator[Finding]:
-    """Test the connections to and from a host on which the same command listens."""
+    """Test the connections to and from a host on which `gradwire check --listen` runs."""
     there = f"{host} port {port}"
     command = f"gradwire check --listen --port {port}"
     try:
@@ -157,7 +157,7 @@ def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterato
         yield Finding("note", f"port {port} is in use here, so {host} could not test it")
     yield _direction(f"from {host}", open_here, blocked, do)
     seen = answer["seen"]
-    with suppress(ValueError):  # said by the check of this machine
+    with suppress(ValueError):  # the test of this machine reports it
         given = own_address({**os.environ, "MASTER_ADDR": host})
         if given != seen and not ipaddress.ip_address(seen).is_loopback:
             do = "name the interface towards it: export COLLECTIVES_INTERFACE=... GLOO_SOCKET_IFNAME=..."
@@ -185,7 +185,7 @@ def _measured(line: _Line, host: str) -> Iterator[Finding]:
 
 
 def listen(port: int, timeout_s: float) -> Iterator[Finding]:
-    """Answer the check that another host makes, if one comes within timeout_s seconds."""
+    """Take part in the test of another host, if it connects within timeout_s seconds."""
     end = time.monotonic() + timeout_s
     try:
         server = _server("", port)
@@ -208,7 +208,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
             with connection:
                 try:
                     _answer(_Line(connection), name)
-                except OSError as error:  # a stranger, perhaps
+                except OSError as error:  # perhaps another program connected
                     why = f"{name} connected, but: {_text(error)}"
                 else:
                     yield Finding("ok", f"{name} has finished its check and prints the result")
@@ -218,7 +218,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
 
 
 def _answer(line: _Line, peer: str) -> None:
-    """Take part in one check."""
+    """Take part in one test."""
     if line.read() != _GREETING:
         raise ConnectionError(_STRANGE)
     line.write(_GREETING)
@@ -240,7 +240,7 @@ def _answer(line: _Line, peer: str) -> None:
 
 
 def _open(stack: ExitStack, connection: socket.socket, port: int | None) -> list[int]:
-    """Listen at ports that the system deals out, and at a given one if it is free, until the stack is left."""
+    """Listen at ephemeral ports, and at a given one if it is free, until the stack is closed. Return the ports."""
     address = _plain(connection.getsockname()[0])
     found = []
     for number in (*([] if port is None else [port]), *[0] * _DEALT_OUT):
@@ -257,7 +257,7 @@ def _server(address: str, port: int) -> socket.socket:
 
 
 def _knock(address: str, port: int) -> str | None:
-    """Return why nobody can connect to a port at which somebody listens; None where that works."""
+    """Connect to a port at which the other side listens. Return why this fails; None if it works."""
     try:
         socket.create_connection((address, port), _KNOCK_S).close()
     except OSError as error:
@@ -266,7 +266,7 @@ def _knock(address: str, port: int) -> str | None:
 
 
 def _plain(address: str) -> str:
-    """Return an address as IPv4 if it is one that came to a socket of IPv6."""
+    """Return an IPv4 address without the prefix that a socket of IPv6 gives it; other addresses unchanged."""
     return address.removeprefix("::ffff:")
 
 

@@ -1,4 +1,4 @@
-"""What this machine has: torch, Numba, a name, an interface, a launcher, limits."""
+"""The tests of this machine: torch, Numba, its name, its interface, its launcher, its limits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gradwire.trainer.cli.check.finding import Finding, bounded
 from gradwire.trainer.world.launch import ALONE, meeting_point, read_launch, slurm_hint
 
 _NAME_S = 5.0
-#: A rank has some connections to each other rank, and its data loaders have files open.
+#: Fewer open files are too few: a rank has some connections to each other rank, and files of its data loaders.
 _FEW_FILES = 1024
 
 
 def machine(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at one thing after the other."""
+    """Run one test after the other."""
     yield _torch()
     yield _numba()
     yield own_name(environment)
@@ -53,7 +53,7 @@ def _numba() -> Finding:
 
 
 def own_name(environment: Mapping[str, str]) -> Finding:
-    """Return whether this host's name leads to an address that other hosts can use, as gloo and torchrun expect."""
+    """Return whether this host's name resolves to an address that other hosts can use, as gloo and torchrun expect."""
     name = socket.gethostname()
     do = f"on more than one host: export GLOO_SOCKET_IFNAME={_interface_of(own_address({})) or 'eth0'}, or correct /etc/hosts"
     try:
@@ -70,7 +70,7 @@ def own_name(environment: Mapping[str, str]) -> Finding:
 
 
 def interface(environment: Mapping[str, str]) -> Finding:
-    """Return which address this host's ranks give to the others."""
+    """Return which address of this host the other ranks use."""
     try:
         address = bounded(lambda: own_address(environment), _NAME_S)
     except (ValueError, OSError) as error:
@@ -84,7 +84,7 @@ def interface(environment: Mapping[str, str]) -> Finding:
 
 
 def launcher(environment: Mapping[str, str]) -> Finding:
-    """Return what launcher's variables are there, and whether they are complete."""
+    """Return which launcher's variables are set, and whether they are complete."""
     try:
         launch = read_launch(environment)
         if launch is not ALONE:
@@ -102,7 +102,7 @@ def launcher(environment: Mapping[str, str]) -> Finding:
 
 
 def open_files(limit: int) -> Finding:
-    """Return whether a process may open enough files. limit: the soft one."""
+    """Return whether a process may open enough files. limit: the soft limit."""
     if limit != resource.RLIM_INFINITY and limit < _FEW_FILES:
         return Finding("note", f"a process may open {limit} files, too few for many ranks", "ulimit -n 65536")
     return Finding("ok", f"a process may open {'any number of' if limit == resource.RLIM_INFINITY else limit} files")

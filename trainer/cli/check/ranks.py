@@ -1,4 +1,4 @@
-"""Whether two ranks on this host reach each other: over gloo, over TCP, in shared memory."""
+"""The test that two ranks on this host reach each other: over gloo, over TCP, in shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.environment import shared_memory_wanted
 from gradwire.trainer.cli.check.finding import Finding
 
-#: What ranks wait for each other, and what all of it may take where kernels are still to be compiled.
+#: How long ranks wait for each other, and how long the test may take if kernels must be compiled first.
 _EXCHANGE_S = 60.0
 _DEADLINE_S = 150.0
 
@@ -33,7 +33,7 @@ _DO = {
 
 
 def two_ranks(deadline_s: float = _DEADLINE_S) -> list[Finding]:
-    """Start two ranks and return what they found, within deadline_s seconds."""
+    """Start two ranks, and return the findings within deadline_s seconds."""
     outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     end = time.monotonic() + deadline_s
@@ -58,7 +58,7 @@ def two_ranks(deadline_s: float = _DEADLINE_S) -> list[Finding]:
 
 
 def _said(process: subprocess.Popen[str], timeout_s: float) -> tuple[dict[str, str], str]:
-    """Return what a rank found, by step, and how it ended, nothing where that was well."""
+    """Return the results of a rank, by step, and how it ended; an empty text if it succeeded."""
     try:
         out, errors = process.communicate(timeout=timeout_s)
         last = (errors.strip().splitlines() or [""])[-1]
@@ -82,20 +82,20 @@ def _findings(said: list[tuple[dict[str, str], str]]) -> list[Finding]:
         if told is None:
             why = next((ended for _, ended in said if ended), "a rank reported nothing")
             findings.append(Finding("failed", f"two ranks over {step}: {why}", _DO[step]))
-            break  # what comes after it was not tried
+            break  # later steps were not tried
         if told.startswith("ok"):
             findings.append(Finding("ok", f"two ranks over {step}: sums are right"))
-        elif step == "shared memory":  # TCP does its work, slower
+        elif step == "shared memory":  # TCP replaces it, and is slower
             findings.append(Finding("note", f"two ranks share no memory and use TCP: {told}", _DO[step]))
         else:
             findings.append(Finding("failed", f"two ranks over {step}: {told}", _DO[step]))
             if step == "gloo":
-                break  # over which they would agree on the rest
+                break  # the later steps need gloo
     return findings
 
 
 class _Warnings(logging.Handler):
-    """Keeps the last warning: why ranks share no memory."""
+    """Keeps the last warning, the reason why ranks share no memory."""
 
     last = ""
 
@@ -104,7 +104,7 @@ class _Warnings(logging.Handler):
 
 
 def _rank(rank: int, store: str) -> None:
-    """Be one of the two, and print what works."""
+    """Run one of the two ranks, and print its results."""
     timeout = timedelta(seconds=_EXCHANGE_S)
     try:
         dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)

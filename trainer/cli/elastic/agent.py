@@ -30,7 +30,7 @@ _OUTPUT_S = 1.0
 #: The bytes that the agent reads from one output before it serves others, and how many times as many after the worker has
 #: ended: more than a pipe holds.
 _PIECE_BYTES, _LAST_PIECES = 1 << 16, 64
-#: The longest time between two checks of all workers, in case that no signal announces an end.
+#: The longest time between two checks of all workers, in case no signal announces an end.
 _LOOK_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -45,7 +45,8 @@ class _Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def copy(self, pieces: int) -> bool:
-        """Read at most so many pieces, write their whole lines to the launcher, and return whether more output may come."""
+        """Read at most `pieces` pieces, write their whole lines to the launcher, and return whether more output may
+        come."""
         for _ in range(pieces):
             try:
                 piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
@@ -54,7 +55,7 @@ class _Stream:
             if not piece:
                 self.finish_line()
                 return False
-            new = self._rest + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # a progress bar, too
+            new = self._rest + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # progress bars use \r
             *lines, self._rest = new.split(b"\n")
             if lines:
                 say(b"\n".join(self._prefix + line for line in lines))

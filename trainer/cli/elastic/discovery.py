@@ -16,7 +16,7 @@ _AGAIN_S, _LONGEST_S = 1.0, 60.0
 
 
 class Discovery:
-    """Run the script repeatedly. Raises ValueError if the script cannot be started."""
+    """Runs the script repeatedly. Raises ValueError if the script cannot be started."""
 
     def __init__(self, script: Path) -> None:
         self._script = script

@@ -46,7 +46,7 @@ _OF_TORCHRUN = "TORCHELASTIC_"
 
 
 class _Run:
-    """Runs one job. Raises ValueError as run_elastic_job()."""
+    """Runs one job. Raises ValueError as run_elastic_job() does."""
 
     def __init__(self, job: Job, wanted: Elastic) -> None:
         self._job = job
@@ -79,7 +79,7 @@ class _Run:
         self._have_hosts(job.hosts)
 
     def run(self) -> int:
-        """Return the exit status of the job."""
+        """Run the job, and return its exit status."""
         with signals_heard() as signals:
             try:
                 while self._end is None and not signals:
@@ -98,8 +98,8 @@ class _Run:
         return self._tell_end(signals)
 
     def _hear(self, at_most_s: float) -> None:
-        """Read the lines of the agents, and note which agents have ended. Wait for at most so many seconds if there is
-        nothing."""
+        """Read the lines of the agents, and note which agents have ended. Wait at most at_most_s seconds for new
+        lines."""
         wait([stream.fileno() for agent in self._agents.values() for stream in agent.streams.values()], at_most_s)
         now = time.monotonic()
         for node, agent in [*self._agents.items()]:

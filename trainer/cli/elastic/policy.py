@@ -51,8 +51,8 @@ class _Happened:
 
 
 class Policy:
-    """Decide for one job. All times are seconds of the same clock. start_by: when the first epoch may begin with fewer workers
-    than wanted."""
+    """Decides for one job. All times are seconds of the same clock. start_by: when the first epoch may begin with fewer
+    workers than wanted."""
 
     def __init__(self, wanted: Elastic, start_by: float) -> None:
         self.epoch: Epoch | None = None

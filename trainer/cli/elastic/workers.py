@@ -14,10 +14,10 @@ LOST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 120.0
 
 @dataclass
 class Host:
-    """slots: how many workers the host may have now. is_failed: whether it gets no more workers. failures: the number of
-    failures in a row of workers that had not become ranks. is_lost: whether its agent has ended and the host is not used before
-    again_at, pause_s after the loss. is_released: whether its agent was asked to end; a host of the same name is then a new
-    Host."""
+    """A host of the job. slots: how many workers it may have now. is_failed: whether it gets no more workers. failures:
+    the number of failures in a row of workers that had not become ranks. is_lost: whether its agent has ended and the
+    host is not used before again_at, pause_s after the loss. is_released: whether its agent was asked to end; a host of
+    the same name is then a new Host."""
 
     name: str
     slots: int
@@ -31,8 +31,9 @@ class Host:
 
 @dataclass
 class Worker:
-    """has_arrived: whether it is ready to become a rank. is_alive: whether it has neither ended nor counts as lost. is_running:
-    whether its process occupies the slot. is_leaving: whether its host or slot is no longer part of the job."""
+    """A worker of the job. has_arrived: whether it is ready to become a rank. was_rank: whether it has become one.
+    is_alive: whether it has neither ended nor counts as lost. is_running: whether its process occupies the slot.
+    is_leaving: whether its host or slot is no longer part of the job."""
 
     node: int
     slot: int
@@ -49,7 +50,7 @@ class Worker:
 
 
 class Workers:
-    """Hold hosts and workers by number; no number is used twice. most: the maximum number of welcome workers; None: no
+    """Holds hosts and workers by number; no number is used twice. most: the maximum number of welcome workers; None: no
     limit."""
 
     def __init__(self, most: int | None) -> None:

@@ -1,1 +1,1 @@
-"""`gradwire report`: runs a training command, and makes a page of what its ranks have measured."""
+"""`gradwire report`: runs a training command, and writes a page of the measurements of its ranks."""

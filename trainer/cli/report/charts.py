@@ -1,4 +1,4 @@
-"""The plots of a report: SVG that stands in the page, whose style sheet gives the colours."""
+"""The plots of a report, as SVG inside the page. The page's style sheet sets the colours."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _BINS = 190
 
 
 def binned(values: Floats, bins: int = _BINS) -> tuple[list[int], list[Floats]]:
-    """Return the values of the last axis in at most so many groups of equally many neighbours, after the place where each
-    begins."""
+    """Return at most `bins` groups of neighbours on the last axis, all equally long except the last, after the index at
+    which each begins."""
     places = list(range(0, values.shape[-1], math.ceil(values.shape[-1] / bins)))
     return places, np.split(values, places[1:], axis=-1)
 
 
 def over_steps(first: int, seconds: Floats, waited: Floats) -> str:
-    """Plot milliseconds of each step: the median of neighbours, the band from the 10th to the 90th percentile of them, and below
-    the median of what was waited. seconds, waited: (ranks, steps), from step number `first` on. Steps that took much longer
-    than nearly all others leave the frame at the top."""
+    """Return a plot of the milliseconds of each step: of neighbouring steps, the median, the band from the 10th to the
+    90th percentile, and the median wait. seconds, waited: (ranks, steps), from step number `first` on. Steps that took
+    much longer than nearly all others are cut off at the top."""
     places, parts = binned(seconds * 1e3)
     low, median, high = np.array([np.nanpercentile(part, (10, 50, 90)) for part in parts]).T
     waits = np.array([np.nanmedian(part) for part in binned(waited * 1e3)[1]])
@@ -56,7 +56,7 @@ def over_steps(first: int, seconds: Floats, waited: Floats) -> str:
 
 
 def who_was_late(late_s: Floats, ranks: Sequence[int]) -> str:
-    """Draw a row for each rank: the darker, the later it came to the exchanges. late_s: (ranks, exchanges)."""
+    """Return a drawing with a row for each rank, darker where it began exchanges later. late_s: (ranks, exchanges)."""
     places, parts = binned(late_s, 76)
     means = np.array([part.mean(axis=-1) for part in parts]).T
     most = means.max() or 1.0
@@ -75,7 +75,7 @@ def who_was_late(late_s: Floats, ranks: Sequence[int]) -> str:
 
 
 def _ticks(top: float) -> list[float]:
-    """Return round numbers from 0 to top, three to seven of them."""
+    """Return round numbers from 0 to top, three to six of them."""
     power = 10 ** math.floor(math.log10(top / 3))
     step = next(power * factor for factor in (10, 5, 2, 1) if top / (power * factor) >= 2.4)
     return [step * i for i in range(int(top / step) + 1)]

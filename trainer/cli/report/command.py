@@ -1,4 +1,4 @@
-"""The command `gradwire report`: runs what trains, as it would run without, and then makes the page."""
+"""The command `gradwire report`: runs a training command unchanged, and then writes the page."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ gradwire report --out monday.html -- sh job.sh
 The page is written even if the command fails. The exit status is that of the command.
 """
 
-#: How much of the end of what the command writes to stderr is kept, in bytes, and shown, in lines.
+#: How much of the end of the command's stderr is kept, in bytes, and shown, in lines.
 _KEPT_BYTES, _SHOWN_LINES = 1 << 16, 120
-#: How long stderr may stay open, in processes that the command has left behind.
+#: How long to wait until processes that the command has left behind close stderr.
 _LEFT_OPEN_S = 5.0
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Do what the arguments say, and return the exit status of the training command, as a shell has it.
+    """Run the command in the arguments, write the page, and return the exit status of the command, as a shell has it.
 
-    Raises ValueError where the page could not be written, before anything is started, and where the command cannot be started.
+    Raises ValueError if the page could not be written, before the command is started, or if the command cannot be
+    started.
     """
     parser = argparse.ArgumentParser(
         prog="gradwire report",
@@ -90,7 +91,7 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Run a command; return its exit code, negative for a signal, and the end of what it wrote to stderr, which is passed on."""
+    """Run a command, and pass its stderr on. Return its exit code, negative for a signal, and the end of its stderr."""
     try:
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
     except OSError as error:
@@ -101,7 +102,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]
     reader.start()
 
     def hand_on(number: int, frame: object) -> None:
-        if number == signal.SIGTERM:  # Ctrl-C goes to the command too
+        if number == signal.SIGTERM:  # the terminal sends Ctrl-C to the command too
             process.send_signal(number)
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -115,9 +116,9 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, str]
 
 
 def _pass_on(stream: IO[bytes], kept: bytearray) -> None:
-    """Write what comes to stderr, as it comes, and keep the end of it."""
+    """Copy a stream to stderr as it arrives, and keep the end of it."""
     while piece := os.read(stream.fileno(), 1 << 16):
-        with suppress(OSError):  # nobody reads it any more, and the command must not wait for that
+        with suppress(OSError):  # stderr is closed, and the command must not block
             sys.stderr.buffer.write(piece)
             sys.stderr.buffer.flush()
         kept += piece
@@ -125,7 +126,7 @@ def _pass_on(stream: IO[bytes], kept: bytearray) -> None:
 
 
 def _commit() -> list[str]:
-    """Return the commit of this folder, in words; nothing outside of a repository."""
+    """Return the commit of this folder, as one text; nothing outside of a repository."""
     with suppress(OSError):
         done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=30)
         return [f"commit {done.stdout.strip()}"] if done.returncode == 0 else []

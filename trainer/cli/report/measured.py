@@ -1,4 +1,4 @@
-"""What the ranks of one training command have left in a folder, brought together."""
+"""The files that the ranks of one training command have written to a folder, combined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.trainer.reports.stragglers import Stragglers, lateness, stragglers
 Floats = npt.NDArray[np.float64]
 Lines = list[Any]
 
-#: What busbw is of algbw, given the number of ranks (2 (p - 1) / p for allreduce, as nccl-tests define it); others have 1.
+#: The factor of (p - 1) / p in busbw / algbw, as in nccl-tests. For other verbs, busbw is algbw.
 _ON_BUS = {"allreduce": 2.0} | dict.fromkeys(
     ("reduce_scatter", "reduce_shares", "allgather", "gather_shares", "alltoall"), 1.0
 )
@@ -26,11 +26,14 @@ _ON_BUS = {"allreduce": 2.0} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class Training:
-    """Holds the steps of one optimizer: seconds and seconds_waited, (ranks, steps), of all steps but the first, in which kernels
-    are compiled, unless there is no other; bytes_sent, bytes_uncompressed, (ranks, steps), of all. NaN where a rank has left no
-    such step. ranks: those that have left any, of `size`. late_s: by how many seconds each rank came after the
-    first half of the ranks, (ranks, exchanges), in those exchanges that all of them have left, but the first; stragglers: the
-    same in short, None where nothing is known of it."""
+    """Holds the steps of one optimizer.
+
+    ranks: those that have written steps, of `size`. seconds, seconds_waited: (ranks, steps), of all steps but the
+    first, in which kernels are compiled, unless it is the only one. bytes_sent, bytes_uncompressed: (ranks, steps), of
+    all steps. NaN: the rank has not written the step. late_s: by how many seconds each rank came after the first half
+    of the ranks, (ranks, exchanges), in the exchanges that all of them have written, but the first. stragglers: a
+    summary of late_s; None without data.
+    """
 
     ranks: list[int]
     size: int
@@ -48,10 +51,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Operation:
-    """Holds what the operations of one verb, codec, algorithm and size of messages have taken, over the links that are named.
-    calls, nbytes (of their messages):
-    of the rank that has most. seconds, most_seconds: in all, of the rank for which they took least and most. best: the greatest
-    bytes per second of one call. on_bus: what busbw is of the bytes per second."""
+    """Holds the measurements of the operations of one verb, codec, algorithm and range of message sizes. link: the
+    links between their ranks. calls, nbytes: the calls and the bytes of their messages, of the rank with the most.
+    seconds, most_seconds: the total time on the rank with the shortest, and with the longest. best: the most bytes per
+    second of one call. on_bus: busbw / algbw."""
 
     verb: str
     codec: str
@@ -67,7 +70,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds all that was left. processes: by rank, what its process says of itself. size: how many ranks there were."""
+    """Holds all measurements. processes: by rank, the header of its operations. size: the number of ranks."""
 
     processes: dict[int, dict[str, Any]]
     size: int
@@ -76,11 +79,11 @@ class Measured:
 
 
 def read(folder: Path) -> Measured:
-    """Return what was left in a folder."""
+    """Return the measurements in a folder."""
     journals = list(_journals(folder, OPERATIONS))
     processes: dict[int, dict[str, Any]] = {}
     for header, _ in sorted(journals, key=lambda journal: journal[0]["size"]):
-        processes[header["rank"]] = header  # that of the largest Communicator, whose routes are all there are
+        processes[header["rank"]] = header  # the last is of the largest Communicator, with all routes
     made: Counter[int] = Counter()
     optimizers: dict[tuple[int, tuple[int, ...]], dict[int, Lines]] = defaultdict(dict)
     for header, lines in sorted(_journals(folder, STEPS), key=lambda journal: journal[0]["made"]):
@@ -94,8 +97,8 @@ def read(folder: Path) -> Measured:
 
 
 def _journals(folder: Path, kind: str) -> Iterator[tuple[dict[str, Any], Lines]]:
-    """Yield the header of each journal of a kind, and its other lines. The last line of a rank that was killed may be half of
-    one, and is left out."""
+    """Yield the header of each journal of a kind, and its other lines, without the incomplete last line of a killed
+    rank."""
     for path in sorted(folder.glob(f"{kind}-*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         if lines:
@@ -103,7 +106,7 @@ def _journals(folder: Path, kind: str) -> Iterator[tuple[dict[str, Any], Lines]]
 
 
 def _training(found: dict[int, Lines], size: int) -> Training:
-    """Return the steps of an optimizer, given the lines of each rank that has left any."""
+    """Return the steps of an optimizer, given the lines of each rank that has written any."""
     ranks = sorted(found)
     table = np.full((len(ranks), max(map(len, found.values())), 6), np.nan)
     for row, rank in zip(table, ranks, strict=True):
@@ -120,7 +123,7 @@ def _training(found: dict[int, Lines], size: int) -> Training:
 
 
 def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operation]:
-    """Return the operations of all Communicators together, those first that took longest."""
+    """Return the operations of all Communicators, those with the longest time first."""
     sums: dict[tuple[str, str, str, str, int, int], dict[int, Floats]] = defaultdict(dict)
     links: dict[tuple[str, str, str, str, int, int], set[str]] = defaultdict(set)
     best: dict[tuple[str, str, str, str, int, int], float] = defaultdict(float)

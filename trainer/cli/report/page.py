@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs nothing beside it."""
+"""The page of a report: one HTML file that needs no other file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gradwire.trainer.cli.failure import ending
 from gradwire.trainer.cli.report.charts import over_steps, who_was_late
 from gradwire.trainer.cli.report.measured import Measured, Operation, Training
 
-#: Operations that took less of the time of all operations than this are not shown.
+#: Operations with less than this share of the time of all operations are not shown.
 _SHOWN_SHARE = 0.005
 
 
 def page(command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured) -> str:
-    """Return the page. facts: what there is to say of the run as a whole. exit_code: of the command, negative for a signal.
-    cause, last_lines: the error it printed, and the end of what it wrote to stderr, for a command that failed."""
+    """Return the page. facts: texts about the whole run. exit_code: of the command, negative for a signal. cause,
+    last_lines: the error that a failed command printed, and the end of its stderr."""
     content = [_failure(exit_code, cause, last_lines)] if exit_code else []
     if measured.trainings:
         content.append(_cards(measured))
@@ -159,7 +159,7 @@ def _section(title: str, *parts: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """Return a table, of which the first columns are text and the others numbers."""
+    """Return a table whose first `texts` columns are text, and whose others are numbers."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         kinds = [' class="text"' if i < texts else "" for i in range(len(cells))]
