@@ -365,17 +365,22 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     def shutdown(self) -> None:
         """Finish all operations, and close the group. torch.distributed.destroy_process_group calls this."""
-        self._mover.close()
-        close_all([self._communicator, self._messages])
+        self._close()
         if self._nccl is not None:
             self._nccl.shutdown()
 
     def abort(self) -> None:
         """Close the group. Operations of the other ranks fail, and their errors name this rank."""
-        self._mover.close()
-        close_all([self._communicator, self._messages], RuntimeError("the group was aborted"))
+        self._close(RuntimeError("the group was aborted"))
         if self._nccl is not None:
             self._nccl.abort()
+
+    def _close(self, reason: BaseException | None = None) -> None:
+        self._mover.stop()
+        try:
+            close_all([self._communicator, self._messages], reason)
+        finally:
+            self._mover.settle()  # the future of a message that has not arrived raises an error
 
     # The names of these verbs in torch up to 2.12
     _allgather_base = all_gather_single

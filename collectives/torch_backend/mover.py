@@ -38,11 +38,20 @@ class Mover:
                 return
         callback()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End the thread. It no longer moves messages, or calls functions."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def settle(self) -> None:
+        """Call the functions of the messages that are left, after stop() and after the end of their Communicator, so that the
+        wait for each message returns or raises at once."""
+        with self._changed:
+            left, self._under_way = self._under_way, {}
+        for callbacks in left.values():
+            for callback in callbacks:
+                callback()
 
     def _serve(self) -> None:
         look_s = _LOOK_S
@@ -60,6 +69,8 @@ class Mover:
                 if work.is_completed():
                     look_s = _LOOK_S
                     with self._changed:
+                        if self._closed:
+                            return
                         callbacks = self._under_way.pop(work)
                     for callback in callbacks:
                         callback()

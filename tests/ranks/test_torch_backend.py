@@ -343,6 +343,25 @@ def test_works_that_are_dropped_are_done(ranks: Worlds) -> None:
     assert ranks(2).run(drop_works) == [[20_000.0] * 50 + [received] for received in (0.0, 1e6)]
 
 
+def await_what_never_arrives(end: str) -> str:
+    group = dist.new_group(backend="gradwire")
+    work = dist.irecv(torch.zeros(3), group=group, group_src=1 - dist.get_rank())
+    assert work is not None
+    future = work.get_future()
+    dist.barrier(group)
+    getattr(group, end)()
+    assert future.done()
+    with pytest.raises(RuntimeError) as caught:
+        future.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "abort"])
+def test_the_future_of_a_message_ends_with_the_group(ranks: Worlds, end: str) -> None:
+    for said in ranks(2).run(await_what_never_arrives, end):
+        assert "recv" in said
+
+
 def exchange_lists_of_unequal_parts() -> None:
     group, rank, size = dist.new_group(backend="gradwire"), dist.get_rank(), dist.get_world_size()
     rows, theirs = ([1 + (2 * one + other) % 3 for one, other in pairs] for pairs in both_ways(rank, size))
