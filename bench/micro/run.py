@@ -53,7 +53,7 @@ def join_world(backend: str | None, timeout_s: float) -> torch.device:
     """Initialize torch.distributed from the launcher's environment, or for one rank. Return this rank's device."""
     launch = read_launch(os.environ)
     a_gpu_each = torch.cuda.device_count() >= (launch.local_size or 1)
-    backend = backend or ("nccl" if a_gpu_each else "gloo")
+    backend = backend or ("nccl" if a_gpu_each and not mpi.under_mpirun() else "gloo")
     device = torch.device("cuda", launch.local_rank or 0) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -68,10 +68,11 @@ class Mover:
             for work in works:
                 if work.is_completed():
                     look_s = _LOOK_S
-                    with self._changed:
-                        if self._closed:
-                            return
-                        callbacks = self._under_way.pop(work)
-                    for callback in callbacks:
+                    for callback in self._finished(work):
                         callback()
             del works
+
+    def _finished(self, work: MessageWork) -> list[Callable[[], None]]:
+        """Return the functions to call for a message that is done; none after stop(), which leaves them to settle()."""
+        with self._changed:
+            return [] if self._closed else self._under_way.pop(work)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.cli.__main__ import main
-from gradwire.trainer.cli.failure import Failure, LastWords, exit_status, told_failures
+from gradwire.trainer.cli.failure import Failure, LastWords, cause_among, exit_status, told_failures
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
 from gradwire.trainer.cli.job import commands
 from gradwire.trainer.cli.options import Elastic, Job, parse_job
@@ -176,8 +176,9 @@ def test_agents_of_several_hosts() -> None:
     assert "--nodes 2 --node 1 --slots 3 --first-rank 2" in told
     assert "--endpoint a:29500" in told
     assert told.endswith(" ".join(SCRIPT))
-    with pytest.raises(ValueError, match="-x WANDB_MODE: it is not set here"):
-        commands(job, {})
+    for unset in (job, parse_job(["-np", "2", "-x", "WANDB_MODE", *SCRIPT])):
+        with pytest.raises(ValueError, match="-x WANDB_MODE: it is not set here"):
+            commands(unset, {})
 
 
 def test_the_first_host_is_this_one() -> None:
@@ -288,3 +289,9 @@ def test_info_and_precompile_are_those_of_collectives(
     assert main(["precompile"]) == 3
     assert main(["info", "--help"]) == 0
     assert "gradwire precompile" in capsys.readouterr().out
+
+
+def test_the_cause_in_the_output_of_a_launcher() -> None:
+    said = ["gradwire: worker 3 on host b was killed by SIGKILL (9)", "gradwire: worker 1 ended because of that"]
+    assert cause_among(["step 7", *said]) == said[0]
+    assert cause_among([line.replace("worker", "rank") for line in said]) == said[0].replace("worker", "rank")

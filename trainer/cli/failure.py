@@ -37,10 +37,14 @@ class LastWords:
         return (self._error or self._line)[:_LONGEST]
 
 
+#: The beginnings of the lines in which the launcher reports failures: see told_failures().
+_REPORTED = ("gradwire: rank", "gradwire: worker")
+
+
 def cause_among(lines: Sequence[str]) -> str:
     """Return the first line with an error that a rank raised, except errors that follow from the failure of another rank; empty
     if there is none. torchrun's own error is skipped: it only reports that some rank failed."""
-    raised = [line.strip() for line in lines if _RAISED.match(line) or line.startswith("gradwire: rank")]
+    raised = [line.strip() for line in lines if _RAISED.match(line) or line.startswith(_REPORTED)]
     return next((line for line in raised if not _CONSEQUENCES.search(line) and "ChildFailedError" not in line), "")[
         :_LONGEST
     ]

@@ -135,8 +135,8 @@ class _Run:
 
 
 def commands(job: Job, environment: Mapping[str, str]) -> list[list[str]]:
-    """Return the command that starts the agent of each host. With other hosts, raises ValueError if this host has no
-    address for them, or a variable of -x is not set."""
+    """Return the command that starts the agent of each host. Raises ValueError if a variable of -x is not set, or, with
+    other hosts, if this host has no address for them."""
     return [_command(job, node, environment) for node in range(len(job.hosts))]
 
 
@@ -161,7 +161,7 @@ def _master(job: Job, environment: Mapping[str, str]) -> str:
 def run_job(job: Job) -> int:
     """Run a job to its end, and return its exit status.
 
-    Raises ValueError if the output folder cannot be made, or, with other hosts, if this host has no address for them or
-    a variable of -x is not set.
+    Raises ValueError if the output folder cannot be made, if a variable of -x is not set, or, with other hosts, if this
+    host has no address for them.
     """
     return _Run(job).run()

@@ -104,10 +104,10 @@ def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the command that starts an agent on a host. For another host, raises the errors of handed_on()."""
+    """Return the command that starts an agent on a host. Raises the errors of handed_on()."""
+    settings = [f"{name}={value}" for name, value in handed_on(job, environment).items()]
     if host.is_here:
         return agent
-    settings = [f"{name}={value}" for name, value in handed_on(job, environment).items()]
     ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={job.start_timeout_s}", *_SSH_GIVES_UP]
     if job.ssh_port is not None:
         ssh += ["-p", str(job.ssh_port)]

@@ -127,7 +127,7 @@ def _pass_on(stream: IO[bytes], kept: bytearray) -> None:
 
 def _commit() -> list[str]:
     """Return the commit of this folder, as one text; nothing outside of a repository."""
-    with suppress(OSError):
+    with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=30)
         return [f"commit {done.stdout.strip()}"] if done.returncode == 0 else []
     return []
