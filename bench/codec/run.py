@@ -20,8 +20,8 @@ from gradwire.bench.options import count_from, names_of, picture, size
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import Protocol
 
-#: Torch's operations need whole blocks. This is the largest, except for the chunks of chunktopk.
-MULTIPLE = 1024
+#: Torch's operations need whole blocks. The largest are the chunks of chunktopk.
+MULTIPLE = 4096
 DEFAULT_ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
 
 NOTES = """\
