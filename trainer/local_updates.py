@@ -194,7 +194,7 @@ def _check(every: int, warmup_steps: int, fragments: int, delay: int, alpha: flo
         )
     if delay >= every // fragments:
         raise ValueError(
-            f"{here()}delay={delay} must be less than every // fragments = {every // fragments}: one fragment is on its way "
+            f"{here()}delay={delay} must be less than every // fragments = {every // fragments}: one fragment is in flight "
             "at a time"
         )
     if not 0 <= alpha < 1:

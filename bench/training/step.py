@@ -180,7 +180,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--batch", type=partial(count_from, 1), default=4, help="sequences a rank and step (default 4)")
     add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
-    add("--reports", action="store_true", help="compare what it costs to tell of a step, too")
+    add("--reports", action="store_true", help="also measure steps with on_step, checks of replicas and a timeline")
     add("--commits", action="store_true", help="compare a commit of hvd.elastic after every step, too")
     add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
     add("--overlap", action="store_true", help="compare waiting in the next forward, too, and clip no gradients")

@@ -21,7 +21,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One message. `span` counts blocks of the schedule; both ends name the same span."""
+    """One message. `span` counts blocks of the schedule. Except in an alltoall, both ends use the same span."""
 
     action: Action
     peer: int

@@ -258,7 +258,7 @@ def test_what_one_rank_cannot_load_no_rank_loads(codec: str) -> None:
         optimizer = big_wrapped(model, every=4, codec=codec, fragments=2, delay=1)
         train(model, optimizer, range(4))
         state = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, range(4, 6))  # a fragment is on its way
+        train(model, optimizer, range(4, 6))  # a fragment is in flight
         if model is models[1]:
             for damage, harm in DAMAGES.items():
                 if damage == "no residual" and codec == "none":

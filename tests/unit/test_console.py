@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.cli.__main__ import main
-from gradwire.trainer.cli.failure import Failure, LastWords, cause_among, exit_status, told_failures
+from gradwire.trainer.cli.failure import Failure, LastWords, cause_among, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
 from gradwire.trainer.cli.job import commands
 from gradwire.trainer.cli.options import Elastic, Job, parse_job
@@ -204,7 +204,7 @@ def test_output_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixtur
 def heard(text: str) -> str:
     words = LastWords()
     for line in text.splitlines():
-        words.hear(line)
+        words.read(line)
     return words.text
 
 
@@ -223,17 +223,17 @@ def test_a_line_for_each_failure_and_the_cause_first() -> None:
     lost = Failure("a", 0, 1, "gradwire.collectives.errors.PeerLost: rank 0: lost rank 1")
     ended = Failure("b", 2, -15, "")
     cause = Failure("b", 1, 3, "ValueError: boom")
-    assert told_failures([lost, cause, ended]) == [
+    assert failure_lines([lost, cause, ended]) == [
         "gradwire: rank 1 on host b ended with exit code 3: ValueError: boom",
         "gradwire: ranks 0, 2 ended because of that",
     ]
     assert exit_status([lost, cause, ended]) == 3
-    assert told_failures([Failure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
+    assert failure_lines([Failure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
     assert exit_status([Failure("b", 1, -9, "")]) == 137
     assert exit_status([Failure("b", 1, -15, "ValueError: boom"), ended]) == 1
-    assert told_failures([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
+    assert failure_lines([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
     assert exit_status([Failure("c", None, None, "by ssh: no route")]) == 1
-    assert told_failures([Failure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
+    assert failure_lines([Failure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
 
 
 def test_failures_that_are_alike_share_a_line() -> None:
@@ -241,26 +241,26 @@ def test_failures_that_are_alike_share_a_line() -> None:
         Failure(host, rank, 1, f"[rank{rank}]: ValueError: rank {rank}: every must be a whole number >= 1, not 0")
         for rank, host in enumerate("aabb")
     ]
-    assert told_failures(failures) == [
+    assert failure_lines(failures) == [
         "gradwire: ranks 0, 1 on host a and ranks 2, 3 on host b ended with exit code 1: "
         "ValueError: every must be a whole number >= 1, not 0"
     ]
-    assert told_failures([*failures[:2], Failure("b", 2, 1, "KeyError: 3"), Failure("b", 3, 2, "KeyError: 3")]) == [
+    assert failure_lines([*failures[:2], Failure("b", 2, 1, "KeyError: 3"), Failure("b", 3, 2, "KeyError: 3")]) == [
         "gradwire: ranks 0, 1 on host a ended with exit code 1: ValueError: every must be a whole number >= 1, not 0",
         "gradwire: rank 2 on host b ended with exit code 1: KeyError: 3",
         "gradwire: rank 3 on host b ended with exit code 2: KeyError: 3",
     ]
-    assert told_failures(failures[3:]) == [
+    assert failure_lines(failures[3:]) == [
         f"gradwire: rank 3 on host b ended with exit code 1: {failures[3].words}"  # as it stands in its own output
     ]
     ended = Failure("b", 3, -15, failures[3].words)  # by torch's agent, on its way out by the same error
-    assert told_failures([*failures[:3], ended]) == told_failures(failures)
+    assert failure_lines([*failures[:3], ended]) == failure_lines(failures)
     lost = [Failure("a", rank, 1, f"PeerLost: rank {rank}: allreduce(): lost rank 2") for rank in range(2)]
-    assert told_failures(lost) == [
+    assert failure_lines(lost) == [
         "gradwire: ranks 0, 1 on host a ended with exit code 1: PeerLost: allreduce(): lost rank 2"
     ]
     unreached = [Failure(host, None, None, "by ssh: no route") for host in "cd"]
-    assert told_failures(unreached) == ["gradwire: host c: by ssh: no route", "gradwire: host d: by ssh: no route"]
+    assert failure_lines(unreached) == ["gradwire: host c: by ssh: no route", "gradwire: host d: by ssh: no route"]
 
 
 def test_the_command_is_installed() -> None:

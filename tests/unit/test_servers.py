@@ -87,7 +87,7 @@ def test_the_quorum_of_a_key_that_is_lost_is_smaller_by_those_that_have_left() -
 def test_a_kind_that_nobody_says_is_not_taken_for_another() -> None:
     nothing: Any = None
     for answer, last in ((partial(messages.answer, nothing, nothing), SETTINGS), (partial(key_answer, nothing), ROWS)):
-        with pytest.raises(ValueError, match=f"rank 3 says {last + 1}, which is n.* PUSH"):
+        with pytest.raises(ValueError, match=f"rank 3 sent {last + 1}, which is n.* PUSH"):
             answer(3, nothing, last + 1, [0.0, 0.0, 0.0])
 
 

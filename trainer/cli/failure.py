@@ -22,7 +22,7 @@ class LastWords:
         self._error = ""
         self._in_traceback = False
 
-    def hear(self, line: str) -> None:
+    def read(self, line: str) -> None:
         """Read the next line."""
         if line.startswith("Traceback (most recent call last):"):
             self._in_traceback = True
@@ -37,7 +37,7 @@ class LastWords:
         return (self._error or self._line)[:_LONGEST]
 
 
-#: The beginnings of the lines in which the launcher reports failures: see told_failures().
+#: The beginnings of the lines in which the launcher reports failures: see failure_lines().
 _REPORTED = ("gradwire: rank", "gradwire: worker")
 
 
@@ -108,7 +108,7 @@ def _line(alike: Sequence[Failure], noun: str) -> str:
     return f"{who}{how}: {words}" if words else f"{who}{how}"
 
 
-def told_failures(failures: list[Failure], noun: str = "rank") -> list[str]:
+def failure_lines(failures: list[Failure], noun: str = "rank") -> list[str]:
     """Return the lines that report failures. Failures with equal `common` share a line, and so do those that are only
     consequences. noun: "rank" or "worker"."""
     causes = [failure for failure in failures if not failure.is_consequence] or failures

@@ -51,9 +51,9 @@ def place(ranks: int | None, slots: dict[str, int]) -> list[Host]:
     if ranks < 1:
         raise ValueError(f"-np must be at least 1, not {ranks}")
     if ranks > total:
-        told = ",".join(f"{name}:{number}" for name, number in slots.items())
+        listed = ",".join(f"{name}:{number}" for name, number in slots.items())
         raise ValueError(
-            f"-np {ranks} is more than the {total} slots of {told}: give hosts more slots, or start fewer ranks"
+            f"-np {ranks} is more than the {total} slots of {listed}: give hosts more slots, or start fewer ranks"
         )
     own = {*_LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0]}
     merged: dict[str, int] = {}

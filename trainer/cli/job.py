@@ -13,7 +13,7 @@ from typing import Any
 
 from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.cli.agent import READY, REPORT
-from gradwire.trainer.cli.failure import Failure, exit_status, told_failures
+from gradwire.trainer.cli.failure import Failure, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
 from gradwire.trainer.cli.output import Output
@@ -57,7 +57,7 @@ class _Run:
                 for agent in self._agents:
                     agent.leave()
                 self._output.close()
-        for line in told_failures(self._failures):
+        for line in failure_lines(self._failures):
             print(line, file=sys.stderr, flush=True)
         if signals:
             return 128 + signals[0]
@@ -109,7 +109,7 @@ class _Run:
             elif stream == "stdout" and line.startswith(REPORT):
                 self._reports[agent] = json.loads(line[len(REPORT) :])
             else:
-                agent.hear_other(line, is_told=self._job.verbose)
+                agent.keep_other(line, prints=self._job.verbose)
 
     def _ended(self, agent: AgentProcess) -> None:
         """Note why an agent ended, if it failed and was not asked to end."""

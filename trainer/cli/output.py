@@ -40,7 +40,7 @@ class Output:
         to.buffer.write(line + b"\n")  # unchanged, in any encoding
         to.buffer.flush()
         if stream == "stderr":
-            self._words.setdefault(number, LastWords()).hear(text.decode(errors="replace"))
+            self._words.setdefault(number, LastWords()).read(text.decode(errors="replace"))
         if self._folder is not None:
             self._file(self._folder, number, stream).write(text + b"\n")
         return True

@@ -60,11 +60,11 @@ class AgentProcess:
         *lines, self._rests[name] = b"".join(pieces).split(b"\n")
         return lines
 
-    def hear_other(self, line: bytes, *, is_told: bool) -> None:
-        """Keep a line that torch or ssh printed, and print it if is_told."""
+    def keep_other(self, line: bytes, *, prints: bool) -> None:
+        """Keep a line that torch or ssh printed, and print it if `prints`."""
         text = line.decode(errors="replace")
-        self.words.hear(text)
-        if is_told:
+        self.words.read(text)
+        if prints:
             print(f"[{self.host.name}]: {text}", file=sys.stderr, flush=True)
 
     @property

@@ -252,14 +252,16 @@ class LocalSteps(Rule):
             before.update(self.state_dict())
             labels = [self._label(each[KEY]) if KEY in each else None for each in (state_dict, *also)]
             if any(label != labels[0] for label in labels):
-                raise ValueError(f"also: of other steps or settings (step, fragment on its way, fragments: {labels})")
+                raise ValueError(
+                    f"also: states of different steps or settings (step, fragment in flight, fragments: {labels})"
+                )
             return labels[0]
 
         for rank, theirs in enumerate(everyones := self._on_all(look)):
             if theirs != everyones[0]:
                 raise ValueError(
                     f"{here()}load_state_dict: ranks 0 and {rank} were given states of different steps or settings "
-                    f"(step, fragment on its way, fragments: {everyones[0]} and {theirs})"
+                    f"(step, fragment in flight, fragments: {everyones[0]} and {theirs})"
                 )
         try:
             self._take(state_dict, also)
@@ -295,7 +297,7 @@ class LocalSteps(Rule):
             return [step, None, len(fragments)]
         number, merge_at = pending
         if number not in range(len(fragments)) or type(merge_at) is not int or merge_at <= step:
-            raise ValueError(f"after step {step}, fragment {number!r} cannot be on its way until step {merge_at!r}")
+            raise ValueError(f"after step {step}, fragment {number!r} cannot be in flight until step {merge_at!r}")
         return [step, [number, merge_at], len(fragments)]
 
     def _take(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ def answer(
         updater.take_settings(worker, receive(communicator, int(numbers[0]), 0))
         return None
     if kind != PUSH:
-        raise ValueError(f"rank {worker} says {kind}, which is neither PUSH ({PUSH}) nor SETTINGS ({SETTINGS})")
+        raise ValueError(f"rank {worker} sent {kind}, which is neither PUSH ({PUSH}) nor SETTINGS ({SETTINGS})")
     weight, version, step = numbers[0], int(numbers[1]), int(numbers[2])
     pushed = packing.empty(step)
     for buffer in pushed:

@@ -284,8 +284,8 @@ def _why(error: OSError) -> str:
 
 def _direction(name: str, ports: list[int], blocked: dict[int, str], do: str) -> Finding:
     if blocked:
-        told = "; ".join(f"port {number}: {why}" for number, why in blocked.items())
-        return Finding("failed", f"{name}: {told}", f"{do}, or allow all connections from the other host")
+        listed = "; ".join(f"port {number}: {why}" for number, why in blocked.items())
+        return Finding("failed", f"{name}: {listed}", f"{do}, or allow all connections from the other host")
     if not ports:
         return Finding("note", f"{name}: no port could be opened for a test")
     return Finding("ok", f"{name}: ports {', '.join(map(str, ports))} open")

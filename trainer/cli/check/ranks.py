@@ -78,17 +78,17 @@ def _findings(said: list[tuple[dict[str, str], str]]) -> list[Finding]:
     findings = []
     for step in _STEPS:
         texts = [found.get(step) for found, _ in said]
-        told = next((text for text in texts if text is None or not text.startswith("ok")), texts[0])
-        if told is None:
+        answer = next((text for text in texts if text is None or not text.startswith("ok")), texts[0])
+        if answer is None:
             why = next((ended for _, ended in said if ended), "a rank reported nothing")
             findings.append(Finding("failed", f"two ranks over {step}: {why}", _DO[step]))
             break  # later steps were not tried
-        if told.startswith("ok"):
+        if answer.startswith("ok"):
             findings.append(Finding("ok", f"two ranks over {step}: sums are right"))
         elif step == "shared memory":  # TCP replaces it, and is slower
-            findings.append(Finding("note", f"two ranks share no memory and use TCP: {told}", _DO[step]))
+            findings.append(Finding("note", f"two ranks share no memory and use TCP: {answer}", _DO[step]))
         else:
-            findings.append(Finding("failed", f"two ranks over {step}: {told}", _DO[step]))
+            findings.append(Finding("failed", f"two ranks over {step}: {answer}", _DO[step]))
             if step == "gloo":
                 break  # the later steps need gloo
     return findings

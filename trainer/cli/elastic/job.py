@@ -23,7 +23,7 @@ from gradwire.trainer.cli.elastic import agent as agent_script
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
 from gradwire.trainer.cli.elastic.discovery import Discovery
 from gradwire.trainer.cli.elastic.policy import Policy
-from gradwire.trainer.cli.failure import Failure, exit_status, told_failures
+from gradwire.trainer.cli.failure import Failure, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Elastic, Job
 from gradwire.trainer.cli.output import Output
@@ -113,7 +113,7 @@ class _Run:
                     worker, self._exit_codes[worker] = map(int, line[len(agent_script.EXITED) :].split())
                     self._policy.exited(worker, self._exit_codes[worker], now)
                 else:
-                    agent.hear_other(line, is_told=self._job.verbose)
+                    agent.keep_other(line, prints=self._job.verbose)
             if has_ended:
                 is_ssh = not agent.is_ready and not agent.host.is_here
                 self._lose(node, agent.why_lost if is_ssh else agent.words.text or "its agent has ended")
@@ -223,7 +223,7 @@ class _Run:
         if self._end is None:
             return 128 + signals[0]
         failures = list(dict.fromkeys(self._failure(worker) for worker in self._end.failed))
-        for line in told_failures(failures, "worker"):
+        for line in failure_lines(failures, "worker"):
             print(line, file=sys.stderr, flush=True)
         if self._end.reason:
             _say(self._end.reason)

@@ -29,7 +29,7 @@ def answer(
         keys.push(worker, number, payload, step)
         return None
     if kind not in (PULL, ROWS):
-        raise ValueError(f"rank {worker} says {kind}, which is none of PUSH ({PUSH}), PULL ({PULL}) and ROWS ({ROWS})")
+        raise ValueError(f"rank {worker} sent {kind}, which is none of PUSH ({PUSH}), PULL ({PULL}) and ROWS ({ROWS})")
     rows = None
     if kind == ROWS:
         rows = torch.empty(argument, dtype=torch.int64)
