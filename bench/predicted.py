@@ -208,17 +208,17 @@ def main(arguments: Sequence[str]) -> int:
         costs = comm.measure_codecs(CODECS)
         meta: dict[str, Any] = {**software_and_machine(torch.device("cpu")), "tuned_s": tuned_s}
         meta |= {"title": title(comm, meta), "costs": json.loads(costs.to_json())}
-        speaks = comm.rank == 0
+        is_first = comm.rank == 0
         measured = comm.measured
         assert measured is not None
-        if speaks:
+        if is_first:
             print(f"# {meta['title']}: links measured in {tuned_s:.2f} s", *costs.slow(), sep="\n# ", flush=True)
         rows: list[PredictedRow] = []
         nbytes = chosen.begin
         while nbytes <= chosen.end:
             new = measure(comm, measured, nbytes, chosen.turns)
             rows += new
-            for row in new if speaks else ():
+            for row in new if is_first else ():
                 mark = "auto" if row.chosen else ""
                 ratio = row.predicted_s / row.seconds
                 print(
@@ -226,10 +226,10 @@ def main(arguments: Sequence[str]) -> int:
                     f" {1e3 * row.predicted_s:10.3f} ms {ratio:6.2f} {mark}",
                     flush=True,
                 )
-            if speaks:
+            if is_first:
                 write_json(chosen.json, meta, rows)
             nbytes *= chosen.factor
-        if speaks:
+        if is_first:
             print(f"# {summary(rows)}")
     hvd.shutdown()
     return 0

@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--ranks", type=partial(count_from, 2), default=4, help="default 4")
     add("--hosts", type=partial(count_from, 1), default=1, help="simulated hosts; 1, the default: this machine")
     add("--rate", default="1gbit", help="of each simulated host's link (1gbit)")
-    add("--seed", type=partial(count_from, 0), default=0, help="of who is killed (0)")
+    add("--seed", type=partial(count_from, 0), default=0, help="of the choice of victims (0)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows, beside those of other ways in the file")
     add("--plot", type=picture, metavar="FILE.png", help="draw the file of -J, or the one that is given")
     flags = parser.parse_args(arguments)

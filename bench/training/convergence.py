@@ -169,18 +169,18 @@ def main(arguments: Sequence[str]) -> int:
         "steps": chosen.steps,
         "seed": chosen.seed,
     }
-    speaks = hvd.rank() == 0
-    if speaks:
+    is_first = hvd.rank() == 0
+    if is_first:
         print("\n".join(format_header(meta)), flush=True)
     rows: list[ConvergenceRow] = []
     for model in chosen.models:
         for codec in dict.fromkeys([NONE, *chosen.codecs]):
             rows.append(train(model, codec, chosen, rows))
             heading = format_heading(rows[-1]) if codec == NONE else []
-            if speaks:
+            if is_first:
                 print("\n".join([*heading, format_row(rows[-1])]), flush=True)
                 write_json(chosen.json, meta, rows)  # after every run, since runs are long
-    if speaks and chosen.plot:
+    if is_first and chosen.plot:
         from gradwire.bench.training.convergence_plot import draw
 
         draw(rows, meta, chosen.plot)

@@ -204,7 +204,7 @@ def builders(
     commits: bool = False,
 ) -> dict[str, Callable[[nn.Module], Trainee]]:
     """Return the functions that make the competitors from models, by name."""
-    telling: dict[str, Callable[[nn.Module], Trainee]] = {
+    reporting: dict[str, Callable[[nn.Module], Trainee]] = {
         f"{OURS}+on_step": partial(our_trainee, on_step=lambda metrics: None),
         f"{OURS}+check": partial(our_trainee, check_replicas_every=1),
         f"{OURS}+timeline": recorded_trainee,
@@ -228,7 +228,7 @@ def builders(
         OURS: our_trainee,
         **compressed,
         **(overlapping if overlap else {}),
-        **(telling if reports else {}),
+        **(reporting if reports else {}),
         **({f"{OURS}+commits": committing_trainee} if commits else {}),
         **(sharded if shard_states else {}),
         OURS_DDP: backend_trainee,

@@ -166,7 +166,7 @@ class RoutingTransport(Transport):
         self.rank, self.size = group.rank, group.size
         self.device_types, self.posts_together = group.device_types, group.posts_together
         self.quick, self.eager = far.quick, far.eager
-        self.hears_anyone = far.hears_anyone or len(neighbours) == group.size
+        self.receives_from_any = far.receives_from_any or len(neighbours) == group.size
         self.algorithms = group.algorithms
         if near is not None:
             self.shares_memory = True

@@ -88,7 +88,7 @@ class Transport(ABC):
     pinned memory); posts_together, the device types for which both ends of a message must be posted in the same round,
     as NCCL requires; quick, whether a message costs microseconds, without the thread wake-ups of a backend; eager,
     whether a send may finish before its receiver has posted the receive, so that programs must end with an answer;
-    hears_anyone, whether next_sender() is implemented; waits_again, whether wait() may be called again after its
+    receives_from_any, whether next_sender() is implemented; waits_again, whether wait() may be called again after its
     deadline has passed; shares_memory, whether this rank shares memory with others of its host; algorithms, by verb,
     those that collective() takes; preferred, by verb, the one of these that 'auto' selects for every size;
     share_alignment_bytes, for each allreduce algorithm that it also runs in halves (the verbs reduce_shares and
@@ -104,7 +104,7 @@ class Transport(ABC):
     shares_memory: bool = False
     quick: bool = False
     eager: bool = False
-    hears_anyone: bool = False
+    receives_from_any: bool = False
     waits_again: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     preferred: Mapping[str, str] = MappingProxyType({})

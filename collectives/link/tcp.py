@@ -68,7 +68,7 @@ class TcpTransport(Table):
 
     quick = True
     eager = True
-    hears_anyone = True
+    receives_from_any = True
     waits_again = True
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:

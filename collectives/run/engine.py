@@ -151,9 +151,9 @@ class Engine:
 
         return Whole(run, needs_meeting=False, algorithm=algorithm)
 
-    def hears_anyone(self, tensor: torch.Tensor) -> bool:
+    def receives_from_any(self, tensor: torch.Tensor) -> bool:
         """Return whether a receive into such a tensor may name no sender."""
-        return self._transport.hears_anyone and (tensor.is_cpu or self._via_host)
+        return self._transport.receives_from_any and (tensor.is_cpu or self._via_host)
 
     def knows_tags(self, tensor: torch.Tensor) -> bool:
         """Return whether the transport matches messages of such a tensor by their tags."""

@@ -60,7 +60,7 @@ class Messages(Ranks):
         engine = self._engine
         arguments.check_written(engine, tensor)
         arguments.check_message(engine, tensor, "src", src, tag)
-        if src is None and not engine.hears_anyone(tensor):
+        if src is None and not engine.receives_from_any(tensor):
             raise ValueError(
                 f"rank {engine.rank}: recv() of a tensor on {tensor.device} needs src=, because the link of these ranks cannot "
                 f"wait for all of them at once: {'; '.join(engine.routes)}"

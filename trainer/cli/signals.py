@@ -11,13 +11,13 @@ from contextlib import contextmanager
 def signals_heard() -> Iterator[list[int]]:
     """Yield a list to which each SIGINT and SIGTERM is appended. The job ends after the first, and at once after the
     second."""
-    heard: list[int] = []
+    received: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, frame: heard.append(number))
+        number: signal.signal(number, lambda number, frame: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield heard
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -62,7 +62,7 @@ class SharedMemoryTransport(Table):
     algorithm 'shared'."""
 
     shares_memory = True
-    hears_anyone = True
+    receives_from_any = True
     waits_again = True
 
     def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
