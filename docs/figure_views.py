@@ -94,7 +94,7 @@ def backends(*names: str) -> str:
             beyond = ("" if row["beyond_of_gloo"] is None else _number(row["beyond_of_gloo"]) for row in found)
             rows.append((f"`{program}`", backend, *times, *beyond))
     where = [(run["meta"]["network"] or "one host").split(" (")[0] for run in runs]
-    heading = ("program", "backend", *where, *(f"{each}: overhead, of gloo's" for each in where))
+    heading = ("program", "backend", *where, *(f"{each}: overhead / gloo's" for each in where))
     return _table(heading, rows, "|".join(["---"] * (2 + len(runs)) + ["---:"] * len(runs)))
 
 
