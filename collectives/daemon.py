@@ -23,6 +23,7 @@ class DaemonThread:
     """
 
     def __init__(self, name: str, *, or_callers: bool = False) -> None:
+        self._name = name
         calls: _Calls = SimpleQueue()
         self._calls: _Calls | None = calls
         self.close = weakref.finalize(self, calls.put, None)
@@ -34,7 +35,9 @@ class DaemonThread:
             self._calls = None
 
     def submit(self, call: Callable[[], _Result]) -> Future[_Result]:
-        """Run a call after those submitted before it; return the Future of its result."""
+        """Run a call after those submitted before it; return the Future of its result. Raises RuntimeError after close()."""
+        if not self.close.alive:
+            raise RuntimeError(f"{self._name} is closed")
         future: Future[_Result] = Future()
         if self._calls is None:
             _run(call, future)

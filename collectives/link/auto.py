@@ -179,7 +179,7 @@ class RoutingTransport(Transport):
         self._group = group
         self._far = far
         self._near = near
-        self._parts: list[Transport] = [part for part in (near, far, group) if part is not None]
+        self._parts: list[Transport] = [part for part in dict.fromkeys((near, far, group)) if part is not None]
         self._neighbours = frozenset(neighbours)
         self._some_share = some_share
         self._last_sender_is_near = False

@@ -211,7 +211,12 @@ class Listener:
                     raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing) from None
                 for descriptor in ready:
                     if descriptor == self._socket.fileno():
-                        candidate = _Unverified(self._socket.accept()[0])
+                        try:
+                            candidate = _Unverified(self._socket.accept()[0])
+                        except OSError as error:
+                            if error.errno in OWN_FAULTS:
+                                raise
+                            continue  # the connection ended before it was accepted
                         unverified[candidate.connection.fileno()] = candidate
                         if len(unverified) > MOST_UNVERIFIED:
                             unverified.pop(next(iter(unverified))).connection.close()

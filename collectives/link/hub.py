@@ -187,19 +187,20 @@ class Hub:
             messages, ended = arriving.read()
             if not messages and not ended:
                 return
-            card = None if ended else self._card_of(messages)
+            card = self._card_of(messages)
         del self._arriving[descriptor]
         if card is None:
             arriving.socket.close()
             return
+        rank = card["rank"]
         verdict = self._admission.judge(card, self._cards, is_complete=self._is_complete)
-        for rank, why in verdict.evicted.items():
-            _refuse(self._members.pop(rank), why, again=False)
-            del self._cards[rank]
+        for evicted, why in verdict.evicted.items():
+            _refuse(self._members.pop(evicted), why, again=False)
+            del self._cards[evicted]
         if verdict.refused is not None:
             _refuse(arriving, verdict.refused, again=verdict.again)
         else:
-            self._members[card["rank"]], self._cards[card["rank"]] = arriving, card
+            self._members[rank], self._cards[rank] = arriving, card
             for message in self._sent_to_all:
                 arriving.say(**message)
         if verdict.fatal is not None:
@@ -207,6 +208,8 @@ class Hub:
         self._complete_at = None
         if len(self._members) == self._size and not self._is_complete:
             self._complete_at = time.monotonic() + self._admission.settle_s(self._cards)
+        if verdict.refused is None:
+            self._take(rank, arriving, messages[1:], ended)
 
     def _card_of(self, messages: Sequence[Card]) -> Card | None:
         """Return the card of a process that arrives; None if some other program has connected."""
@@ -236,7 +239,10 @@ class Hub:
 
     def _receive(self, rank: int, neighbour: Neighbour) -> None:
         neighbour.write()
-        messages, ended = neighbour.read()
+        self._take(rank, neighbour, *neighbour.read())
+
+    def _take(self, rank: int, neighbour: Neighbour, messages: Sequence[Card], ended: bool) -> None:
+        """Take a rank's messages, and note whether its connection has ended."""
         for message in messages:
             if message["kind"] == "who is silent":
                 self._inquiries.append(_Inquiry(neighbour, time.monotonic() + ANSWER_S))

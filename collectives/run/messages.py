@@ -8,7 +8,7 @@ import threading
 import time
 from datetime import timedelta
 
-from gradwire.collectives.errors import CollectiveTimeout, LinkError
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
 from gradwire.collectives.link.base import KIND_BITS, Pending, Transport
 from gradwire.collectives.reduction import DTYPES, carried
 from gradwire.collectives.run.operations import LAST_WORDS_S, Operations
@@ -85,7 +85,10 @@ class MessageWork:
             if time.monotonic() >= self._vain_since + LAST_WORDS_S:
                 return True
         found: list[bool] = []
-        self._operations.try_message(self._call, self._peers, lambda _: found.append(self._has_finished()))
+        try:
+            self._operations.try_message(self._call, self._peers, lambda _: found.append(self._has_finished()))
+        except CollectiveError:  # wait() raises it
+            return True
         return found == [True]
 
     def start(self) -> MessageWork:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -80,9 +79,12 @@ class Work:
             self._call_back()
 
     def _call_back(self) -> None:
-        with suppress(IndexError):  # two threads may run this loop at once: each pops until none is left
-            while True:
-                self._callbacks.pop()()
+        while True:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # another thread may run this loop, too: each pops until none is left
+                return
+            callback()
 
 
 def _cuda_event() -> torch.cuda.Event | None:

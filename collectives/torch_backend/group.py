@@ -30,6 +30,15 @@ from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profi
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
+#: The names that torch up to 2.12 has for verbs, by their newer names.
+_OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
 
 def _verb(name: str) -> Callable[[_Method], _Method]:
     """Return a decorator for the methods that torch calls for its verbs. Calls with CUDA tensors go to NCCL. For other
@@ -39,7 +48,9 @@ def _verb(name: str) -> Callable[[_Method], _Method]:
         @wraps(method)
         def call(self: GradwireGroup, *arguments: Any, **options: Any) -> GradwireWork:
             if any(tensor.is_cuda for tensor in _tensors(arguments)):
-                return getattr(self.nccl(), method.__name__)(*arguments, **options)  # type: ignore[no-any-return]
+                nccl, verb = self.nccl(), method.__name__
+                theirs = verb if hasattr(nccl, verb) else _OLDER_NAMES[verb]
+                return getattr(nccl, theirs)(*arguments, **options)  # type: ignore[no-any-return]
             with profiling(f"{TORCH_BACKEND}:{name}"):
                 work: GradwireWork = method(self, *arguments, **options)
             if self._coalesced is not None:
@@ -231,11 +242,10 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Send the r-th input to rank r, which has one output per rank. The operation is synchronous."""
         sent = torch.cat([_raw(tensor).flatten() for tensor in inputs])
-        lengths = [tensor.numel() for tensor in inputs], [_raw(tensor).numel() for tensor in outputs]
-        landed = sent.new_empty(sum(lengths[1]))
-        sent_lengths = [_raw(tensor).numel() for tensor in inputs]
-        self._communicator.alltoall(landed, sent, lengths[1], sent_lengths)
-        for tensor, part in zip(outputs, landed.split(lengths[1]), strict=True):
+        received_lengths, sent_lengths = ([_raw(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs))
+        received = sent.new_empty(sum(received_lengths))
+        self._communicator.alltoall(received, sent, received_lengths, sent_lengths)
+        for tensor, part in zip(outputs, received.split(received_lengths), strict=True):
             moved = _raw(tensor)
             moved.detach().copy_(part.view(moved.shape))
         return GradwireWork(outputs)
@@ -382,12 +392,9 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         finally:
             self._mover.settle()  # the future of a message that has not arrived raises an error
 
-    # The names of these verbs in torch up to 2.12
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+
+for _newer, _older in _OLDER_NAMES.items():
+    setattr(GradwireGroup, _older, getattr(GradwireGroup, _newer))
 
 
 def _tensors(given: Any) -> list[Tensor]:

@@ -10,10 +10,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.arrival import arrive
-from gradwire.collectives.link.hub import ANSWER_S, Failure
+from gradwire.collectives.link.hub import ANSWER_S, Admission, Failure, Hub
 from gradwire.collectives.link.membership import membership_from
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import Presence
+from gradwire.collectives.link.watch import Neighbour
 from tests.harness import wait_until
 
 SIZE = 3
@@ -117,3 +118,20 @@ def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
         with pytest.raises(LinkError, match="lost rank 0") as caught:
             arrive(store, SIZE, card_of(1, "host", "machine", {}), deadline, hub_rank=0, lost=lost)
     assert (caught.value.awaited, caught.value.ended) == ({0}, True)
+
+
+def test_a_rank_that_ends_right_after_its_card_is_lost() -> None:
+    """Its card and the end of its connection reach the hub at once."""
+    made = card_of(0, "host", "machine", {}) | {"key": "k", "token": "t"}
+    hub = Hub(made, SIZE, Admission())
+    with socket.create_connection((hub.card["address"], hub.card["port"])) as ends:
+        Neighbour(ends).say(card=card_of(1, "host", "machine", {}), token="t")
+    here, theirs = socket.socketpair()
+    with here:
+        for each in (here, theirs):
+            each.setblocking(False)
+        hub.start(theirs)
+        first = Neighbour(here)
+        first.say(card=made, token="t")
+        wait_until(lambda: {"kind": "gone", "rank": 1, "left": False} in first.read()[0])
+    hub.join()

@@ -227,11 +227,12 @@ class LocalSteps(Rule):
             self._settle()
         except CollectiveError as error:
             _log.warning("gradwire: %sthe last exchange of local updates has failed: %s", here(), error)
-        self._close_rules()
-        if self._thread is not None:
-            self._thread.close()
-        if self._locality.inner is not None and self._locality.owns_inner:
-            self._locality.inner.close()
+        finally:
+            self._close_rules()
+            if self._thread is not None:
+                self._thread.close()
+            if self._locality.inner is not None and self._locality.owns_inner:
+                self._locality.inner.close()
 
     # Checkpoints
 
