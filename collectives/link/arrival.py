@@ -144,7 +144,9 @@ class _Arrival:
                     hub.disown()
                 return found, None
             if time.monotonic() >= self.deadline:
-                raise LinkError(self.hub_rank, timed_out=True, detail=f"rank {self.hub_rank} did not arrive")
+                rank = self.hub_rank if self.hub_rank in range(self.size) else None
+                detail = "no rank of this job accepts connections" if rank is None else f"rank {rank} did not arrive"
+                raise LinkError(rank, timed_out=True, detail=detail)
             time.sleep(LOOK_AGAIN_S)
 
     def _make_hub(self) -> tuple[Hub | None, Card]:
