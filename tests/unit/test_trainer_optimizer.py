@@ -14,6 +14,7 @@ from torch import nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError
+from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.world.joined import World
 from tests.ranks.training import assert_equal, batch, copies, loss_of, perceptron
 
@@ -265,3 +266,11 @@ def test_a_rule_that_fails_leaves_nothing_open(
         hvd.DistributedOptimizer(sgd(perceptron()), rule=rule)
     with pytest.raises(CollectiveError, match="the Communicator is closed"):
         opened[0].barrier()
+
+
+def test_the_names_of_a_wrapped_model_are_warned_of() -> None:
+    """DDP exchanges gradients, too, and what both exchange is wrong."""
+    model = torch.nn.Linear(2, 2)
+    names = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
+    with pytest.warns(UserWarning, match="names begin with 'module.'. If the model is a DistributedDataParallel"):
+        check_named_parameters(names, model.parameters())

@@ -45,7 +45,8 @@ class ReplicaCheck:
             len(differing),
             rank=self.communicator.rank,
             operation=f"check of replicas after step {step}",
-            detail=f". The states of torch's random numbers on the CPU {are}",
+            detail=f". The states of torch's random numbers on the CPU {are}. If the ranks began with different values: call "
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step",
         )
 
     def _values(self) -> Iterator[tuple[str, Any]]:
