@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -63,7 +64,9 @@ class Asking:
                     silent = "the store does not answer: is the process that holds it, rank 0 or the launcher, stopped?"
                     raise LinkError(None, timed_out=True, detail=silent, awaited=self._keepers)
         except BaseException:
-            atexit.register(_unblock, answer, self._store)
+            unblock = partial(_unblock, answer, self._store)  # unlike _unblock, it can be unregistered by itself
+            atexit.register(unblock)
+            answer.add_done_callback(lambda _: atexit.unregister(unblock))
             raise
         try:
             return answer.result()
