@@ -128,6 +128,8 @@ def meet(
             assert group is not None
             return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)
     except BaseException:
+        if dist.is_initialized():  # else the next init() would fail, or adopt a group with a rank that is lost
+            dist.destroy_process_group()
         membership.close()
         raise
 
