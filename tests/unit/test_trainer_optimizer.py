@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError
 from gradwire.trainer.world.joined import World
+from gradwire.trainer.world.world import current_world
 from tests.ranks.training import assert_equal, batch, copies, loss_of, perceptron
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -265,3 +267,25 @@ def test_a_rule_that_fails_leaves_nothing_open(
         hvd.DistributedOptimizer(sgd(perceptron()), rule=rule)
     with pytest.raises(CollectiveError, match="the Communicator is closed"):
         opened[0].barrier()
+
+
+class FailsToSettle:
+    def settle(self) -> None:
+        raise KeyError("its own")
+
+
+def test_shutdown_closes_all_though_an_update_fails() -> None:
+    fails, communicator = FailsToSettle(), current_world().communicator()
+    current_world().enrol(fails)
+    with pytest.raises(KeyError, match="its own"):
+        hvd.shutdown()
+    assert not dist.is_initialized()
+    assert hvd.global_process_set.process_set_id is None
+    with pytest.raises(CollectiveError, match="the Communicator is closed"):
+        communicator.barrier()
+
+
+def test_the_world_knows_no_optimizer_that_is_closed() -> None:
+    closed, other = (hvd.DistributedOptimizer(sgd(perceptron())) for _ in range(2))
+    closed.close()
+    assert current_world().optimizers == [other]
