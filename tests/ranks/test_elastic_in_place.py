@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.link import Membership
 from gradwire.trainer.world import meeting
 from gradwire.trainer.world.epochs import WORKER, Departure
 from gradwire.trainer.world.joined import World
@@ -262,22 +264,30 @@ def test_a_worker_that_dies_before_it_takes_its_place_is_not_waited_for(place: i
         assert [job.take(worker) for worker in (0, 2)] == [2, 2]
 
 
-def join_without_one(send: Callable[[Any], None]) -> None:
-    """Send the size of the world that this rank joins. Worker 2 dies when all have met."""
+PLACES: dict[str, tuple[object, str]] = {
+    "before torch's group": (dist, "init_process_group"),
+    "after torch's group": (Membership, "everyones"),
+    "before the process sets": (World, "add"),
+}
+
+
+def join_without_one(place: str, send: Callable[[Any], None]) -> None:
+    """Send the size of the world that this rank joins. Worker 2 dies in init(), when the others have come as far as it has."""
     if os.environ[WORKER] == "2":
 
-        def die(*_: Any) -> None:
-            time.sleep(0.5)  # until the others register process sets too
+        def die(*_: Any, **__: Any) -> None:
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        World.add = die  # type: ignore[method-assign]
+        setattr(*PLACES[place], die)
     hvd.init(process_sets=[[0]])
     send(hvd.size())
     hvd.shutdown()
 
 
-def test_a_worker_that_dies_while_process_sets_are_registered_costs_no_other() -> None:
-    with Job(join_without_one) as job:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_that_dies_in_init_costs_no_other(place: str) -> None:
+    with Job(join_without_one, place) as job:
         job.start(0, 1, 2)
         job.begin(0, 1, 2)
         wait_until(lambda: job.departure(0) and job.departure(1))
