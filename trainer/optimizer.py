@@ -418,6 +418,8 @@ class DistributedOptimizer(WrappingOptimizer):
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer remains usable."""
+        if is_initialized():
+            current_world().withdraw(self)  # else an elastic job would connect it to the ranks of the next world
         try:
             self._rule.close()
         finally:

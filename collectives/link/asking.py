@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ _LOOK_AGAIN_S = 0.03
 #: How long the store may take for an answer after the deadline, such as which ranks are missing.
 _LAST_ANSWER_S = 1.0
 
-#: How long an exiting process waits for a call whose connection it has shut down.
+#: How long a process waits for a call whose connection it has shut down.
 _UNBLOCK_S = 2.0
 
 _Answer = TypeVar("_Answer")
@@ -50,11 +51,11 @@ class Asking:
         self._check, self._keepers = check, keepers
         self._thread = DaemonThread("gradwire-store", or_callers=True)
 
-    def ask(self, call: Callable[[], _Answer]) -> _Answer:
-        """Return the result of a call to the store. Raises LinkError if there is no answer by the deadline or the store
-        has ended, and the errors of check."""
+    def ask(self, call: Callable[[], _Answer], within_s: float = _LAST_ANSWER_S) -> _Answer:
+        """Return the result of a call to the store. Raises LinkError if there is no answer by the deadline, nor within within_s
+        seconds, or if the store has ended; and the errors of check."""
         answer = self._thread.submit(call)
-        until = max(self._deadline, time.monotonic() + _LAST_ANSWER_S)
+        until = max(self._deadline, time.monotonic() + within_s)
         try:
             while not wait([answer], _LOOK_AGAIN_S).done:
                 if self._check is not None:
@@ -63,7 +64,9 @@ class Asking:
                     silent = "the store does not answer: is the process that holds it, rank 0 or the launcher, stopped?"
                     raise LinkError(None, timed_out=True, detail=silent, awaited=self._keepers)
         except BaseException:
-            atexit.register(_unblock, answer, self._store)
+            end = partial(unblock, answer, partial(hang_up, self._store))
+            atexit.register(end)
+            answer.add_done_callback(lambda _: atexit.unregister(end))
             raise
         try:
             return answer.result()
@@ -76,12 +79,12 @@ class Asking:
         self._thread.close()
 
 
-def _unblock(answer: Future[Any], store: Store) -> None:
-    """End a call that still waits, and wait until it returns: a thread that returns from it while the interpreter exits aborts
-    the process."""
+def unblock(answer: Future[Any], hang_up: Callable[[], object]) -> None:
+    """End a call that still waits, and wait until it returns, for at most two seconds: a thread that returns from it while the
+    interpreter exits aborts the process. hang_up: shuts down the connections of the call."""
     end = time.monotonic() + _UNBLOCK_S
     while not answer.done() and time.monotonic() < end:
-        hang_up(store)
+        hang_up()
         wait([answer], _LOOK_AGAIN_S)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.link import Membership
 from gradwire.trainer.world import meeting
 from gradwire.trainer.world.epochs import WORKER, Departure
+from gradwire.trainer.world.joined import World
 from tests.elastic_job import Job, await_permission
 from tests.harness import RUN_TIMEOUT_S, Worlds, segments, wait_until
 from tests.ranks.training import assert_equal, copies
@@ -258,6 +262,38 @@ def test_a_worker_that_dies_before_it_takes_its_place_is_not_waited_for(place: i
         assert {job.departure(worker).blamed for worker in (0, 2)} == {(3,)}  # type: ignore[union-attr]
         job.begin(0, 2)
         assert [job.take(worker) for worker in (0, 2)] == [2, 2]
+
+
+PLACES: dict[str, tuple[object, str]] = {
+    "before torch's group": (dist, "init_process_group"),
+    "after torch's group": (Membership, "everyones"),
+    "before the process sets": (World, "add"),
+}
+
+
+def join_without_one(place: str, send: Callable[[Any], None]) -> None:
+    """Send the size of the world that this rank joins. Worker 2 dies in init(), when the others have come as far as it has."""
+    if os.environ[WORKER] == "2":
+
+        def die(*_: Any, **__: Any) -> None:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(*PLACES[place], die)
+    hvd.init(process_sets=[[0]])
+    send(hvd.size())
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_that_dies_in_init_costs_no_other(place: str) -> None:
+    with Job(join_without_one, place) as job:
+        job.start(0, 1, 2)
+        job.begin(0, 1, 2)
+        wait_until(lambda: job.departure(0) and job.departure(1))
+        assert {job.departure(worker).blamed for worker in (0, 1)} == {(2,)}  # type: ignore[union-attr]
+        job.begin(0, 1)
+        assert [job.take(worker) for worker in (0, 1)] == [2, 2]
 
 
 def look_for_updates(send: Callable[[Any], None]) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link import Membership
 from gradwire.trainer.world.jobs import OneJob
 from gradwire.trainer.world.launch import Launch, read_launch
 from gradwire.trainer.world.meeting import _reach
@@ -217,6 +218,24 @@ def keep_no_meeting(directory: Path) -> None:
 
 def test_who_leaves_first_is_missed_by_nobody(failing_world: Callable[[int], World], tmp_path: Path) -> None:
     failing_world(2).run(keep_no_meeting, tmp_path)
+
+
+def fail_after_the_group(directory: Path) -> None:
+    """Do not find the other rank, once torch.distributed is initialized."""
+    prepare_init("fails", dist.get_rank(), dist.get_world_size(), directory)
+
+    def fails(*_: Any) -> None:
+        raise LinkError(None, timed_out=False, detail="its own")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Membership, "everyones", fails)
+        with pytest.raises(CollectiveError, match="its own"):
+            start_torch_distributed(read_launch(os.environ), EXCHANGE_TIMEOUT_S)
+    assert not dist.is_initialized()
+
+
+def test_a_meeting_that_fails_leaves_no_group(failing_world: Callable[[int], World], tmp_path: Path) -> None:
+    failing_world(2).run(fail_after_the_group, tmp_path)
 
 
 def test_a_store_that_has_ended_is_not_waited_for() -> None:

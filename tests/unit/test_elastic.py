@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from itertools import chain
@@ -15,9 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+import gradwire as hvd
+from gradwire.collectives import CollectiveTimeout
 from gradwire.collectives.kernels.reference.copying import SUMS, add_pieces
 from gradwire.trainer.elastic import watcher
-from gradwire.trainer.elastic.memory import Agent, NamedMemory, Unfinished, open_own
+from gradwire.trainer.elastic.commits import Commits
+from gradwire.trainer.elastic.memory import Agent, Memory, NamedMemory, Unfinished, open_own
 from gradwire.trainer.elastic.parts import Part, newest, takers
 from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, encode, flatten, unflatten
 
@@ -138,6 +142,18 @@ def test_memory_that_is_short_leaves_the_commit_before(memory: NamedMemory) -> N
     with pytest.raises(OSError, match="The previous commit is still valid"):
         memory.slot("0.1").begin(LAYOUT, 2**60)
     assert memory.slot("0.0").read()[1].tolist() == [1] * 1000
+
+
+def test_a_commit_that_does_not_end_is_not_waited_for() -> None:
+    ends = threading.Event()
+    hvd.init(timeout_s=0.2)
+    commits = Commits(Memory(), lambda: ends.wait(20))
+    commits.write({}, {})
+    with pytest.raises(CollectiveTimeout, match="rank 0: commit: not done after 1 s"):
+        commits.settle()
+    ends.set()
+    hvd.shutdown()
+    commits.end()
 
 
 def test_nothing_outlives_the_process_that_launches() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -10,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.trainer.world import epochs as epochs_module
-from gradwire.trainer.world.epochs import WORKER, Epoch, Epochs
+from gradwire.trainer.world.epochs import WORKER, Epoch, Epochs, epochs_of
 from gradwire.trainer.world.worker import Worker
 
 
@@ -62,3 +65,25 @@ def test_a_rank_without_which_the_next_epoch_has_begun_ends_soon(monkeypatch: py
     begins.start()
     assert epochs.await_epoch(9, -1, time.monotonic() + 60).number == 2
     begins.join()
+
+
+LAUNCHER = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_launcher_that_is_stopped_is_not_waited_for_without_a_limit() -> None:
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            epochs = epochs_of({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launcher.stdout.readline().strip()}, 1.0)
+            assert epochs.current() is None
+            launcher.send_signal(signal.SIGSTOP)
+            with pytest.raises(RuntimeError, match="the store does not answer"):
+                epochs.current()
+        finally:
+            launcher.kill()

@@ -1,15 +1,18 @@
 """What ranks tell each other before there is a link between them, on threads and a store of this process."""
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
-from gradwire.collectives.link import Membership
+from gradwire.collectives.link import Membership, asking
 from gradwire.collectives.link.membership import coming_together
+from tests.harness import wait_until
 from tests.unit.in_process import run_ranks
 
 SIZE = 3
@@ -66,6 +69,21 @@ def test_a_rank_that_is_lost_is_not_waited_for() -> None:
     with pytest.raises(LinkError, match="lost rank 2") as caught:
         members(lost=(2,))[0].everyones("name", b"", time.monotonic() + DEADLINE_S)
     assert (caught.value.timed_out, caught.value.ended, caught.value.awaited) == (False, True, {2})
+
+
+def test_the_end_of_the_process_waits_only_for_calls_of_the_store_that_still_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers: list[object] = []
+    register = SimpleNamespace(register=lambda handler, *_: handlers.append(handler), unregister=handlers.remove)
+    monkeypatch.setattr(asking, "atexit", register)
+    monkeypatch.setattr(asking, "_LAST_ANSWER_S", 0.0)
+    answers = threading.Event()
+    with pytest.raises(LinkError, match="the store does not answer"):
+        members()[0].ask(lambda: answers.wait(DEADLINE_S), time.monotonic())
+    assert len(handlers) == 1
+    answers.set()
+    wait_until(lambda: not handlers)
 
 
 def test_a_rank_that_ended_before_it_could_say_that_all_had_come() -> None:

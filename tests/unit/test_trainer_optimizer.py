@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gradwire as hvd
@@ -16,6 +17,7 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError
 from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.world.joined import World
+from gradwire.trainer.world.world import current_world
 from tests.ranks.training import assert_equal, batch, copies, loss_of, perceptron
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -274,3 +276,25 @@ def test_the_names_of_a_wrapped_model_are_warned_of() -> None:
     names = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
     with pytest.warns(UserWarning, match="names begin with 'module.'. If the model is a DistributedDataParallel"):
         check_named_parameters(names, model.parameters())
+
+
+class FailsToSettle:
+    def settle(self) -> None:
+        raise KeyError("its own")
+
+
+def test_shutdown_closes_all_though_an_update_fails() -> None:
+    fails, communicator = FailsToSettle(), current_world().communicator()
+    current_world().enrol(fails)
+    with pytest.raises(KeyError, match="its own"):
+        hvd.shutdown()
+    assert not dist.is_initialized()
+    assert hvd.global_process_set.process_set_id is None
+    with pytest.raises(CollectiveError, match="the Communicator is closed"):
+        communicator.barrier()
+
+
+def test_the_world_knows_no_optimizer_that_is_closed() -> None:
+    closed, other = (hvd.DistributedOptimizer(sgd(perceptron())) for _ in range(2))
+    closed.close()
+    assert current_world().optimizers == [other]

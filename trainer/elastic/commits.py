@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import CollectiveTimeout, Communicator
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import ranks_text
 from gradwire.collectives.plan.topology import Topology
@@ -62,6 +62,8 @@ class Commits:
         self._targets = targets
         self._sources = [rank for rank, target in targets.items() if target == self._world.rank]
         self._beside = self._world.open_communicator(None, beside_others=True)
+        # Of a commit, each message, the allreduce and wants_update() have limits of their own, which name ranks.
+        self._limit_s = (3 * len(self._sources) + 5) * self._beside.timeout_s
         self._thread = DaemonThread("gradwire.commits")
         self._finished: Future[bool] | None = None
         self.update_is_due = False
@@ -109,7 +111,11 @@ class Commits:
     def settle(self) -> bool:
         """Wait until the last commit is complete on all ranks, which it usually is. Return whether any rank wanted the ranks to
         stop then. Raises CollectiveError, and OSError if memory ran out for a state that another host sent."""
-        return self._finished is not None and self._finished.result()
+        if self._finished is None:
+            return False
+        if not wait([self._finished], self._limit_s).done:
+            raise CollectiveTimeout(self._limit_s, (), rank=self._world.rank, operation="commit")
+        return self._finished.result()
 
     def ask_for_update(self) -> bool:
         """Return whether any rank wants the ranks to stop now, or wanted so when the last commit was complete."""

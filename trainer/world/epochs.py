@@ -8,17 +8,19 @@ epochs. Both poll the store.
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.environment import AGENT_STORE
-from gradwire.collectives.link.asking import hang_up
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.asking import Asking, hang_up
 from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 
@@ -27,6 +29,8 @@ WORKER = "GRADWIRE_WORKER"
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """The environment variable in which torchrun counts restarts of all ranks; in an elastic job, the number of the epoch."""
+
+_Answer = TypeVar("_Answer")
 
 _PREFIX = "gradwire.elastic"
 _LOOK_AGAIN_S = 0.005
@@ -69,25 +73,28 @@ class Departure:
 
 
 class Epochs:
-    """Writes and reads the records of launcher and workers. store: the launcher's. Methods raise RuntimeError if it is gone."""
+    """Writes and reads the records of launcher and workers. store: the launcher's. Methods raise RuntimeError if it is gone, or
+    has not answered within its timeout."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore(_PREFIX, store)
+        self._timeout_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
+        self._asking = Asking(self._store, -math.inf)
 
     # Written by workers, read by the launcher
 
     def arrive(self, worker: int) -> None:
         """Record that a worker has loaded its modules, and can become a rank."""
-        self._store.set(f"ready/{worker}", "")
+        self._set(f"ready/{worker}", "")
 
     def has_arrived(self, worker: int) -> bool:
         """Return whether a worker has arrived."""
-        return bool(self._store.check([f"ready/{worker}"]))
+        return self._has(f"ready/{worker}")
 
     def leave(self, worker: int, epoch: int, departure: Departure) -> None:
         """Record that a worker has left an epoch, has closed its links, and waits for the next epoch."""
         record = {"is_update": departure.is_update, "reason": departure.reason, "blamed": departure.blamed}
-        self._store.set(f"left/{epoch}/{worker}", json.dumps(record))
+        self._set(f"left/{epoch}/{worker}", json.dumps(record))
 
     def departure(self, worker: int, epoch: int) -> Departure | None:
         """Return why a worker has left an epoch; None if it has not."""
@@ -96,7 +103,7 @@ class Epochs:
 
     def resume(self, epoch: int, commit: int) -> None:
         """Record the commit from which the ranks of an epoch continue; 0: none."""
-        self._store.set(f"commit/{epoch}", json.dumps(commit))
+        self._set(f"commit/{epoch}", json.dumps(commit))
 
     def resumed(self, epoch: int) -> int | None:
         """Return the commit that resume() recorded for an epoch; None before."""
@@ -107,7 +114,7 @@ class Epochs:
 
     def limit_wait(self, timeout_s: float) -> None:
         """Record how long the launcher waits for the workers of an epoch before it ends the job."""
-        self._store.set("timeout", json.dumps(timeout_s))
+        self._set("timeout", json.dumps(timeout_s))
 
     def longest_wait_s(self) -> float:
         """Return the time that limit_wait() recorded; 0 before."""
@@ -115,8 +122,8 @@ class Epochs:
 
     def begin(self, epoch: Epoch) -> None:
         """Begin an epoch."""
-        self._store.set(f"epoch/{epoch.number}", json.dumps([epoch.workers, epoch.nodes]))
-        self._store.set("epoch", json.dumps(epoch.number))
+        self._set(f"epoch/{epoch.number}", json.dumps([epoch.workers, epoch.nodes]))
+        self._set("epoch", json.dumps(epoch.number))
 
     def current(self) -> Epoch | None:
         """Return the newest epoch; None before the first."""
@@ -128,7 +135,7 @@ class Epochs:
 
     def lose(self, epoch: int, lost: tuple[int, ...]) -> None:
         """Record all workers that an epoch has lost so far."""
-        self._store.set(f"lost/{epoch}", json.dumps(lost))
+        self._set(f"lost/{epoch}", json.dumps(lost))
 
     def lost(self, epoch: int) -> tuple[int, ...]:
         """Return the workers that an epoch has lost."""
@@ -136,11 +143,11 @@ class Epochs:
 
     def want_update(self, epoch: int) -> None:
         """Ask the ranks of an epoch to leave it after a commit, so that an epoch of other workers can begin."""
-        self._store.set(f"update/{epoch}", "")
+        self._set(f"update/{epoch}", "")
 
     def is_update_wanted(self, epoch: int) -> bool:
         """Return whether want_update() was called for an epoch."""
-        return bool(self._store.check([f"update/{epoch}"]))
+        return self._has(f"update/{epoch}")
 
     def hang_up(self) -> None:
         """Shut down this process's connections to the store: calls that wait for it raise RuntimeError."""
@@ -148,7 +155,7 @@ class Epochs:
 
     def end(self, reason: str) -> None:
         """Record that no epoch follows, and why. Workers that wait for one raise RuntimeError with the reason."""
-        self._store.set("end", json.dumps(reason))
+        self._set("end", json.dumps(reason))
 
     def await_epoch(self, worker: int | None, after: int, deadline: float) -> Epoch:
         """Wait until the newest epoch is later than epoch `after` and a worker is a rank of it, and return it. worker: None for
@@ -171,7 +178,21 @@ class Epochs:
             time.sleep(_LOOK_AGAIN_S)
 
     def _read(self, key: str) -> Any:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        record = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if record is None else json.loads(record)
+
+    def _has(self, key: str) -> bool:
+        return self._ask(lambda: bool(self._store.check([key])))
+
+    def _set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def _ask(self, call: Callable[[], _Answer]) -> _Answer:
+        """Return the result of a call to the store."""
+        try:
+            return self._asking.ask(call, self._timeout_s)
+        except LinkError as error:
+            raise RuntimeError(str(error)) from error
 
 
 def epochs_of(environment: Mapping[str, str], timeout_s: float) -> Epochs:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -199,6 +200,12 @@ class World:
         """Register a distributed optimizer for join(), broadcast_parameters() and shutdown()."""
         self._optimizers[next(self._numbers)] = optimizer
 
+    def withdraw(self, optimizer: Enrolled) -> None:
+        """Undo enrol(), for an optimizer that is closed."""
+        for number, enrolled in list(self._optimizers.items()):
+            if enrolled is optimizer:
+                del self._optimizers[number]
+
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Start recording on this rank for a timeline that rank 0 will write to a file; see gradwire.start_timeline."""
         path = Path(file_path)
@@ -226,27 +233,46 @@ class World:
     def close(self, failure: CollectiveError | None = None) -> None:
         """Close the Communicators of this world, and unregister the process sets. A timeline is written if the other ranks
         take part soon. failure: the error that ended the world, if any; close() then does not wait for other ranks, and
-        completes no updates."""
+        completes no updates. Closes everything even if a part raises an error, as an optimizer may that completes its update;
+        then raises the first of these errors."""
+        errors: list[BaseException] = []
+        for end in self._endings(failure):
+            try:
+                end()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _endings(self, failure: CollectiveError | None) -> list[Callable[[], object]]:
+        """Return the parts of close(), in order."""
+        endings: list[Callable[[], object]] = [partial(self._write_timeline, _TIMELINE_S if failure is None else 0.0)]
+        if failure is None:
+            endings += [partial(self._settle, optimizer) for optimizer in self.optimizers]
+            endings += [lambda: close_all(self.communicators)]
+        else:
+            endings += [lambda: abandon_all(self.communicators, failure)]
+        endings += [process_set.unregister for process_set in self.process_sets]
+        if self._owns_process_group and dist.is_initialized():
+            endings += [dist.destroy_process_group]
+        if self._launched is not None:
+            endings += [self._launched.close]
+        return endings
+
+    def _write_timeline(self, patience_s: float) -> None:
+        """Write the timeline that is being recorded, if any, and if the other ranks take part within patience_s seconds."""
         if self.recorder.path is not None:
             try:
-                self.recorder.stop(self.communicator(), _TIMELINE_S if failure is None else 0.0)
+                self.recorder.stop(self.communicator(), patience_s)
             except (CollectiveError, OSError) as error:
                 _log.warning("gradwire: rank %d: there is no timeline of all ranks: %s", self.rank, error)
-        if failure is None:
-            for optimizer in self.optimizers:
-                try:
-                    optimizer.settle()
-                except CollectiveError as error:
-                    _log.warning("gradwire: rank %d: the update of the last step is not complete: %s", self.rank, error)
-            close_all(self.communicators)
-        else:
-            abandon_all(self.communicators, failure)
-        for process_set in self.process_sets:
-            process_set.unregister()
-        if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
-        if self._launched is not None:
-            self._launched.close()
+
+    def _settle(self, optimizer: Enrolled) -> None:
+        """Complete the update of the last step, unless other ranks make that impossible."""
+        try:
+            optimizer.settle()
+        except CollectiveError as error:
+            _log.warning("gradwire: rank %d: the update of the last step is not complete: %s", self.rank, error)
 
     def _checked(self, process_set: object) -> ProcessSet | dist.ProcessGroup:
         """Return the ProcessSet or group of a process_set argument; None means all ranks. Raises ValueError for an argument of

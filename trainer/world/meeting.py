@@ -24,7 +24,7 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.environment import AGENT_STORE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.arrival import arrive
-from gradwire.collectives.link.asking import connections, shut
+from gradwire.collectives.link.asking import connections, shut, unblock
 from gradwire.collectives.link.membership import (
     Membership,
     coming_together,
@@ -39,8 +39,7 @@ from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of
 from gradwire.trainer.world.launch import Launch, meeting_point
 
-#: How long torch may take after its deadline to raise its own error, which names the missing ranks, and to notice that its
-#: connection is shut.
+#: How long torch may take after its deadline to raise its own error, which names the missing ranks.
 _GRACE_S = 2.0
 _KNOCK_AGAIN_S = 0.05
 
@@ -89,12 +88,15 @@ def meet(
     deadline, ranks = time.monotonic() + timeout_s, tuple(range(launch.size))
     arrival_s = min(timeout_s, _EPOCH_S) if WORKER in os.environ else timeout_s
     arrive_by = time.monotonic() + arrival_s
+    others = connections(address, port)  # of earlier worlds, and of this worker of an elastic job to the launcher
+
+    def hang_up() -> None:
+        shut(connections(address, port) - others)
+
     with coming_together(launch.rank, arrival_s, operation="init"):
         card = card_of(launch.rank, host_id(), machine_id(), os.environ) | {"identity": identity_of(os.environ, launch)}
         with _meeting_at(place):
-            opened = _bounded(
-                lambda: _open_store(launch, address, port, arrive_by), arrive_by + _GRACE_S, address, port
-            )
+            opened = _bounded(lambda: _open_store(launch, address, port, arrive_by), arrive_by + _GRACE_S, hang_up)
             store, keeps_hub = opened
             hub_rank = 0 if launch.rank != 0 or keeps_hub else _NO_RANK
             keepers = keepers_among(ranks)
@@ -122,12 +124,14 @@ def meet(
 
     try:
         with coming_together(launch.rank, timeout_s, membership, "init"):
-            _bounded(make_group, deadline + _GRACE_S, address, port, membership.check)
+            _bounded(make_group, deadline + _GRACE_S, hang_up, membership.check)
             membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting
             group = dist.group.WORLD
             assert group is not None
             return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)
     except BaseException:
+        if dist.is_initialized():  # else the next init() would fail, or adopt a group with a rank that is lost
+            dist.destroy_process_group()
         membership.close()
         raise
 
@@ -223,15 +227,17 @@ def _knock(address: str, port: int, deadline: float) -> None:
 
 
 def _bounded(
-    call: Callable[[], _Result], deadline: float, address: str, port: int, check: Callable[[], None] | None = None
+    call: Callable[[], _Result],
+    deadline: float,
+    hang_up: Callable[[], None],
+    check: Callable[[], None] | None = None,
 ) -> _Result:
-    """Return the result of call(), which connects to an address. At the deadline, shut its connection, and raise
-    ConnectionError. check: raises LinkError to end a useless wait. With check, all connections to the address are shut.
+    """Return the result of call(), which uses the store. At the deadline, call hang_up(), which shuts down its connections, and
+    raise ConnectionError. check: raises LinkError to end a useless wait.
 
     torch's store waits without a deadline for the first answer after a process has accepted its connection. A thread that
     still waits there would abort the process if it returned while the interpreter exits.
     """
-    before = connections(address, port) if check is None else set()
     # A process that has not arrived yet continues without a thread if it cannot start one: the others would wait for it.
     thread = DaemonThread("gradwire.init", or_callers=check is None)
     future = thread.submit(call)
@@ -244,10 +250,7 @@ def _bounded(
                 raise FutureTimeoutError
         return future.result()
     except BaseException as error:  # including KeyboardInterrupt
-        end = time.monotonic() + _GRACE_S
-        while not future.done() and time.monotonic() < end:
-            shut(connections(address, port) - before)
-            wait([future], _KNOCK_AGAIN_S)
+        unblock(future, hang_up)
         if isinstance(error, FutureTimeoutError):
             silent = (
                 "the process that listens there does not answer as rank 0 would; does another program use the port?"

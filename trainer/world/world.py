@@ -133,16 +133,16 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
                 start_torch_distributed(launch, settings.timeout_s, left=_holder.left, lost=lost) if owns else None
             )
             world = World(launch, settings, ranks, meeting, owns_process_group=owns)
+            try:
+                world.add(process_sets)
+            except BaseException as error:
+                world.close(error if isinstance(error, CollectiveError) else None)
+                raise
             break
         except CollectiveError as error:
-            if worker is None:
+            if worker is None or isinstance(error, ValueError):  # a caller's mistake, which would happen again
                 raise
             worker.leave(error, _lost_by(error))
-    try:
-        world.add(process_sets)
-    except BaseException:
-        world.close()
-        raise
     _holder.world = world
     if world.meeting is not None:
         _holder.store = world.meeting.store
