@@ -6,7 +6,6 @@ import hashlib
 import logging
 import math
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -38,8 +37,8 @@ from gradwire.collectives.plan.selection import (
     variables,
 )
 from gradwire.collectives.plan.topology import Topology, host_id
+from gradwire.collectives.run import closing
 from gradwire.collectives.run.engine import Engine
-from gradwire.collectives.run.operations import DRAIN_S, MEET_S
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 from gradwire.collectives.run.probe import Probe
 from gradwire.collectives.shared_tensors import SharedTensors
@@ -379,27 +378,13 @@ class Communicator(SharedTensors):
 def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:
     """Close several Communicators in little more time than one: all of them report it before any waits. error: the exception by
     which this rank leaves, which the others' errors then name."""
-    engines = [communicator._engine for communicator in communicators]
-    engines = [engine for engine in engines if engine.operations.announce_close(error)]
-    drain_by = time.monotonic() + DRAIN_S
-    try:
-        for engine in engines:
-            engine.operations.drain(drain_by, engine.messages.drain)
-    finally:
-        part_by = time.monotonic() + MEET_S
-        for engine in engines:
-            engine.operations.part(part_by)
-        for engine in engines:
-            engine.join()
+    closing.close_all([communicator._engine for communicator in communicators], error)
 
 
 def abandon_all(communicators: Iterable[Communicator], error: BaseException) -> None:
     """End several Communicators at once, without waiting for other ranks: operations under way fail on all ranks. error: the
     reason, which the others' errors then name. Takes a fraction of a second, whatever the others do."""
-    engines = [communicator._engine for communicator in communicators]
-    engines = [engine for engine in engines if engine.operations.abandon(error)]
-    for engine in engines:
-        engine.join()
+    closing.abandon_all([communicator._engine for communicator in communicators], error)
 
 
 def _text_of(tuning_file: str) -> str | TuningError:
