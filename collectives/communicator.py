@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import math
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +14,6 @@ import torch.distributed as dist
 
 from gradwire.collectives.absence import Absence
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
@@ -27,28 +21,22 @@ from gradwire.collectives.environment import LINK, TUNING, report_folder
 from gradwire.collectives.link.membership import Membership, membership_of
 from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CallCost, Costs, TuningError
+from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.selection import (
-    Measured,
     Table,
     default_segment_bytes,
     default_table,
     overrides,
-    planned,
     variables,
 )
 from gradwire.collectives.plan.topology import Topology, host_id
+from gradwire.collectives.run import closing
 from gradwire.collectives.run.engine import Engine
-from gradwire.collectives.run.operations import DRAIN_S, MEET_S
 from gradwire.collectives.run.plans import Plans, legal_algorithms
-from gradwire.collectives.run.probe import Probe
-from gradwire.collectives.shared_tensors import SharedTensors
-from gradwire.collectives.timed_calls import time_calls, time_codecs
-
-_log = logging.getLogger("gradwire")
+from gradwire.collectives.tuning import Tuned, compared, text_of
 
 
-class Communicator(SharedTensors):
+class Communicator(Tuned):
     """Runs collective operations and messages among the ranks of a torch.distributed group.
 
     Making a Communicator is a collective call, and so is every verb: all ranks of the group call the same verbs in the same
@@ -127,7 +115,7 @@ class Communicator(SharedTensors):
         link = link or os.environ.get(LINK) or AUTO
         check_link(link, os.environ)  # checked before any rank connects
         tuning = os.environ.get(TUNING) or "0"
-        tuned = None if tuning in ("0", "1") else _text_of(tuning)
+        tuned = None if tuning in ("0", "1") else text_of(tuning)
         membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
         #: Which ranks of torch.distributed's default group these are, by their rank here; empty where they are none.
         self.global_ranks = membership.global_ranks
@@ -135,7 +123,7 @@ class Communicator(SharedTensors):
         settings = [f"segment_bytes={segment_bytes}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         if tuning != "0":
-            settings.append(f"{TUNING}={tuning if tuned is None else _compared(tuned)}")
+            settings.append(f"{TUNING}={tuning if tuned is None else compared(tuned)}")
         try:
             connection = connect(membership, link, ", ".join(settings), timeout_s)
         finally:
@@ -185,89 +173,6 @@ class Communicator(SharedTensors):
         except BaseException as error:
             close_all([self], error)
             raise
-
-    def tune(self) -> Costs:
-        """Measure the links of these ranks, in well under a second, and let 'auto' select by the measurement from now on. A
-        collective call. With COLLECTIVES_TUNING=1, making a Communicator over several hosts calls it.
-
-        If the first allreduces of a size take another time than predicted, the next ones try up to two other algorithms, and
-        the fastest stays. A tuning file is not corrected in this way, so that runs with it have the same bits.
-        """
-        costs = self._probe().run()
-        self._choose_by(costs, corrects=True)  # which may change what the timed calls run
-        costs = replace(costs, calls=self._timed_calls(costs))
-        self._choose_by(costs, corrects=True)
-        if self.topology.rank == 0:
-            for line in costs.slow():
-                _log.warning("gradwire: %s", line)
-        return costs
-
-    def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
-        """Measure how quickly these ranks encode and decode on devices of a type, in well under a second, and their links unless
-        that was done, for predict(). A collective call. What 'auto' chooses stays as it is.
-
-        Raises ValueError where the group carries no CPU tensors, with which links are measured."""
-        if self.control_device != "cpu":
-            raise ValueError(
-                f"rank {self.topology.rank}: links are measured with CPU tensors, which this group does not carry"
-            )
-        wanted = dict.fromkeys([*map(make_codec, codecs), Raw()])
-        links = self._costs or self._probe().run()
-        links = links if links.calls else replace(links, calls=self._timed_calls(links))
-        costs = self._probe().run(links, list(wanted), device)
-        coding = [codec for codec in wanted if codec.name != "none"]
-        anew = {codec.identity for codec in coding}
-        costs = replace(costs, calls=tuple(call for call in costs.calls if call.algorithm not in anew))
-        if device == "cpu":
-            plans = self._engine.plans
-            timed = time_codecs(self, costs, coding, lambda numel, codec: plans.predict(costs, numel, 4, codec))
-            costs = replace(costs, calls=costs.calls + timed)
-        self._costs = costs
-        return costs
-
-    def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
-        """Return the predicted seconds of an allreduce by 'auto' of numel numbers of itemsize bytes, or with a codec, of
-        float32. The same on all ranks. Raises KeyError for a codec or an algorithm that was not measured; see
-        measure_codecs()."""
-        if self._costs is None:
-            raise KeyError("links were not measured")
-        made = make_codec(codec) if codec is not None else None
-        return self._engine.plans.predict(self._costs, numel, itemsize, made)
-
-    def _timed_calls(self, costs: Costs) -> tuple[CallCost, ...]:
-        names = planned("allreduce", self.algorithms("allreduce"), self.topology.hosts)
-        if own := self._engine.preferred.get("allreduce"):
-            names.append(own)
-        return time_calls(self, costs, names, self.segment_bytes)
-
-    def _probe(self) -> Probe:
-        return Probe(self._engine, self.topology, self._machines)
-
-    @property
-    def measured(self) -> Measured | None:
-        """Return the Measured by which 'auto' selects after a measurement of the links; None without one."""
-        return self._engine.plans.measured
-
-    @property
-    def costs(self) -> Costs | None:
-        """Return the measured costs of the links, the same on all ranks; None without a measurement."""
-        return self._costs
-
-    def _read(self, text: str | TuningError, source: str) -> Costs:
-        """Return the costs of a tuning file, of these ranks among those that it was made for."""
-        if isinstance(text, TuningError):
-            raise text
-        costs = Costs.from_json(text, source)
-        members = self.global_ranks
-        if costs.size != self.size and members and max(members) < costs.size:
-            costs = costs.among(members)
-        return costs.checked(
-            source, self.topology.hosts, [self._machines[host[0]].description for host in self.topology.hosts]
-        )
-
-    def _choose_by(self, costs: Costs, *, corrects: bool) -> None:
-        self._costs = costs
-        self._engine.choose_by(costs, corrects=corrects)
 
     @property
     def control_device(self) -> str:
@@ -379,40 +284,10 @@ class Communicator(SharedTensors):
 def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:
     """Close several Communicators in little more time than one: all of them report it before any waits. error: the exception by
     which this rank leaves, which the others' errors then name."""
-    engines = [communicator._engine for communicator in communicators]
-    engines = [engine for engine in engines if engine.operations.announce_close(error)]
-    drain_by = time.monotonic() + DRAIN_S
-    try:
-        for engine in engines:
-            engine.operations.drain(drain_by, engine.messages.drain)
-    finally:
-        part_by = time.monotonic() + MEET_S
-        for engine in engines:
-            engine.operations.part(part_by)
-        for engine in engines:
-            engine.join()
+    closing.close_all([communicator._engine for communicator in communicators], error)
 
 
 def abandon_all(communicators: Iterable[Communicator], error: BaseException) -> None:
     """End several Communicators at once, without waiting for other ranks: operations under way fail on all ranks. error: the
     reason, which the others' errors then name. Takes a fraction of a second, whatever the others do."""
-    engines = [communicator._engine for communicator in communicators]
-    engines = [engine for engine in engines if engine.operations.abandon(error)]
-    for engine in engines:
-        engine.join()
-
-
-def _text_of(tuning_file: str) -> str | TuningError:
-    """Return the text of a tuning file, or why it cannot be read. All ranks compare it before any of them raises."""
-    try:
-        return Path(tuning_file).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        return TuningError(f"tuning file {tuning_file} cannot be read: {error}")
-
-
-def _compared(text: str | TuningError) -> str:
-    return (
-        "a file that cannot be read"
-        if isinstance(text, TuningError)
-        else hashlib.sha256(text.encode()).hexdigest()[:12]
-    )
+    closing.abandon_all([communicator._engine for communicator in communicators], error)

@@ -23,9 +23,10 @@ from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.spans import Layout, consecutive
 from gradwire.collectives.plan.trial import Trial
 from gradwire.collectives.reduction import COMBINE, carried, finish
+from gradwire.collectives.run.closing import ClosableOperations
 from gradwire.collectives.run.executor import Codes, Numbers, Payload, Scratch, execute
 from gradwire.collectives.run.messages import Messages
-from gradwire.collectives.run.operations import Operations, Turn, digest
+from gradwire.collectives.run.operations import Turn, digest
 from gradwire.collectives.run.plans import Plans
 from gradwire.collectives.run.staging import Buffer, plain
 from gradwire.collectives.run.traced import TracedPayload, TracedTransport, not_now, recorded
@@ -64,7 +65,7 @@ class Engine:
         self.control_device = self.device_types[0]
         self._posts_together = transport.posts_together
         self._via_host = "cuda" not in transport.device_types
-        self.operations = Operations(transport, watch, timeout_s, stall_warning_s)
+        self.operations = ClosableOperations(transport, watch, timeout_s, stall_warning_s)
         self.messages = Messages(transport, self.operations)
         self.watch = watch
         self.run_now: Callable[..., bool] = self.operations.run_now

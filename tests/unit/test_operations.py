@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gradwire.collectives.communicator import close_all
 from gradwire.collectives.errors import CollectiveError, LinkError, PeerLost
 from gradwire.collectives.link.watch import Neighbour, Watch
+from gradwire.collectives.run.closing import ClosableOperations, close_all
 from gradwire.collectives.run.operations import Operations, Turn
 from gradwire.collectives.run.work import Work, WorkQueue
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
@@ -54,13 +54,13 @@ def echo(watch: Watch) -> None:
 
 
 @contextmanager
-def operations(size: int) -> Iterator[tuple[Operations, StuckTransport, list[Watch]]]:
+def operations(size: int) -> Iterator[tuple[ClosableOperations, StuckTransport, list[Watch]]]:
     """Rank 0's, its transport, and the watches of all ranks."""
     with watches(size) as all_watches:
         transport = StuckTransport(size)
         for watch in all_watches[1:]:
             echo(watch)
-        yield Operations(transport, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
+        yield ClosableOperations(transport, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
 
 
 def nothing(turn: Turn) -> None:
@@ -357,7 +357,7 @@ def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
     before = set(threading.enumerate())
     with watches(2) as all_watches:
         echo(all_watches[1])
-        mine = Operations(StuckTransport(2), all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
+        mine = ClosableOperations(StuckTransport(2), all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
         work = mine.submit("allreduce", nothing, async_op=True)
         assert work is not None
         work.wait()
@@ -376,7 +376,7 @@ def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
 
 class _Steps:
     def __init__(self, name: str, steps: list[str]) -> None:
-        self._engine = self.operations = self.messages = self
+        self.operations = self.messages = self
         self._name, self._steps = name, steps
 
     def announce_close(self, error: BaseException | None) -> bool:

@@ -1,0 +1,131 @@
+"""How a Communicator measures its links and codecs, predicts the time of allreduces, and reads tuning files."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.plan.cost import CallCost, Costs, TuningError
+from gradwire.collectives.plan.selection import Measured, planned
+from gradwire.collectives.plan.topology import Machine, Topology
+from gradwire.collectives.run.probe import Probe
+from gradwire.collectives.shared_tensors import SharedTensors
+from gradwire.collectives.timed_calls import time_calls, time_codecs
+
+_log = logging.getLogger("gradwire")
+
+
+class Tuned(SharedTensors):
+    """The ways to measure the links and codecs of ranks, and to predict and select by the measurement."""
+
+    # Set by the Communicator
+    topology: Topology
+    global_ranks: tuple[int, ...]
+    _machines: Sequence[Machine]
+    _costs: Costs | None
+
+    def tune(self) -> Costs:
+        """Measure the links of these ranks, in well under a second, and let 'auto' select by the measurement from now on. A
+        collective call. With COLLECTIVES_TUNING=1, making a Communicator over several hosts calls it.
+
+        If the first allreduces of a size take another time than predicted, the next ones try up to two other algorithms, and
+        the fastest stays. A tuning file is not corrected in this way, so that runs with it have the same bits.
+        """
+        costs = self._probe().run()
+        self._choose_by(costs, corrects=True)  # which may change what the timed calls run
+        costs = replace(costs, calls=self._timed_calls(costs))
+        self._choose_by(costs, corrects=True)
+        if self.topology.rank == 0:
+            for line in costs.slow():
+                _log.warning("gradwire: %s", line)
+        return costs
+
+    def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
+        """Measure how quickly these ranks encode and decode on devices of a type, in well under a second, and their links unless
+        that was done, for predict(). A collective call. What 'auto' chooses stays as it is.
+
+        Raises ValueError where the group carries no CPU tensors, with which links are measured."""
+        if self._engine.control_device != "cpu":
+            raise ValueError(
+                f"rank {self.topology.rank}: links are measured with CPU tensors, which this group does not carry"
+            )
+        wanted = dict.fromkeys([*map(make_codec, codecs), Raw()])
+        links = self._costs or self._probe().run()
+        links = links if links.calls else replace(links, calls=self._timed_calls(links))
+        costs = self._probe().run(links, list(wanted), device)
+        coding = [codec for codec in wanted if codec.name != "none"]
+        anew = {codec.identity for codec in coding}
+        costs = replace(costs, calls=tuple(call for call in costs.calls if call.algorithm not in anew))
+        if device == "cpu":
+            plans = self._engine.plans
+            timed = time_codecs(self, costs, coding, lambda numel, codec: plans.predict(costs, numel, 4, codec))
+            costs = replace(costs, calls=costs.calls + timed)
+        self._costs = costs
+        return costs
+
+    def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
+        """Return the predicted seconds of an allreduce by 'auto' of numel numbers of itemsize bytes, or with a codec, of
+        float32. The same on all ranks. Raises KeyError for a codec or an algorithm that was not measured; see
+        measure_codecs()."""
+        if self._costs is None:
+            raise KeyError("links were not measured")
+        made = make_codec(codec) if codec is not None else None
+        return self._engine.plans.predict(self._costs, numel, itemsize, made)
+
+    def _timed_calls(self, costs: Costs) -> tuple[CallCost, ...]:
+        names = planned("allreduce", self._engine.plans.algorithms("allreduce"), self.topology.hosts)
+        if own := self._engine.preferred.get("allreduce"):
+            names.append(own)
+        return time_calls(self, costs, names, self._engine.plans.segment_bytes)
+
+    def _probe(self) -> Probe:
+        return Probe(self._engine, self.topology, self._machines)
+
+    @property
+    def measured(self) -> Measured | None:
+        """Return the Measured by which 'auto' selects after a measurement of the links; None without one."""
+        return self._engine.plans.measured
+
+    @property
+    def costs(self) -> Costs | None:
+        """Return the measured costs of the links, the same on all ranks; None without a measurement."""
+        return self._costs
+
+    def _read(self, text: str | TuningError, source: str) -> Costs:
+        """Return the costs of a tuning file, of these ranks among those that it was made for."""
+        if isinstance(text, TuningError):
+            raise text
+        costs = Costs.from_json(text, source)
+        members = self.global_ranks
+        if costs.size != self.size and members and max(members) < costs.size:
+            costs = costs.among(members)
+        return costs.checked(
+            source, self.topology.hosts, [self._machines[host[0]].description for host in self.topology.hosts]
+        )
+
+    def _choose_by(self, costs: Costs, *, corrects: bool) -> None:
+        self._costs = costs
+        self._engine.choose_by(costs, corrects=corrects)
+
+
+def text_of(tuning_file: str) -> str | TuningError:
+    """Return the text of a tuning file, or why it cannot be read. All ranks compare it before any of them raises."""
+    try:
+        return Path(tuning_file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        return TuningError(f"tuning file {tuning_file} cannot be read: {error}")
+
+
+def compared(text: str | TuningError) -> str:
+    """Return what ranks compare of a tuning file: a hash of its text, or that it cannot be read."""
+    return (
+        "a file that cannot be read"
+        if isinstance(text, TuningError)
+        else hashlib.sha256(text.encode()).hexdigest()[:12]
+    )
