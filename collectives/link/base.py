@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from gradwire.collectives.kernels.wire import KIND_BITS as KIND_BITS  # links and messages import it from here
 from gradwire.collectives.plan.program import Program
 
 #: One message: the other rank, and the contiguous 1-D tensor that is sent or filled.
@@ -72,10 +73,6 @@ class Whole(NamedTuple):
     run: WholeRun
     needs_meeting: bool
     algorithm: str = ""
-
-
-#: The lowest bits of a tag match sends to receives. The bits above them hold the kind of numbers in the message.
-KIND_BITS = 32
 
 
 class Transport(ABC):

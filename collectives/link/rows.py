@@ -10,9 +10,6 @@ import torch
 
 from gradwire.collectives.link.base import Message, Pending, Posted, Transport
 
-#: After how many messages, at the earliest, a TcpTransport renumbers the unfinished ones.
-FIRST_LOOK = 256
-
 
 @dataclass(eq=False, slots=True)
 class RowPending:

@@ -20,10 +20,13 @@ from gradwire.collectives.link.handshake import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import check_paths
-from gradwire.collectives.link.rows import FIRST_LOOK, Table
+from gradwire.collectives.link.rows import Table
 from gradwire.collectives.plan.program import Program
 
 _FIRST_ROWS = 256
+
+#: After how many messages, at the earliest, the unfinished ones are renumbered.
+FIRST_LOOK = 256
 
 #: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
 _LOOK_S = 0.05

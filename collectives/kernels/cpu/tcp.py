@@ -57,7 +57,6 @@ from gradwire.collectives.kernels.cpu.tcp_context import (
     STAGE_BYTES,
     STOPPED,
     STUCK,
-    TAG_MASK,
     TRIES,
     WANTED,
     connection_of,
@@ -68,6 +67,7 @@ from gradwire.collectives.kernels.cpu.tcp_context import (
     sleep,
     spin_less,
 )
+from gradwire.collectives.kernels.wire import TAG_MASK
 
 #: Bytes that one call moves, so that sends and receives alternate. Less than the 64 KB that Linux sends as one segment: with
 #: more, Linux may hold back a small tail (net.ipv4.tcp_autocorking), which has made exchanges eight times slower.
@@ -77,7 +77,7 @@ _PIECE_BYTES = 56 << 10
 _SLICE_MS, _SLICE_NS = 50, 40_000_000
 
 # The kinds of instructions, as in gradwire.collectives.plan.program.
-_SEND, _RECEIVE, _POST, _WAIT, _REDUCE = range(5)
+_SEND, _RECEIVE, _POST, _WAIT = range(4)
 INSTRUCTION_FIELDS = 8
 
 
@@ -418,7 +418,7 @@ def follow(context, instructions, count, base, tag, source, destination, scratch
                 status = FINISHED
         elif kind == _WAIT:
             status = _wait_for(context, base + number, began)
-        else:
+        else:  # Kind.REDUCE
             _reduce(
                 destination + offset * itemsize,
                 scratch + place * itemsize,

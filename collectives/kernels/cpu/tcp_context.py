@@ -42,7 +42,6 @@ from gradwire.collectives.kernels.cpu.sockets import POLLIN, POLLOUT, POLLRDHUP,
 ) = range(8)
 ROW_BYTES = 8 * ROW_FIELDS
 HEADER_BYTES = 16
-TAG_MASK = 2**32 - 1  # the bits by which messages are matched
 
 (
     DESCRIPTOR,  # of the socket, -1 for none
