@@ -131,7 +131,7 @@ class Transport(ABC):
         message is not received yet. The rank that was returned last is checked last. Raises LinkError."""
         raise NotImplementedError(f"{type(self).__name__} cannot receive from any rank: name the sender")
 
-    def sends(self) -> bool:
+    def has_unfinished_send(self) -> bool:
         """Return whether a posted send is unfinished, and moves only while this rank calls its transport."""
         return False
 
@@ -139,7 +139,7 @@ class Transport(ABC):
         """Return whether a posted send or receive is unfinished, and moves only while this rank calls its transport."""
         return False
 
-    def nudge(self) -> None:  # noqa: B027
+    def progress(self) -> None:  # noqa: B027
         """Move posted messages as far as possible without waiting. Raises LinkError."""
 
     def collective(self, request: Request) -> Whole:

@@ -24,7 +24,7 @@ class RowPending:
         self.table.pending.pop(self.number, None)
 
     def is_done(self) -> bool:
-        self.table.nudge()
+        self.table.progress()
         return self.table.is_done(self.number)
 
 
@@ -52,7 +52,7 @@ class Table(Transport):
         received = [self._hold(0, peer, tensor, tag) for peer, tensor in receives]
         sent = [self._hold(1, peer, tensor, tag) for peer, tensor in sends]
         if sent:
-            self.nudge()
+            self.progress()
         return sent, received
 
     def _hold(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> Pending:

@@ -118,13 +118,13 @@ class TcpTransport(Table):
         kernels = self._kernels
         return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
-    def sends(self) -> bool:
+    def has_unfinished_send(self) -> bool:
         return bool(np.any(self._unfinished()[:, self._kernels.ROW_SENDS]))
 
     def is_busy(self) -> bool:
         return len(self._unfinished()) > 0
 
-    def nudge(self) -> None:
+    def progress(self) -> None:
         self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
