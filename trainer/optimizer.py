@@ -16,7 +16,6 @@ from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import check_settings
 from gradwire.trainer.gradients.arguments import (
-    Adasum,
     Average,
     check_arguments,
     check_groups,
@@ -31,10 +30,8 @@ from gradwire.trainer.gradients.shards.transfer import movements_as
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
 from gradwire.trainer.reports.metrics import Reports, StepMetrics, Wanted
 from gradwire.trainer.reports.stragglers import Stragglers
-from gradwire.trainer.rules.adasum import AdaptiveSummation
-from gradwire.trainer.rules.next_forward import NextForward
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.rules.sharded import Sharded
+from gradwire.trainer.rules.selection import checked_rule, described_settings, overlapping
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here, is_initialized, record_in_timelines
@@ -136,7 +133,7 @@ class DistributedOptimizer(WrappingOptimizer):
         reported = Wanted(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
-        rule = _overlapping(_checked_rule(rule, op, shard_states, returning is not None), overlap, model)
+        rule = overlapping(checked_rule(rule, op, shard_states, returning is not None), overlap, model)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
@@ -180,7 +177,7 @@ class DistributedOptimizer(WrappingOptimizer):
         self._rule = Rule(setup)  # a rule without communication, until the real one is made
         check_every = self._reported.check_replicas_every
         try:
-            described = _described(setup, self._make_rule, tensors_of(self.param_groups))
+            described = described_settings(setup, self._make_rule, tensors_of(self.param_groups))
             described |= {"backward_passes_per_step": described_passes}
             described |= {"check_replicas_every": str(check_every), "overlap": self._overlap}
             check_settings(self._communicator, "DistributedOptimizer", described)
@@ -427,44 +424,6 @@ class DistributedOptimizer(WrappingOptimizer):
                 self._communicator.close()
 
 
-def _checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool) -> Callable[[Setup], Rule]:
-    """Return the function from a Setup to the Rule that these arguments select. Raises TypeError and ValueError."""
-    if not callable(rule):
-        raise TypeError(f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}")
-    if not isinstance(shard_states, bool):
-        raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
-    if shard_states and rule is not Synchronous:
-        raise ValueError(f"{here()}shard_states=True supports only the default rule, not {rule!r}")
-    if has_returning and not shard_states:
-        raise ValueError(
-            f"{here()}parameter_compression is for the parameters that shard_states=True sends; for gradients, use compression="
-        )
-    if shard_states:
-        return Sharded
-    made: Callable[[Setup], Rule] = AdaptiveSummation if op == Adasum and rule is Synchronous else rule
-    return made
-
-
-def _overlapping(rule: Callable[[Setup], Rule], overlap: object, model: object) -> Callable[[Setup], Rule]:
-    """Return the function from a Setup to the Rule with this overlap. Raises TypeError and ValueError."""
-    if overlap not in ("backward", "next_forward"):
-        raise ValueError(f"{here()}overlap must be 'backward' or 'next_forward', not {overlap!r}")
-    if overlap == "backward":
-        if model is not None:
-            raise ValueError(f"{here()}model is for overlap='next_forward', which hooks its modules")
-        return rule
-    if rule is not Synchronous:
-        raise ValueError(
-            f"{here()}overlap='next_forward' supports only the default rule, not shard_states=True, op={Adasum!r}, or "
-            "rule=: use overlap='backward'"
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{here()}overlap='next_forward' needs model=, the torch.nn.Module whose forward() the updates precede, not {model!r}"
-        )
-    return partial(NextForward, model=model)
-
-
 @contextmanager
 def _switched_on(owner: object, name: str) -> Iterator[None]:
     """Set an attribute to True, inside."""
@@ -474,19 +433,3 @@ def _switched_on(owner: object, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence[Tensor]) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks, as text by the names of the arguments."""
-    compression, policy = setup.policy.described
-    return {
-        "rule": getattr(rule, "__qualname__", type(rule).__qualname__),
-        "op": setup.combination.op,
-        "gradient_predivide_factor": str(setup.combination.predivide),
-        "compression": compression,
-        "policy": policy,
-        "bucket_bytes": str(setup.bucket_bytes),
-        "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
-        "sparse_as_dense": str(setup.sparse_as_dense),
-        "parameter_compression": "none" if setup.returning is None else setup.returning.identity,
-    }

@@ -32,8 +32,8 @@ _MOST_KNOWN = 4096
 #: How many of its last calls a rank posts. A rank that compares an earlier call needs that one.
 _POSTED = 4
 
-#: Seconds between two checks of a wait, unless news comes first. The second value applies while nudge() moves messages.
-_LOOK_S, _NUDGE_S = 0.1, 0.001
+#: Seconds between two checks of a wait, unless news comes first. The second value applies while progress() moves messages.
+_LOOK_S, _PROGRESS_S = 0.1, 0.001
 
 _TOPIC = "calls"
 
@@ -137,10 +137,10 @@ class Agreement:
         posts = list(self._watch.posts.get(_TOPIC, {}).items())
         return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
 
-    def agree(self, call: Call, deadline: float, nudge: Callable[[], bool], in_vain: Callable[[], bool]) -> None:
+    def agree(self, call: Call, deadline: float, progress: Callable[[], bool], in_vain: Callable[[], bool]) -> None:
         """Wait until all ranks have posted their calls with this number, and compare the calls.
 
-        deadline: in time.monotonic() seconds. nudge: moves this rank's unfinished messages, and returns whether there
+        deadline: in time.monotonic() seconds. progress: moves this rank's unfinished messages, and returns whether there
         are any. in_vain: returns whether the wait cannot succeed any more. Raises Mismatch, on all ranks, if calls
         differ and no data has moved. Raises LinkError if calls differ otherwise, or if calls are still missing at the
         end.
@@ -165,7 +165,7 @@ class Agreement:
                 return not missing or is_clear or in_vain()
 
             while not is_over() and (left_s := until - time.monotonic()) > 0:
-                self._watch.wait_for(is_over, min(left_s, _NUDGE_S if nudge() else _LOOK_S))
+                self._watch.wait_for(is_over, min(left_s, _PROGRESS_S if progress() else _LOOK_S))
 
         wait(deadline, for_all=False)
         if compared()[2]:

@@ -1,4 +1,8 @@
-"""The layout of a code that all kernel modules share."""
+"""What kernels and links agree on: the bits of a tag, and the layout of a code."""
+
+#: The lowest bits of a tag match sends to receives. The bits above them hold the kind of numbers in the message.
+KIND_BITS = 32
+TAG_MASK = 2**KIND_BITS - 1
 
 
 def pad16(nbytes: int) -> int:

@@ -128,7 +128,7 @@ class _SharedPending:
 
     def wait(self, deadline: float) -> None:
         while self.other.is_busy() and time.monotonic() < deadline:
-            if self.other.sends():
+            if self.other.has_unfinished_send():
                 if self.is_done():
                     break
                 time.sleep(_POLL_S)
@@ -139,13 +139,13 @@ class _SharedPending:
                 except LinkError as error:
                     if not error.timed_out:
                         raise
-                self.other.nudge()
+                self.other.progress()
             else:
                 break
         self.pending.wait(deadline)
 
     def is_done(self) -> bool:
-        self.other.nudge()
+        self.other.progress()
         return self.pending.is_done()
 
 
@@ -224,9 +224,9 @@ class RoutingTransport(Transport):
     def is_busy(self) -> bool:
         return any(part.is_busy() for part in self._parts)
 
-    def nudge(self) -> None:
+    def progress(self) -> None:
         for part in self._parts:
-            part.nudge()
+            part.progress()
 
     def collective(self, request: Request) -> Whole:
         near = self._near

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from gradwire.collectives.kernels.wire import KIND_BITS as KIND_BITS  # links and messages import it from here
 from gradwire.collectives.plan.program import Program
 
 #: One message: the other rank, and the contiguous 1-D tensor that is sent or filled.
@@ -74,10 +75,6 @@ class Whole(NamedTuple):
     algorithm: str = ""
 
 
-#: The lowest bits of a tag match sends to receives. The bits above them hold the kind of numbers in the message.
-KIND_BITS = 32
-
-
 class Transport(ABC):
     """Connects the ranks of one Communicator.
 
@@ -134,7 +131,7 @@ class Transport(ABC):
         message is not received yet. The rank that was returned last is checked last. Raises LinkError."""
         raise NotImplementedError(f"{type(self).__name__} cannot receive from any rank: name the sender")
 
-    def sends(self) -> bool:
+    def has_unfinished_send(self) -> bool:
         """Return whether a posted send is unfinished, and moves only while this rank calls its transport."""
         return False
 
@@ -142,7 +139,7 @@ class Transport(ABC):
         """Return whether a posted send or receive is unfinished, and moves only while this rank calls its transport."""
         return False
 
-    def nudge(self) -> None:  # noqa: B027
+    def progress(self) -> None:  # noqa: B027
         """Move posted messages as far as possible without waiting. Raises LinkError."""
 
     def collective(self, request: Request) -> Whole:

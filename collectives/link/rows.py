@@ -10,9 +10,6 @@ import torch
 
 from gradwire.collectives.link.base import Message, Pending, Posted, Transport
 
-#: After how many messages, at the earliest, a TcpTransport renumbers the unfinished ones.
-FIRST_LOOK = 256
-
 
 @dataclass(eq=False, slots=True)
 class RowPending:
@@ -27,7 +24,7 @@ class RowPending:
         self.table.pending.pop(self.number, None)
 
     def is_done(self) -> bool:
-        self.table.nudge()
+        self.table.progress()
         return self.table.is_done(self.number)
 
 
@@ -55,7 +52,7 @@ class Table(Transport):
         received = [self._hold(0, peer, tensor, tag) for peer, tensor in receives]
         sent = [self._hold(1, peer, tensor, tag) for peer, tensor in sends]
         if sent:
-            self.nudge()
+            self.progress()
         return sent, received
 
     def _hold(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> Pending:

@@ -20,10 +20,13 @@ from gradwire.collectives.link.handshake import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import check_paths
-from gradwire.collectives.link.rows import FIRST_LOOK, Table
+from gradwire.collectives.link.rows import Table
 from gradwire.collectives.plan.program import Program
 
 _FIRST_ROWS = 256
+
+#: After how many messages, at the earliest, the unfinished ones are renumbered.
+FIRST_LOOK = 256
 
 #: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
 _LOOK_S = 0.05
@@ -115,13 +118,13 @@ class TcpTransport(Table):
         kernels = self._kernels
         return number < self._context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
-    def sends(self) -> bool:
+    def has_unfinished_send(self) -> bool:
         return bool(np.any(self._unfinished()[:, self._kernels.ROW_SENDS]))
 
     def is_busy(self) -> bool:
         return len(self._unfinished()) > 0
 
-    def nudge(self) -> None:
+    def progress(self) -> None:
         self._run(self._kernels.wait_for, (self._address, -1), time.monotonic())
 
     def next_sender(self, tag: int, deadline: float) -> int | None:

@@ -305,16 +305,16 @@ class Operations:
         """Compare a new call with the calls of the other ranks, before any of its data moves."""
         sequence = self._sequence
 
-        def nudge() -> bool:  # other ranks may wait for these messages before they make this call
+        def progress() -> bool:  # other ranks may wait for these messages before they make this call
             if is_busy := self._transport.is_busy():
-                self._transport.nudge()
+                self._transport.progress()
             return is_busy
 
         def in_vain() -> bool:
             over = self._interrupted or self._exiting or self._failure is not None or bool(self._watch.failure)
             return over or self._absent(sequence)
 
-        self._agreement.agree(Call(sequence, call, self._place()), deadline, nudge, in_vain)
+        self._agreement.agree(Call(sequence, call, self._place()), deadline, progress, in_vain)
         self._agreement.take(signature)
         self._calls[sequence % _REMEMBERED] = (sequence, call)
 

@@ -17,10 +17,9 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_sockets
 from gradwire.collectives.link.base import Pending
-from gradwire.collectives.link.rows import FIRST_LOOK
-from gradwire.collectives.link.tcp import TcpTransport
+from gradwire.collectives.link.tcp import FIRST_LOOK, TcpTransport
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.program import Program
+from gradwire.collectives.plan.program import Instruction, Kind, Program
 from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.plan.spans import segments_of_buffer
 from gradwire.collectives.reduction import COMBINE, DTYPES
@@ -215,6 +214,13 @@ def test_a_message_that_stays_while_others_pass_is_still_found(connect: Connect)
     send(slow, 1, torch.ones(3), 5)
     stays.wait(in_time())
     assert torch.equal(landed, torch.ones(3))
+
+
+def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> None:
+    kernels = cpu_sockets()
+    compared = [Kind.SEND, Kind.RECEIVE, Kind.POST, Kind.WAIT]  # the loop takes all other kinds for REDUCE
+    assert compared == [getattr(kernels, f"_{kind.name}") for kind in compared]
+    assert len(Instruction._fields) == kernels.INSTRUCTION_FIELDS
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

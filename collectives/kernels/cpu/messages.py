@@ -28,12 +28,12 @@ from gradwire.collectives.kernels.cpu.context import (
     set_field,
 )
 from gradwire.collectives.kernels.cpu.intrinsics import copy, load, monotonic_ns, store
+from gradwire.collectives.kernels.wire import TAG_MASK
 
 RING_LINE = 64
 HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins
 (ROW_SENDS, ROW_PEER, ROW_TAG, ROW_ADDRESS, ROW_NBYTES, ROW_MOVED, ROW_DONE, ROW_START, ROW_FIELDS) = range(9)
 _UNSTARTED = -1
-TAG_MASK = 2**32 - 1  # the bits by which messages are matched
 
 
 @njit

@@ -110,7 +110,7 @@ class SharedMemoryTransport(Table):
             if is_late:
                 return None
 
-    def sends(self) -> bool:
+    def has_unfinished_send(self) -> bool:
         kernels, rows = self._kernels, self._rows[self._first : self._count]
         unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
         return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
@@ -118,7 +118,7 @@ class SharedMemoryTransport(Table):
     def is_busy(self) -> bool:
         return not np.all(self._rows[self._first : self._count, self._kernels.ROW_DONE])
 
-    def nudge(self) -> None:
+    def progress(self) -> None:
         self._move(-1, 0.0)
 
     def abort(self) -> None:

@@ -1,0 +1,154 @@
+"""What TCP kernels share with the process that calls them, and how a wait polls, offers the core and sleeps."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from gradwire.collectives.kernels.cpu.intrinsics import give_way, load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.sockets import POLLIN, POLLOUT, POLLRDHUP, has_ended, poll, watch_for
+
+# Fields of 64 bits that a kernel shares with the process that calls it, the *context*.
+(
+    RANK,
+    SIZE,
+    MOST_TRIES,  # how often a wait may poll before it sleeps
+    TRIES,  # how often it polls at present: fewer times after polls without success
+    SLEPT,  # how many waits have polled without success since TRIES was MOST_TRIES
+    ABORTED,  # 1 when this process must not wait any more
+    ROWS,  # address of the table, ROW_BYTES a message
+    CAPACITY,  # rows of the table, a power of two: message n is in row n % CAPACITY
+    FIRST,  # number of the first message that may be unfinished
+    COUNT,  # number that the next posted message gets
+    CONNECTIONS,  # address of SIZE connections
+    WANTED,  # address of SIZE words: SENDS and RECEIVES that are under way with each rank
+    POLLS,  # address of SIZE struct pollfd
+    NEXT,  # the instruction at which a program continues
+    PEER,  # the rank that the last wait was for, that failed, or that next_sender() has found
+    ERROR,  # errno of a failure; 0 for a connection that ended
+    FOUND_TAG,  # the header of a message that does not match its posted row
+    FOUND_NBYTES,
+    FIELDS,
+) = range(19)
+
+(
+    ROW_SENDS,  # 1 for a send, 0 for a receive
+    ROW_PEER,
+    ROW_TAG,  # with the length that follows, the header of a sent message
+    ROW_NBYTES,
+    ROW_ADDRESS,
+    ROW_MOVED,  # bytes sent, from -HEADER_BYTES on, or received
+    ROW_DONE,
+    ROW_FIELDS,
+) = range(8)
+ROW_BYTES = 8 * ROW_FIELDS
+HEADER_BYTES = 16
+
+(
+    DESCRIPTOR,  # of the socket, -1 for none
+    STAGE,  # address of STAGE_BYTES, in which headers and short messages arrive
+    BEGIN,  # where the unread bytes in it begin
+    END,
+    CURRENT,  # number of the message that is arriving, -1 for none
+    ENDED,  # 1 once the other end has ended its output
+    CONNECTION_FIELDS,
+) = range(7)
+CONNECTION_BYTES = 8 * CONNECTION_FIELDS
+STAGE_BYTES = 16 << 10
+
+SENDS, RECEIVES, STUCK = 1, 2, 4
+
+# The results of a kernel.
+FINISHED, PENDING, STOPPED, LOST, DISAGREED, FULL = range(6)
+
+#: After how many waits that polled without success TRIES is MOST_TRIES again.
+_PROBE_AFTER = 32
+
+#: How often a wait polls before it offers the core to other processes, and how long a computing process keeps the core.
+_TRIES_ALONE, _LONG_NS = 20, 1_000_000
+
+
+@njit
+def field(address, index):
+    """Return a field of the context, a row or a connection."""
+    return load(address + 8 * index)
+
+
+@njit
+def set_field(address, index, value):
+    """Set a field of the context, a row or a connection."""
+    store(address + 8 * index, value)
+
+
+@njit
+def row_of(context, number):
+    """Return the address of the row of a message."""
+    return field(context, ROWS) + ROW_BYTES * (number & (field(context, CAPACITY) - 1))
+
+
+@njit
+def connection_of(context, peer):
+    """Return the address of the connection with a rank."""
+    return field(context, CONNECTIONS) + CONNECTION_BYTES * peer
+
+
+@njit
+def sleep(context, milliseconds):
+    """Sleep until a message can be moved, for at most `milliseconds`. Return FINISHED, or LOST if a connection has ended behind
+    a message without a row: it is not read from, so only poll() shows its end."""
+    polls, wanted = field(context, POLLS), field(context, WANTED)
+    count = 0
+    for peer in range(field(context, SIZE)):
+        state = load(wanted + 8 * peer)
+        if state == 0:
+            continue
+        events = POLLOUT if state & SENDS != 0 else 0
+        if state & RECEIVES != 0:
+            events |= POLLIN if state & STUCK == 0 else POLLRDHUP
+        watch_for(polls, count, field(connection_of(context, peer), DESCRIPTOR), events)
+        count += 1
+    if poll(polls, count, milliseconds) <= 0:
+        return FINISHED
+    count = 0
+    for peer in range(field(context, SIZE)):
+        state = load(wanted + 8 * peer)
+        if state & STUCK != 0 and has_ended(polls, count):
+            set_field(context, PEER, peer)
+            set_field(context, ERROR, 0)
+            return LOST
+        count += state != 0
+    return FINISHED
+
+
+@njit
+def spin_less(context):
+    """Halve the polls of later waits, after one that polled without success: the message is slow, or other processes need the
+    core. Now and then allow all polls again, to see whether that has changed."""
+    slept = field(context, SLEPT) + 1
+    if slept < _PROBE_AFTER:
+        set_field(context, TRIES, min(field(context, TRIES) // 2, field(context, MOST_TRIES)))
+        set_field(context, SLEPT, slept)
+    else:
+        set_field(context, TRIES, field(context, MOST_TRIES))
+        set_field(context, SLEPT, 0)
+
+
+@njit
+def _offer_the_core(context):
+    """Let other processes use the core. Other ranks return it soon. If another process computes on it, a sleeping process gets
+    it back sooner than a spinning one, so later waits sleep at once for a while."""
+    offered = monotonic_ns()
+    give_way()
+    if monotonic_ns() - offered > _LONG_NS:
+        set_field(context, TRIES, 0)
+        set_field(context, SLEPT, 0)
+
+
+@njit
+def polls_again(context, tries):
+    """Return whether a wait that has polled so often polls again before it sleeps; after the first few polls, offer the
+    core."""
+    if tries > field(context, TRIES):
+        return False
+    if tries > _TRIES_ALONE:
+        _offer_the_core(context)
+    return True
