@@ -60,9 +60,14 @@ def _report(communicator: Communicator) -> str:
         f"algorithm by message size in bytes ('auto'), for {communicator.size} ranks"
         f"{'; start it under torchrun for more ranks' if communicator.size == 1 else ''}:",
     ]
+    measured = communicator.measured
     for collective, table in communicator.tables.items():
         variable = TABLE_PREFIX + collective.upper()
-        source = f"from {variable}" if os.environ.get(variable) else f"built in; {variable} overrides"
+        source = f"built in; {variable} overrides"
+        if os.environ.get(variable):
+            source = f"from {variable}"
+        elif measured is not None:
+            table, source = measured.table(collective), f"by the measured links; {variable} overrides"
         lines.append(f"  {collective:<15}{_range(table)}   ({source})")
     known = sorted({name for planners in PLANNERS.values() for name in planners})
     return "\n".join([*lines, "", f"algorithms known: {', '.join(known)}, shared, native"])
@@ -75,9 +80,12 @@ def _costs(communicator: Communicator) -> list[str]:
         return [
             f"links      not measured; {TUNING}=1 measures them, and `gradwire tune --out FILE` saves a measurement"
         ]
-    rates = ", ".join(f"{1e-6 / uplink:.0f}" for uplink in costs.uplinks if uplink > 0)
-    between = f"between hosts {1e6 * costs.between.latency_s:.0f} us a message, {rates or 'unknown'} MB/s by host"
-    return [f"links      {between}", *costs.slow()]
+    if len(costs.hosts) == 1:
+        link, rates, which = costs.inside, [costs.inside.byte_cpu_s], "inside the host"
+    else:
+        link, rates, which = costs.between, list(costs.uplinks), "between hosts, by host"
+    rate = ", ".join(f"{1e-6 / byte_s:.0f}" for byte_s in rates if byte_s > 0) or "unknown"
+    return [f"links      {1e6 * link.latency_s:.0f} us a message, {rate} MB/s {which}", *costs.slow()]
 
 
 def _tune(out: Path) -> None:
@@ -85,7 +93,9 @@ def _tune(out: Path) -> None:
         costs = communicator.tune()
         if communicator.rank == 0:
             out.write_text(costs.to_json())
-            print("\n".join([*_costs(communicator), f"saved in {out}; to use it, set {TUNING}={out}"]))
+            alone = "; for more ranks, start gradwire tune under torchrun" if communicator.size == 1 else ""
+            saved = f"saved in {out}; to use it, copy it to every host and set {TUNING}={out}{alone}"
+            print("\n".join([*_costs(communicator), saved]))
     dist.destroy_process_group()
 
 
@@ -109,11 +119,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="gradwire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["info", "tune", "precompile"])
-    parser.add_argument("--out", type=Path, help="the JSON file that tune writes")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="print versions, links, and the algorithm for each message size")
+    tune = commands.add_parser("tune", help="measure the links between the ranks, under torchrun")
+    tune.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
+    commands.add_parser("precompile", help="compile the CPU kernels")
     flags = parser.parse_args()
-    if (flags.command == "tune") != (flags.out is not None):
-        parser.error("tune needs --out FILE; no other command takes --out")
     if flags.command == "info":
         _info()
     elif flags.command == "tune":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 from gradwire.collectives.environment import TABLE_PREFIX
@@ -22,6 +23,9 @@ _WORTH_IT = 0.95
 
 #: The maximum number of call sizes with a Trial: more than a training has buckets.
 _MOST_TRIALS = 64
+
+#: The sizes of table(), from 1 KB to 64 MB.
+_SHOWN_POWERS = range(10, 27)
 
 _log = logging.getLogger("gradwire")
 
@@ -187,6 +191,13 @@ class Measured:
         if key not in self._chosen:
             self._chosen[key] = self._decide(*key)
         return self._chosen[key]
+
+    def table(self, verb: str) -> Table:
+        """Return the choices for the powers of two up to 64 MB, to be shown. Between two of them, the nearer one counts."""
+        chosen = [(0, self.choose(verb, 1)), *((1 << power, self.choose(verb, 1 << power)) for power in _SHOWN_POWERS)]
+        changes = [each for before, each in pairwise([(0, ""), *chosen]) if each[1] != before[1]]
+        stops = [start for start, _ in changes[1:]]
+        return tuple(Range(name, start, stop) for (start, name), stop in zip(changes, [*stops, None], strict=True))
 
     def trial(self, nbytes: int) -> Trial | None:
         """Return the Trial that corrects the choice for an allreduce of nbytes by the times of calls, or None."""

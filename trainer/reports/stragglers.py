@@ -42,8 +42,8 @@ class Stragglers:
     """Holds how long ranks waited for each other in `steps` exchanges of gradients, up to exchange number `last`.
 
     step_s: the mean seconds from one exchange to the next. cost_s, worst_s: by rank, for how many seconds at least half
-    of the ranks were ready before this one; mean and maximum. waited_s: waited_s[i][r] is the mean of the seconds by
-    which rank i was ready before rank r.
+    of the ranks were ready before this one; mean and maximum. waited_s: for each rank
+    i, by rank r, the mean seconds by which rank i was ready before rank r.
     """
 
     steps: int

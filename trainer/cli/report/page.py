@@ -18,6 +18,9 @@ from gradwire.trainer.cli.report.measured import Measured, Operation, Training
 #: Operations with less than this share of the time of all operations are not shown.
 _SHOWN_SHARE = 0.005
 
+#: A rank is called slow if the others waited for it at least this many times as long as for any other rank.
+_SLOWER = 1.5
+
 
 def page(command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured) -> str:
     """Return the page. facts: texts about the whole run. exit_code: of the command, negative for a signal. cause,
@@ -58,7 +61,7 @@ def _cards(measured: Measured) -> str:
         "hosts" if len(hosts) != 1 else "host": f"{len(hosts)}",
         "steps": f"{first.steps:,}",
         "median step": _time(float(np.nanmedian(first.seconds))),
-        "of it waiting": f"{_wait_share(first):.1%}",
+        "of all time waiting": f"{_wait_share(first):.1%}",
         "sent by each rank per step": _size(float(np.nanmean(first.bytes_sent))),
     }
     return f'<div class="cards">{"".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())}</div>'
@@ -89,8 +92,12 @@ def _stragglers(training: Training, of: str) -> str:
             f"Stragglers{of}", "<p>No data: this needs at least two exchanges of gradients on several ranks.</p>"
         )
     slowest = training.ranks[found.slowest]
+    *_, next_s, most_s = sorted(found.cost_s)
     said = (
-        f"<p>The others waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
+        f"<p>No rank is much slower than the others. They waited longest for rank {slowest}, {_time(most_s)} per step on average "
+        f"in {found.steps:,} exchanges, and {_time(next_s)} for another rank.</p>"
+        if most_s < _SLOWER * next_s
+        else f"<p>The others waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
         f"{_time(found.cost_s[found.slowest])} per step ({found.share:.1%} of the mean step of {_time(found.step_s)}), and at "
         f"most {_time(found.worst_s[found.slowest])}.</p>"
     )
@@ -106,9 +113,11 @@ def _stragglers(training: Training, of: str) -> str:
 def _bytes(training: Training, of: str) -> str:
     sent, whole = float(np.nansum(training.bytes_sent)), float(np.nansum(training.bytes_uncompressed))
     fewer = (
-        f"{whole / sent:.2f} times fewer bytes than the {_size(whole)} of uncompressed gradients"
-        if sent
-        else "nothing to send"
+        "nothing to send"
+        if not sent
+        else "uncompressed"
+        if sent == whole
+        else f"{whole / sent:.2f} times fewer bytes than the {_size(whole)} of uncompressed gradients"
     )
     per_step = _size(float(np.nanmean(training.bytes_sent)))
     said = (
