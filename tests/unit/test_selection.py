@@ -102,6 +102,15 @@ def test_measured_links_choose_few_rounds_for_small_messages_and_few_bytes_for_l
     assert chooses("allreduce", 64 << 20) in ("ring", "rsag", "direct")  # of which none sends more bytes than another
 
 
+def test_the_table_that_is_shown_has_the_choices() -> None:
+    eight = measured(costs(tuple((rank,) for rank in range(8)), 1e-4, 1e-8))
+    table = eight.table("allreduce")
+    assert (table[0].start, table[-1].stop) == (0, None)
+    assert len(table) == len({rule.algorithm for rule in table}) > 1
+    for power in range(10, 27):
+        assert choose(table, 1 << power) == eight.choose("allreduce", 1 << power)
+
+
 def test_interleaved_ranks_that_share_an_uplink_cross_it_once() -> None:
     interleaved = ((0, 2, 4, 6), (1, 3, 5, 7))
     assert measured(costs(interleaved, 1e-4, 8e-9)).choose("allreduce", 64 << 20).startswith("hierarchical")
