@@ -41,9 +41,9 @@ _MOST_POSTED = 1000
 class Stragglers:
     """Holds how long ranks waited for each other in `steps` exchanges of gradients, up to exchange number `last`.
 
-    step_s: the mean seconds from one exchange to the next. cost_s, worst_s: by rank, for how many seconds at least half
-    of the ranks were ready before this one; mean and maximum. waited_s: for each rank
-    i, by rank r, the mean seconds by which rank i was ready before rank r.
+    step_s: the mean seconds from one exchange to the next. cost_s, worst_s: by rank, the mean and the maximum of the
+    seconds by which at least half of the ranks were ready before this one. waited_s: for each rank i, by rank r, the
+    mean seconds by which rank i was ready before rank r.
     """
 
     steps: int

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
@@ -119,8 +120,10 @@ def meet(
     group_store = PrefixStore("torch", membership.store)
 
     def make_group() -> None:
-        timeout = timedelta(seconds=timeout_s)
+        timeout, hook = timedelta(seconds=timeout_s), sys.excepthook
         dist.init_process_group(backend, timeout=timeout, store=group_store, rank=launch.rank, world_size=launch.size)
+        if WORKER in os.environ:  # torch's hook would prefix errors once for each world; the launcher names the worker
+            sys.excepthook = hook
 
     try:
         with coming_together(launch.rank, timeout_s, membership, "init"):
