@@ -80,6 +80,8 @@ def _costs(communicator: Communicator) -> list[str]:
         return [
             f"links      not measured; {TUNING}=1 measures them, and `gradwire tune --out FILE` saves a measurement"
         ]
+    if costs.size == 1:
+        return ["links      none: there is one rank"]
     if len(costs.hosts) == 1:
         link, rates, which = costs.inside, [costs.inside.byte_cpu_s], "inside the host"
     else:
@@ -120,10 +122,18 @@ def main() -> None:
         prog="gradwire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="print versions, links, and the algorithm for each message size")
-    tune = commands.add_parser("tune", help="measure the links between the ranks, under torchrun")
+
+    def add(name: str, description: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
+
+    add(
+        "info", "print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks"
+    )
+    tune = add(
+        "tune", "measure the links between the ranks, under torchrun, and write a file for COLLECTIVES_TUNING=FILE"
+    )
     tune.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
-    commands.add_parser("precompile", help="compile the CPU kernels")
+    add("precompile", "compile the CPU kernels now instead of in the first run")
     flags = parser.parse_args()
     if flags.command == "info":
         _info()

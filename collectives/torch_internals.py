@@ -148,6 +148,12 @@ def reduce_scatter(
     return work
 
 
+def forget_failed_groups() -> None:
+    """Let the next process group use the same keys in its store on all ranks, also on those where init_process_group() has
+    failed: torch has counted that group, and the keys contain the count."""
+    _world.group_count = 0
+
+
 # Threads that a forked process does not have
 
 

@@ -44,7 +44,8 @@ server = socket.socket(socket.AF_UNIX)
 server.connect(os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "socket"))
 socket.send_fds(server, [b"."], [0, 1, 2])
 server.sendall(repr((sys.argv, dict(os.environ), os.getcwd(), os.getpid())).encode() + b"\\n")
-pid = int(server.recv(100))
+answers = server.makefile("rb")  # of one line each, which may arrive together
+pid = int(answers.readline())
 
 
 def hand_on(number, frame):
@@ -56,7 +57,7 @@ def hand_on(number, frame):
 
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, hand_on)
-status = int(server.recv(100) or -signal.SIGKILL)
+status = int(answers.readline() or -signal.SIGKILL)
 if status < 0:
     if -status not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(-status, signal.SIG_DFL)
@@ -107,7 +108,7 @@ def _serve(address: str, tests: Connection) -> None:
             os.read(ended, 1000)
         while callers and (found := os.waitpid(-1, os.WNOHANG))[0]:
             with suppress(OSError), callers.pop(found[0]) as caller:
-                caller.sendall(str(os.waitstatus_to_exitcode(found[1])).encode())
+                caller.sendall(b"%d\n" % os.waitstatus_to_exitcode(found[1]))
         if listener in ready:
             caller, _ = listener.accept()
             caller.settimeout(_SAY_S)
@@ -140,7 +141,7 @@ def _serve(address: str, tests: Connection) -> None:
             for stream in streams:
                 os.close(stream)
             with suppress(OSError):
-                caller.sendall(str(pid).encode())
+                caller.sendall(b"%d\n" % pid)
             callers[pid] = caller
     for pid in callers:
         with suppress(ProcessLookupError):

@@ -21,6 +21,7 @@ from gradwire.trainer.gradients.arguments import (
     check_groups,
     check_named_parameters,
     check_passes,
+    warn_of_wrapped,
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
 from gradwire.trainer.gradients.compression import AUTO, Compression, Compressor, Policy, wanted
@@ -139,6 +140,7 @@ class DistributedOptimizer(WrappingOptimizer):
         parameters = tensors_of(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         names = None if named_parameters is None else self._names.values()
+        warn_of_wrapped(names or ())
         checked = Policy(wanted(compression, allow), policy).checked(names)
         numbers = check_groups(num_groups, groups, parameters)
 
@@ -416,7 +418,7 @@ class DistributedOptimizer(WrappingOptimizer):
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer remains usable."""
         if is_initialized():
-            current_world().withdraw(self)  # else an elastic job would connect it to the ranks of the next world
+            current_world().withdraw(self)  # else an elastic job that begins later would connect it to the next world
         try:
             self._rule.close()
         finally:

@@ -195,7 +195,8 @@ class Hub:
         rank = card["rank"]
         verdict = self._admission.judge(card, self._cards, is_complete=self._is_complete)
         for evicted, why in verdict.evicted.items():
-            _refuse(self._members.pop(evicted), why, again=False)
+            if (member := self._members.pop(evicted, None)) is not None:  # it may have ended
+                _refuse(member, why, again=False)
             del self._cards[evicted]
         if verdict.refused is not None:
             _refuse(arriving, verdict.refused, again=verdict.again)

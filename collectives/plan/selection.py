@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isqrt
 from types import MappingProxyType
 
 from gradwire.collectives.environment import TABLE_PREFIX
@@ -24,8 +25,8 @@ _WORTH_IT = 0.95
 #: The maximum number of call sizes with a Trial: more than a training has buckets.
 _MOST_TRIALS = 64
 
-#: The sizes of table(), from 1 KB to 64 MB.
-_SHOWN_POWERS = range(10, 27)
+#: How many powers of two table() covers.
+_SHOWN_POWERS = 27
 
 _log = logging.getLogger("gradwire")
 
@@ -145,6 +146,11 @@ def _power_of_two(nbytes: int) -> int:
     return 1 << (((nbytes * nbytes) | 1).bit_length() // 2)
 
 
+def _least_near(power: int) -> int:
+    """Return the least number whose nearest power of two is 2 ** power."""
+    return isqrt(1 << (2 * power - 1)) + 1 if power else 0
+
+
 def planned(verb: str, names: Sequence[str], hosts: Sequence[Sequence[int]]) -> list[str]:
     """Return the verb's algorithms that have a planner and that differ from the others on these hosts."""
     nested = len(hosts) > 1 and any(len(host) > 1 for host in hosts)
@@ -193,8 +199,8 @@ class Measured:
         return self._chosen[key]
 
     def table(self, verb: str) -> Table:
-        """Return the choices for the powers of two up to 64 MB, to be shown. Between two of them, the nearer one counts."""
-        chosen = [(0, self.choose(verb, 1)), *((1 << power, self.choose(verb, 1 << power)) for power in _SHOWN_POWERS)]
+        """Return the choices for up to 64 MB as a table, to be shown."""
+        chosen = [(_least_near(power), self.choose(verb, 1 << power)) for power in range(_SHOWN_POWERS)]
         changes = [each for before, each in pairwise([(0, ""), *chosen]) if each[1] != before[1]]
         stops = [start for start, _ in changes[1:]]
         return tuple(Range(name, start, stop) for (start, name), stop in zip(changes, [*stops, None], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +13,8 @@ import torch
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
 from gradwire.collectives.scheduling import wake_soon
+
+_log = logging.getLogger("gradwire")
 
 
 class Work:
@@ -84,7 +87,10 @@ class Work:
                 callback = self._callbacks.pop(0)
             except IndexError:  # another thread may run this loop, too: each pops until none is left
                 return
-            callback()
+            try:
+                callback()
+            except Exception:  # the thread that runs operations must go on
+                _log.exception("gradwire: a function that was called after %s has failed", self._operation)
 
 
 def _cuda_event() -> torch.cuda.Event | None:

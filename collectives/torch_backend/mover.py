@@ -39,10 +39,17 @@ class Mover:
         callback()
 
     def stop(self) -> None:
-        """End the thread. It no longer moves messages, or calls functions."""
+        """End the thread, after a last look: messages that are not done by then are left to settle()."""
         with self._changed:
+            works = [] if self._closed else list(self._under_way)
             self._closed = True
             self._changed.notify()
+        for work in works:
+            if work.is_completed():
+                with self._changed:
+                    callbacks = self._under_way.pop(work, [])
+                for callback in callbacks:
+                    callback()
 
     def settle(self) -> None:
         """Call the functions of the messages that are left, after stop() and after the end of their Communicator, so that the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def test_a_launcher_that_is_stopped_is_not_waited_for_without_a_limit() -> None:
             epochs = epochs_of({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launcher.stdout.readline().strip()}, 1.0)
             assert epochs.current() is None
             launcher.send_signal(signal.SIGSTOP)
+            os.waitpid(launcher.pid, os.WUNTRACED)  # until all its threads are stopped
             with pytest.raises(RuntimeError, match="the store does not answer"):
                 epochs.current()
         finally:

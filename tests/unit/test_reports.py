@@ -385,3 +385,19 @@ def test_a_report_says_plainly_which_bytes_are_which() -> None:
 def test_what_cannot_be_meant_is_refused(given: dict[str, object], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         Wanted(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "is_clear"),
+    [
+        ((0.02, 0.0), True),
+        ((0.02, 0.019), False),
+        ((0.0, 0.0), False),
+        ((2e-6, 1e-6), False),
+        ((0.01, 0.02, 0.012), True),
+    ],
+)
+def test_a_rank_is_clearly_slow_only_if_it_costs_much_and_more_than_others(
+    cost_s: tuple[float, ...], is_clear: bool
+) -> None:
+    assert Stragglers(9, 9, 0.1, cost_s, cost_s, ()).is_clear == is_clear

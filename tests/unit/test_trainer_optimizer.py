@@ -15,7 +15,6 @@ from torch import nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError
-from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.world import current_world
 from tests.ranks.training import assert_equal, batch, copies, loss_of, perceptron
@@ -275,7 +274,8 @@ def test_the_names_of_a_wrapped_model_are_warned_of() -> None:
     model = torch.nn.Linear(2, 2)
     names = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
     with pytest.warns(UserWarning, match="names begin with 'module.'. If the model is a DistributedDataParallel"):
-        check_named_parameters(names, model.parameters())
+        hvd.DistributedOptimizer(sgd(model), names)
+    hvd.ddp_comm_hook("int8", names)  # for which the model must be wrapped
 
 
 class FailsToSettle:

@@ -126,8 +126,7 @@ def _is_count(value: object) -> bool:
 def check_named_parameters(
     named_parameters: Iterable[tuple[str, Tensor]], parameters: Iterable[Tensor]
 ) -> dict[Tensor, str]:
-    """Return the name of every parameter. Raises ValueError unless names are unique and cover all parameters. Warns of names
-    that all begin with "module.", as those of a DistributedDataParallel."""
+    """Return the name of every parameter. Raises ValueError unless names are unique and cover all parameters."""
     pairs = list(named_parameters)
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
@@ -147,10 +146,15 @@ def check_named_parameters(
             f"{here()}named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
             f"(of shape {', '.join(unnamed)})"
         )
-    if names and all(name.startswith("module.") for name in names.values()):
+    return names
+
+
+def warn_of_wrapped(names: Iterable[str]) -> None:
+    """Warn if all names begin with "module.", as those of a DistributedDataParallel."""
+    given = [name.startswith("module.") for name in names]
+    if given and all(given):
         warnings.warn(
             f"{here()}all names begin with 'module.'. If the model is a DistributedDataParallel, the gradients become wrong, "
             "because it exchanges them, too: use the model inside it",
             stacklevel=3,
         )
-    return names

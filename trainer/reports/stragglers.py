@@ -27,6 +27,9 @@ _TOPIC = "waits"
 _WORTH_SHARE, _WORTH_S = 0.1, 0.005
 """A mean wait is logged if it is more than this share of a step and these seconds: schedulers cause shorter waits."""
 
+_SLOWER = 1.5
+"""How many times as long the others wait for a rank that is clearly the slowest as for any other rank."""
+
 _IN_A_ROW = 3
 """How many consecutive windows must agree before a change is logged: in single windows, the slowest rank is random."""
 
@@ -57,6 +60,18 @@ class Stragglers:
     def slowest(self) -> int:
         """Return the rank with the largest mean cost."""
         return max(range(len(self.cost_s)), key=self.cost_s.__getitem__)
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether the others waited for the slowest rank for longer than schedulers cause, and much longer than for
+        any other rank."""
+        *_, next_s, most_s = sorted(self.cost_s)
+        return self.matters and most_s > _SLOWER * next_s
+
+    @property
+    def matters(self) -> bool:
+        """Return whether the others waited for the slowest rank for longer than schedulers cause."""
+        return self.cost_s[self.slowest] > max(_WORTH_SHARE * self.step_s, _WORTH_S)
 
     @property
     def share(self) -> float:
@@ -119,8 +134,7 @@ class StragglerWatch:
         if report is None or report.last + 1 < count:
             return
         self._judged = count
-        matters = report.cost_s[report.slowest] > max(_WORTH_SHARE * report.step_s, _WORTH_S)
-        slow = report.slowest if matters else None
+        slow = report.slowest if report.matters else None
         self._in_a_row = self._in_a_row + 1 if slow == self._last else 1
         self._last = slow
         if self._in_a_row < _IN_A_ROW or slow == self._logged:

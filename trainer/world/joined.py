@@ -234,13 +234,16 @@ class World:
         """Close the Communicators of this world, and unregister the process sets. A timeline is written if the other ranks
         take part soon. failure: the error that ended the world, if any; close() then does not wait for other ranks, and
         completes no updates. Closes everything even if a part raises an error, as an optimizer may that completes its update;
-        then raises the first of these errors."""
+        then raises the first interrupt, or else the first error, and logs the others."""
         errors: list[BaseException] = []
         for end in self._endings(failure):
             try:
                 end()
             except BaseException as error:
                 errors.append(error)
+        errors.sort(key=lambda error: isinstance(error, Exception))
+        for other in errors[1:]:
+            _log.error("gradwire: rank %d: %s, while the world was closed", self.rank, repr(other))
         if errors:
             raise errors[0]
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
@@ -39,6 +38,7 @@ from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of
 from gradwire.trainer.world.launch import Launch, meeting_point
+from gradwire.trainer.world.torch_group import destroy_group, init_group
 
 #: How long torch may take after its deadline to raise its own error, which names the missing ranks.
 _GRACE_S = 2.0
@@ -120,10 +120,7 @@ def meet(
     group_store = PrefixStore("torch", membership.store)
 
     def make_group() -> None:
-        timeout, hook = timedelta(seconds=timeout_s), sys.excepthook
-        dist.init_process_group(backend, timeout=timeout, store=group_store, rank=launch.rank, world_size=launch.size)
-        if WORKER in os.environ:  # torch's hook would prefix errors once for each world; the launcher names the worker
-            sys.excepthook = hook
+        init_group(backend, timeout_s, group_store, launch.rank, launch.size)
 
     try:
         with coming_together(launch.rank, timeout_s, membership, "init"):
@@ -133,8 +130,7 @@ def meet(
             assert group is not None
             return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)
     except BaseException:
-        if dist.is_initialized():  # else the next init() would fail, or adopt a group with a rank that is lost
-            dist.destroy_process_group()
+        destroy_group()  # else the next init() would fail, or adopt a group with a rank that is lost
         membership.close()
         raise
 
@@ -236,7 +232,8 @@ def _bounded(
     check: Callable[[], None] | None = None,
 ) -> _Result:
     """Return the result of call(), which uses the store. At the deadline, call hang_up(), which shuts down its connections, and
-    raise ConnectionError. check: raises LinkError to end a useless wait.
+    raise ConnectionError. check: raises LinkError to end a useless wait. A wait of gloo for a lost rank is not ended by this: its
+    thread stays until gloo gives up.
 
     torch's store waits without a deadline for the first answer after a process has accepted its connection. A thread that
     still waits there would abort the process if it returned while the interpreter exits.

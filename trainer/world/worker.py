@@ -6,8 +6,8 @@ import atexit
 import threading
 import time
 from collections.abc import Iterable, MutableMapping
-from contextlib import suppress
 
+from gradwire.collectives.errors import LinkError
 from gradwire.trainer.world.epochs import WORKER, Departure, Epoch, Epochs, epochs_of
 
 _LOCAL_RANK = "LOCAL_RANK"
@@ -116,10 +116,14 @@ class Losses:
             self._thread.join(_ANSWER_S)
 
     def _ask(self) -> None:
-        with suppress(RuntimeError):  # the launcher is gone: this process gets the same error from its own next call
-            while not self._is_over.wait(_ASK_S):
+        while not self._is_over.wait(_ASK_S):
+            try:
                 lost = self._epochs.lost(self._epoch.number)
-                self._ranks = tuple(self._epoch.workers.index(worker) for worker in lost)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, LinkError) and error.__cause__.timed_out:
+                    continue  # the launcher is stopped, perhaps for a while
+                return  # it is gone: this process gets the same error from its own next call
+            self._ranks = tuple(self._epoch.workers.index(worker) for worker in lost)
 
 
 def reason_of(error: BaseException) -> str:

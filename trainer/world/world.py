@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Container, Iterable
-from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,6 +21,7 @@ from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.launch import ALONE, Launch, read_launch, slurm_hint
 from gradwire.trainer.world.meeting import Meeting, meet
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set, ranks_of
+from gradwire.trainer.world.torch_group import init_group
 from gradwire.trainer.world.worker import Worker, worker_of
 
 _log = logging.getLogger("gradwire")
@@ -211,7 +211,7 @@ def start_torch_distributed(
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if launch.size > 1:
         return meet(launch, timeout_s, backend, left, lost)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=HashStore(), rank=0, world_size=1)
+    init_group(backend, timeout_s, HashStore(), 0, 1)
     return None
 
 

@@ -18,9 +18,6 @@ from gradwire.trainer.cli.report.measured import Measured, Operation, Training
 #: Operations with less than this share of the time of all operations are not shown.
 _SHOWN_SHARE = 0.005
 
-#: A rank is called slow if the others waited for it at least this many times as long as for any other rank.
-_SLOWER = 1.5
-
 
 def page(command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured) -> str:
     """Return the page. facts: texts about the whole run. exit_code: of the command, negative for a signal. cause,
@@ -96,7 +93,7 @@ def _stragglers(training: Training, of: str) -> str:
     said = (
         f"<p>No rank is much slower than the others. They waited longest for rank {slowest}, {_time(most_s)} per step on average "
         f"in {found.steps:,} exchanges, and {_time(next_s)} for another rank.</p>"
-        if most_s < _SLOWER * next_s
+        if not found.is_clear
         else f"<p>The others waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
         f"{_time(found.cost_s[found.slowest])} per step ({found.share:.1%} of the mean step of {_time(found.step_s)}), and at "
         f"most {_time(found.worst_s[found.slowest])}.</p>"
