@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from gradwire.collectives.run.messages import MessageWork
 
@@ -44,19 +44,17 @@ class Mover:
             works = [] if self._closed else list(self._under_way)
             self._closed = True
             self._changed.notify()
-        for work in works:
-            if work.is_completed():
-                with self._changed:
-                    callbacks = self._under_way.pop(work, [])
-                for callback in callbacks:
-                    callback()
+        self._call_back(work for work in works if work.is_completed())
 
     def settle(self) -> None:
         """Call the functions of the messages that are left, after stop() and after the end of their Communicator, so that the
         wait for each message returns or raises at once."""
-        with self._changed:
-            left, self._under_way = self._under_way, {}
-        for callbacks in left.values():
+        self._call_back(list(self._under_way))
+
+    def _call_back(self, works: Iterable[MessageWork]) -> None:
+        for work in works:
+            with self._changed:
+                callbacks = self._under_way.pop(work, [])
             for callback in callbacks:
                 callback()
 

@@ -63,11 +63,7 @@ class Failures:
             self._end_job(said, is_first=rank() == host[0])
             raise GaveUp(here() + said)
         if has_failed and rank() == 0:
-            why = (
-                reasons[0]
-                if reasons
-                else "no rank reported why; a signal may have ended it, as the launcher's lines show"
-            )
+            why = next(iter(reasons), "no rank reported why; a signal may have ended it, as the launcher's lines show")
             _log.warning("gradwire: ranks have failed: %s", why)
 
     def note(self, error: Exception) -> None:

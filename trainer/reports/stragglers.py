@@ -65,8 +65,12 @@ class Stragglers:
     def is_clear(self) -> bool:
         """Return whether the others waited for the slowest rank for longer than schedulers cause, and much longer than for
         any other rank."""
-        *_, next_s, most_s = sorted(self.cost_s)
-        return self.matters and most_s > _SLOWER * next_s
+        return self.matters and self.cost_s[self.slowest] > _SLOWER * self.next_cost_s
+
+    @property
+    def next_cost_s(self) -> float:
+        """Return the second largest mean cost."""
+        return sorted(self.cost_s)[-2]
 
     @property
     def matters(self) -> bool:

@@ -31,6 +31,7 @@ from gradwire.trainer.world.process_sets import (
     group_along,
 )
 from gradwire.trainer.world.recording import Recorder
+from gradwire.trainer.world.torch_group import destroy_group
 
 _log = logging.getLogger("gradwire")
 
@@ -256,8 +257,8 @@ class World:
         else:
             endings += [lambda: abandon_all(self.communicators, failure)]
         endings += [process_set.unregister for process_set in self.process_sets]
-        if self._owns_process_group and dist.is_initialized():
-            endings += [dist.destroy_process_group]
+        if self._owns_process_group:
+            endings += [destroy_group]
         if self._launched is not None:
             endings += [self._launched.close]
         return endings

@@ -23,7 +23,8 @@ def init_group(backend: str, timeout_s: float, store: Store, rank: int, size: in
 
 
 def destroy_group() -> None:
-    """Destroy the default group, or what is left of one that could not be made, so that another can be made."""
+    """Destroy the default group. If init_group() has failed to make it, remove what that left in torch. Afterwards, all ranks can
+    make another one."""
     if dist.is_initialized():
         dist.destroy_process_group()
     else:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from numba import int64, njit, types
 
 from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.intrinsics import give_way, load, monotonic_ns, pause, sleep_us, store
+from gradwire.collectives.kernels.cpu.intrinsics import (
+    field,
+    give_way,
+    load,
+    monotonic_ns,
+    pause,
+    set_field,
+    sleep_us,
+    store,
+)
 
 # Fields of 64 bits that a kernel shares with the process that calls it, the *context*. They are private to the process.
 
@@ -51,18 +60,6 @@ RANK_BYTES = 8 * LINE
 
 # The results of a kernel.
 FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED = range(5)
-
-
-@njit
-def field(context, index):
-    """Return a field of the context."""
-    return load(context + 8 * index)
-
-
-@njit
-def set_field(context, index, value):
-    """Set a field of the context."""
-    store(context + 8 * index, value)
 
 
 @njit

@@ -133,6 +133,18 @@ def store(builder, address, value):
     builder.store_atomic(value, _word(builder, address), "release", 8)
 
 
+@njit
+def field(address, index):
+    """Return a 64-bit field of a table, such as the context of a kernel. address: of the table's first field."""
+    return load(address + 8 * index)
+
+
+@njit
+def set_field(address, index, value):
+    """Set a 64-bit field of a table."""
+    store(address + 8 * index, value)
+
+
 @instruction(types.void)
 def pause(builder):
     """Let one beat of a spinning wait pass."""

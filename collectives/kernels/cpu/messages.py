@@ -23,11 +23,9 @@ from gradwire.collectives.kernels.cpu.context import (
     RANK,
     SIZE,
     STOPPED,
-    field,
     rest,
-    set_field,
 )
-from gradwire.collectives.kernels.cpu.intrinsics import copy, load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
 from gradwire.collectives.kernels.wire import TAG_MASK
 
 RING_LINE = 64

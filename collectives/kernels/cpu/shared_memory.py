@@ -55,17 +55,15 @@ from gradwire.collectives.kernels.cpu.context import (
     WHOLE,
     WHOLE_BYTES,
     YIELD_NS,
-    field,
     least_of,
     line_of,
     note_wait_for_all,
     publish,
     rest,
-    set_field,
     wait_for_headers,
     wait_for_line,
 )
-from gradwire.collectives.kernels.cpu.intrinsics import copy, load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
 from gradwire.collectives.kernels.cpu.messages import (
     RING_BYTES,
     ROW_DONE,

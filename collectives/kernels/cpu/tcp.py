@@ -12,7 +12,7 @@ from numba import int64, njit
 
 from gradwire.collectives.kernels.cpu.arithmetic import OPS, combine
 from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.intrinsics import copy, load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
 from gradwire.collectives.kernels.cpu.sockets import EAGAIN, EINTR, EPIPE, POLL_BYTES, receive, send_two
 from gradwire.collectives.kernels.cpu.tcp_context import (
     ABORTED,
@@ -60,10 +60,8 @@ from gradwire.collectives.kernels.cpu.tcp_context import (
     TRIES,
     WANTED,
     connection_of,
-    field,
     polls_again,
     row_of,
-    set_field,
     sleep,
     spin_less,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from gradwire.collectives.kernels.cpu.intrinsics import give_way, load, monotonic_ns, store
+from gradwire.collectives.kernels.cpu.intrinsics import field, give_way, load, monotonic_ns, set_field
 from gradwire.collectives.kernels.cpu.sockets import POLLIN, POLLOUT, POLLRDHUP, has_ended, poll, watch_for
 
 # Fields of 64 bits that a kernel shares with the process that calls it, the *context*.
@@ -65,18 +65,6 @@ _PROBE_AFTER = 32
 
 #: How often a wait polls before it offers the core to other processes, and how long a computing process keeps the core.
 _TRIES_ALONE, _LONG_NS = 20, 1_000_000
-
-
-@njit
-def field(address, index):
-    """Return a field of the context, a row or a connection."""
-    return load(address + 8 * index)
-
-
-@njit
-def set_field(address, index, value):
-    """Set a field of the context, a row or a connection."""
-    store(address + 8 * index, value)
 
 
 @njit

@@ -89,10 +89,10 @@ def _stragglers(training: Training, of: str) -> str:
             f"Stragglers{of}", "<p>No data: this needs at least two exchanges of gradients on several ranks.</p>"
         )
     slowest = training.ranks[found.slowest]
-    *_, next_s, most_s = sorted(found.cost_s)
     said = (
-        f"<p>No rank is much slower than the others. They waited longest for rank {slowest}, {_time(most_s)} per step on average "
-        f"in {found.steps:,} exchanges, and {_time(next_s)} for another rank.</p>"
+        f"<p>No rank is much slower than the others. They waited longest for rank {slowest}, "
+        f"{_time(found.cost_s[found.slowest])} per step on average in {found.steps:,} exchanges, and "
+        f"{_time(found.next_cost_s)} for another rank.</p>"
         if not found.is_clear
         else f"<p>The others waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
         f"{_time(found.cost_s[found.slowest])} per step ({found.share:.1%} of the mean step of {_time(found.step_s)}), and at "
