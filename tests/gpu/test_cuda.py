@@ -1,15 +1,19 @@
 """CUDA tensors: over gloo, staged through pinned memory, by several ranks that share a GPU; over NCCL by one rank."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
 
 from gradwire.collectives import Communicator
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
 from tests.ranks.exact import ALLREDUCES, DTYPES, OPS, SEGMENT_BYTES, Checks, contribution, cover, reduced
 from tests.ranks.test_collectives import NUMELS, clash
+from tests.ranks.training import in_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -78,3 +82,45 @@ WITHOUT_NCCL = pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a 
 @pytest.mark.parametrize("check", [exact, other_verbs, follows_the_stream])
 def test_tensors_of_a_gpu(ranks: Worlds, check: Callable[[str], object], backend: str, world: int) -> None:
     assert ranks(world).run(check, backend) == [[] if check is exact else None] * world
+
+
+@in_world
+def verbs_of_torch(backend: str) -> list[str]:
+    """Return the verbs of torch.distributed that give this only rank anything else than its own CUDA tensor back."""
+    group = dist.new_group(backend=backend)
+    given = torch.arange(1.0, 7.0, device="cuda")
+
+    def into(call: Callable[[Tensor], object]) -> Tensor:
+        result = torch.zeros_like(given)
+        call(result)
+        return result
+
+    def in_place(call: Callable[[Tensor], object]) -> Tensor:
+        result = given.clone()
+        call(result)
+        return result
+
+    results = {
+        "all_reduce": in_place(partial(dist.all_reduce, group=group)),
+        "reduce": in_place(partial(dist.reduce, dst=0, group=group)),
+        "broadcast": in_place(partial(dist.broadcast, src=0, group=group)),
+        "all_gather": into(lambda out: dist.all_gather([out], given, group=group)),
+        "all_gather_into_tensor": into(lambda out: dist.all_gather_into_tensor(out, given, group=group)),
+        "reduce_scatter": into(lambda out: dist.reduce_scatter(out, [given], group=group)),
+        "reduce_scatter_tensor": into(lambda out: dist.reduce_scatter_tensor(out, given, group=group)),
+        "all_to_all": into(lambda out: dist.all_to_all([out], [given], group=group)),
+        "all_to_all_single": into(lambda out: dist.all_to_all_single(out, given, group=group)),
+        "gather": into(lambda out: dist.gather(given, [out], dst=0, group=group)),
+        "scatter": into(lambda out: dist.scatter(out, [given], src=0, group=group)),
+        "functional all_gather": functional.all_gather_tensor(given, 0, group),
+        "functional reduce_scatter": functional.reduce_scatter_tensor(given, "sum", 0, group),
+        "functional all_to_all": functional.all_to_all_single(given, None, None, group),
+        "functional coalesced": functional.all_gather_into_tensor_coalesced([given], group)[0],
+    }
+    dist.destroy_process_group(group)
+    return [verb for verb, result in results.items() if not torch.equal(result, given)]
+
+
+@WITHOUT_NCCL
+def test_the_backend_gives_every_verb_to_nccl(ranks: Worlds) -> None:
+    assert ranks(1).run(verbs_of_torch, "gradwire") == [[]]
