@@ -232,8 +232,8 @@ def predictions(folder: str) -> str:
     """Return a table of the runs of `bench predicted` in a folder: how far predictions are off, 'auto' from the best, and from
     which size on codecs pay."""
     rows = []
-    for path in sorted((DOCS / folder).glob("*.json")):
-        run = json.loads(path.read_text())
+    runs = [json.loads(path.read_text()) for path in sorted((DOCS / folder).glob("*.json"))]
+    for run in runs:
         found = [PredictedRow(**row) for row in run["rows"]]
         errors = [abs(row.predicted_s / row.seconds - 1) for row in found]
         over, codec_over = ([times for _, times in of(found)] for of in (over_best, codec_over_best))
@@ -246,7 +246,8 @@ def predictions(folder: str) -> str:
         rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
     pay = (f"`{codec}` pays from" for codec in CODECS)
     heading = ("", "error", "algorithm over the best", "codec over the best", *pay, "links measured in")
-    return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}")
+    (where,) = {_where({**run["meta"], "network": None}) for run in runs}
+    return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}") + f"\n({where}.)\n"
 
 
 def failures(name: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from figure_views import DOCS, FOLDER, VIEWS, figures
 
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
-MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w.-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w./-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 
 _TORCHRUN = "torchrun --nproc-per-node {} -m gradwire.bench"
 _HOSTS = "python -m gradwire.bench hosts --hosts {} --ranks {} --rate {} --"

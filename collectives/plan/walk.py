@@ -62,7 +62,9 @@ def predict(
             raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
         return _interpolated(measured, nbytes)
     call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize, root)
-    return corrected(measured, nbytes, partial(_in_segments, *call), costs.call_s, scales=len(costs.hosts) == 1)
+    # A measured call may have been quicker than its links, which had saved up for a burst. Calls that follow each other are not.
+    least_s = max(costs.call_s, _busiest(*call, nbytes) if costs.burst_bytes else 0.0)
+    return corrected(measured, nbytes, partial(_in_segments, *call), least_s, scales=len(costs.hosts) == 1)
 
 
 def corrected(
@@ -128,6 +130,30 @@ def _interpolated(measured: Sequence[tuple[int, float]], nbytes: int) -> float:
 def _walked(
     costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
 ) -> float:
+    return price(costs, _legs(costs, collective, algorithm, segment_bytes, itemsize, root, nbytes))
+
+
+@lru_cache(maxsize=4096)
+def _busiest(
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
+) -> float:
+    """Return the seconds that the busiest uplink needs for the bytes of a call, in the direction with more of them."""
+    in_one_segment = max(segment_bytes, nbytes)
+    host = {rank: index for index, ranks in enumerate(costs.hosts) for rank in ranks}
+    moved: dict[tuple[int, int], int] = defaultdict(int)  # by direction and host
+    for rank, legs in enumerate(_legs(costs, collective, algorithm, in_one_segment, itemsize, root, nbytes)):
+        for instruction in itertools.chain.from_iterable(leg.program for leg in legs):
+            ends = host[rank], host[instruction.peer]
+            if instruction.kind == Kind.SEND and ends[0] != ends[1]:
+                for direction, end in enumerate(ends):
+                    moved[direction, end] += instruction.length * itemsize
+    return max((nbytes * costs.uplinks[end] for (_, end), nbytes in moved.items()), default=0.0)
+
+
+def _legs(
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
+) -> list[list[Leg]]:
+    """Return by rank the programs of a call."""
     segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
     legs = []
     for rank in range(costs.size):
@@ -138,7 +164,7 @@ def _walked(
         else:
             segments = segments_of_blocks(split(Span(0, numel), costs.size), segment)
         legs.append([Leg(Program(schedule, segments), itemsize)])
-    return price(costs, legs)
+    return legs
 
 
 Alike = Callable[[int, int], tuple[int, int]]

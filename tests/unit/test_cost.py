@@ -149,6 +149,14 @@ def test_beyond_a_large_call_between_hosts_the_walk_is_off_by_the_same_share(sha
     assert said(large // 2, timed) == pytest.approx(said(large // 2) + part * (share - 1) * said(large))
 
 
+@pytest.mark.parametrize(("burst_bytes", "seconds"), [(0, 0.5), (100, 2.0)])
+def test_a_call_in_a_burst_does_not_make_a_prediction_quicker_than_the_links(burst_bytes: int, seconds: float) -> None:
+    """In a tree of three ranks, rank 0 receives 1000 bytes from two others, which takes its link 2 seconds."""
+    three = replace(costs((0,), (1,), (2,)), burst_bytes=burst_bytes)
+    calls = (CallCost("allreduce", "tree", ((1000, 0.5),)),)
+    assert predict(replace(three, calls=calls), "allreduce", "tree", 1000, 1 << 20) == pytest.approx(seconds)
+
+
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:
     five = replace(costs((0, 3), (1, 4), (2,)), uplinks=(1.0, 2.0, 3.0), slow_links=(SlowLink((1, 2), 9.0),))
     three = five.among([2, 1, 3])
