@@ -102,7 +102,8 @@ class Probe:
         alone = self._alone()
         inside = next((self._pair(host[:2], inside=True) for host in self._hosts if len(host) > 1), None)
         between = self._pair(self._leaders[:2], inside=False) if len(self._hosts) > 1 else None
-        uplinks = self._uplinks(between) if between is not None else None
+        shares_cores = any(cores.number < len(cores.ranks) for cores in alone.cores)
+        uplinks = self._uplinks(between, shares_cores=shares_cores) if between is not None else None
         pair = between or inside
         together = self._together(pair.bulk_bytes, uplinks) if pair is not None else None
         mine = costs_of(alone, inside, between, uplinks, together).to_json() if self._rank == 0 else None
@@ -222,14 +223,14 @@ class Probe:
         steady_s = self._steady(programs)(range(self._size))
         return nbytes, Timed(programs, steady_s), max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
 
-    def _steady(self, programs: Sequence[Program]) -> Callable[[Iterable[int]], float]:
-        """Return a function that takes ranks and returns the seconds that their programs take right after another call. It
-        subtracts the time of the first call from that of all calls: timed alone, a second call would seem too fast on a rank
-        that wakes up late after the first, since the other ranks have already begun it."""
+    def _steady(self, programs: Sequence[Program], times: int = 2) -> Callable[[Iterable[int]], float]:
+        """Return a function that takes ranks and returns the seconds that their programs take right after another call, in the
+        quickest of `times` measurements. It subtracts the time of the first call from that of all calls: timed alone, a second
+        call would seem too fast on a rank that wakes up late after the first, since the other ranks have already begun it."""
         mine = programs[self._rank]
         following = _FOLLOWING if self._lanes == 1 else _FOLLOWING_OF_MANY
         first, all_of_them = [], []
-        for _ in range(2):
+        for _ in range(times):
             self._engine.meet(self._turn)
             began = _CLOCK()
             self._follow(mine)
@@ -244,29 +245,40 @@ class Probe:
 
         return seconds
 
-    def _uplinks(self, alone: Pair) -> Uplinks:
+    def _uplinks(self, alone: Pair, *, shares_cores: bool) -> Uplinks:
         """Measure the uplink of every host: pairs of hosts exchange bulk messages, all pairs at once, over all ranks that have
-        a partner. alone: the measurement of the first pair of hosts."""
+        a partner. alone: the measurement of the first pair of hosts. shares_cores: whether any ranks share a core."""
         count = len(self._hosts)
         alone_s = alone.bulk.seconds / alone.bulk_bytes
         lanes, most = self._lanes, int(_SHARED_S / alone_s)  # many ranks wake up late: more bytes make that matter less
         nbytes = max(alone.bulk_bytes, min(lanes * alone.bulk_bytes, most)) // lanes // 4 * 4
         quickest = [float("inf")] * count
         pairs: dict[tuple[int, int], float] = {}
-        for against in _tournament(count)[:_OPPONENTS]:
+
+        def measure(against: dict[int, int], times: int) -> None:
             partners = {self._hosts[a][lane]: self._hosts[b][lane] for a, b in against.items() for lane in range(lanes)}
-            seconds = self._steady(self._exchange(partners, nbytes))
+            seconds = self._steady(self._exchange(partners, nbytes), times)
             for a, b in against.items():
-                taken = seconds(rank for host in (a, b) for rank in self._hosts[host][:lanes])
-                pairs[a, b] = taken / (nbytes * lanes)
-                quickest[a] = min(quickest[a], pairs[a, b])
+                taken = seconds(rank for host in (a, b) for rank in self._hosts[host][:lanes]) / (nbytes * lanes)
+                pairs[a, b] = min(taken, pairs.get((a, b), taken))
+                quickest[a] = min(quickest[a], taken)
+
+        def is_slow(a: int, b: int) -> bool:
+            return pairs[a, b] > SLOW * max(quickest[a], quickest[b])
+
+        rounds = _tournament(count)[:_OPPONENTS]
+        for against in rounds:
+            measure(against, 2 if against.get(0) == 1 else 1)  # the first pair shows how long ranks wait for cores
+        for against in rounds:
+            if any(is_slow(a, b) for a, b in against.items()):  # or a rank woke up late
+                measure(against, 1)
         # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
-        waiting = max(1.0, pairs[0, 1] / alone_s) if lanes == 1 and (0, 1) in pairs else 1.0
+        waiting = max(1.0, pairs[0, 1] / alone_s) if shares_cores and lanes == 1 and (0, 1) in pairs else 1.0
         uplinks = tuple(each / waiting for each in quickest)
         slow = tuple(
             SlowLink((self._hosts[a][0], self._hosts[b][0]), taken / waiting)
             for (a, b), taken in pairs.items()
-            if a < b and taken > SLOW * max(quickest[a], quickest[b])
+            if a < b and is_slow(a, b)
         )
         return Uplinks(uplinks, slow, of_one_rank=lanes == 1)
 
