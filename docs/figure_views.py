@@ -54,6 +54,7 @@ _GAINS = (
     ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`, uncompressed", "step-one-host", "gradwire"),
     ("2 computers, 10 Gbit/s", "the same", "step-2-hosts-10gbit", "gradwire"),
     ("4 computers, 1 Gbit/s", "the same", "step-4-hosts-1gbit", "gradwire"),
+    ("", '`overlap="next_forward", model=model`', "step-overlap-4-hosts-1gbit", "gradwire+next_forward"),
     ("", '`compression="int8"`', "step-4-hosts-1gbit", "gradwire+int8"),
     ("", '`compression="powersgd"`', "step-4-hosts-1gbit", "gradwire+powersgd"),
     ("", '`compression="onebit"`', "step-4-hosts-1gbit", "gradwire+onebit"),
