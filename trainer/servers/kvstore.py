@@ -1,4 +1,4 @@
-"""KVStore: MXNet's key-value store, at servers inside the ranks, for programs that are ported."""
+"""KVStore: MXNet's key-value store, at servers inside the ranks, for programs that are ported from MXNet."""
 
 from __future__ import annotations
 
