@@ -44,7 +44,7 @@ class Communicator(Tuned):
     docs/guides/collectives.md is the guide.
 
     group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world; or a
-    Membership, of which no other Communicator is made.
+    Membership that no other Communicator uses.
     timeout_s: the deadline of each operation, in seconds from its start, and of making the Communicator.
     segment_bytes: how many bytes of one rank's share are sent at once when a buffer is long; None chooses by topology. Codes
     of CUDA tensors are sent 4 MB at a time.
@@ -54,11 +54,11 @@ class Communicator(Tuned):
     missing ranks, and the file and line where they are. None turns this off.
     stall_shutdown_s: a shorter deadline than timeout_s, for operations only; None: timeout_s.
 
-    segment_bytes, link and the tables of COLLECTIVES_<VERB> must be equal on all ranks; otherwise all raise ValueError. The
-    times may differ.
+    segment_bytes, link and the tables of COLLECTIVES_<VERB> must be equal on all ranks; otherwise all raise ValueError.
+    timeout_s, stall_warning_s and stall_shutdown_s may differ.
 
-    By the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts. If
-    memory cannot be shared, they travel over TCP; without compiled kernels, through the backend of the group.
+    With the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts. If
+    memory cannot be shared, they travel over TCP. Without compiled kernels, they travel through the backend of the group.
 
     Arguments that all verbs share:
 
@@ -71,12 +71,12 @@ class Communicator(Tuned):
       raises TypeError.
     - algorithm is 'auto' or one of algorithms(verb). One algorithm in one world gives bitwise identical results, on all ranks
       and in every run.
-    - async_op=True: the tensors belong to the operation until its wait() returns. It works on the memory that they had at the
-      call, and the storage of a CPU tensor cannot be resized any more, as after Tensor.numpy(). Operations run in the order of
-      the calls.
+    - async_op=True: do not use the tensors until wait() of the operation returns. The operation works on the memory that
+      they had at the call. Afterwards, the storage of a CPU tensor cannot be resized, as after Tensor.numpy(). Operations
+      run in the order of the calls.
 
-    Threads of a rank may share a Communicator only if their calls are equal: otherwise ranks could run them in different
-    orders, which raises Mismatch.
+    Threads of a rank may share a Communicator only if all of them make the same calls with equal arguments: otherwise ranks
+    could run the calls in different orders, which raises Mismatch.
 
     Every verb raises ValueError or TypeError for a wrong argument, before anything is sent. If an operation cannot finish, the
     verb, or wait() of an asynchronous one, raises PeerLost, CollectiveTimeout or Mismatch. The Communicator is then broken,
@@ -153,7 +153,7 @@ class Communicator(Tuned):
             self._engine = Engine(transport, connection.watch, plans, patience_s, stall_warning_s)
             self._lanes = ""
             self.timeline: Timeline | None = None
-            """Where operations are recorded at present."""
+            """The Timeline in which operations are recorded now; None if they are not recorded."""
             self._tally: OperationTally | None = None
             if folder := report_folder(os.environ):
                 self._tally = OperationTally(folder, self.global_rank, self.topology.size, self.routes)
@@ -176,12 +176,13 @@ class Communicator(Tuned):
 
     @property
     def control_device(self) -> str:
-        """Return the device for small tensors of the caller's own: the CPU, or the GPU if the group carries no CPU tensors."""
+        """Return the device on which a caller must make small tensors for this Communicator: the CPU, or the GPU if the
+        group carries no CPU tensors."""
         return self._engine.control_device
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """Return lines of text: what connects this rank with which others."""
+        """Return lines of text that say by which connection this rank reaches the other ranks."""
         return self._engine.routes
 
     @property
@@ -204,12 +205,14 @@ class Communicator(Tuned):
 
     @property
     def tables(self) -> dict[str, Table]:
-        """Return the algorithms that 'auto' runs by message size, for every verb: built in, or from COLLECTIVES_<VERB>."""
+        """Return the built-in algorithms that 'auto' runs for each message size, by verb, or those of the environment
+        variables COLLECTIVES_ALLREDUCE, COLLECTIVES_BROADCAST, and so on."""
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None) -> str:
-        """Return the algorithm that 'auto' runs for a message of nbytes (of all ranks together for allgather and
-        reduce_scatter), or with a codec, for an allreduce of nbytes of float32.
+        """Return the algorithm that 'auto' runs for a message of nbytes. For allgather and reduce_scatter, nbytes are the
+        bytes of all ranks together. With a codec, return the algorithm for an allreduce of float32 numbers that have nbytes
+        before encoding.
         """
         made = make_codec(codec) if codec is not None else None
         if made is None or made.name == "none":
@@ -220,23 +223,26 @@ class Communicator(Tuned):
     def wire_bytes(
         self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
     ) -> int | None:
-        """Return how many bytes this rank sends for a message of nbytes in all, by the plan. The root of rooted collectives is
-        rank 0.
+        """Return how many bytes this rank sends for a message of nbytes, according to the schedule. nbytes has the same
+        meaning as for chosen(). For a verb with a root, the root is rank 0.
 
-        With a codec, the message is nbytes of float32, and bytes that the ranks of a host send each other before encoding do
-        not count. None for the backend's own algorithm, and where nothing is sent because memory is shared.
+        With a codec, the message is float32 numbers that have nbytes before encoding, and bytes that the ranks of a host
+        send each other before encoding do not count. Return None if the backend runs an algorithm of its own, and if
+        nothing is sent because memory is shared.
         """
         made = make_codec(codec) if codec is not None else None
         return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)
 
     @property
     def absence(self) -> Absence:
-        """This rank's Absence, by which it takes part with zeros in the others' operations."""
+        """This rank's Absence, with which join() lets the rank take part in the operations of the other ranks, with
+        zeros."""
         return Absence(self, self._engine)
 
     def post(self, topic: str, record: Any) -> None:
-        """Send a record, as of allgather_record, to all ranks; the latest of each topic counts. Returns at once, before the
-        record has arrived. Not an operation: no other rank needs to take part.
+        """Send a record to all ranks, which replaces this rank's earlier record of the same topic; posted() returns the
+        records. allgather_record() lists what a record may contain. Returns at once, before the record has arrived. Not an
+        operation: no other rank needs to take part.
         """
         self._engine.watch.post(topic, record)
 
@@ -267,8 +273,8 @@ class Communicator(Tuned):
         return self.global_ranks[self._engine.rank] if self.global_ranks else self._engine.rank
 
     def close(self) -> None:
-        """Finish all operations and release the group. A collective call: it waits for the others for at most some seconds,
-        and after a failure returns at once. Further calls do nothing.
+        """Finish all operations and release the group. A collective call: it waits for the other ranks for a few seconds at
+        most, and does not wait after a failure. Further calls do nothing.
         """
         close_all([self])
 

@@ -28,8 +28,8 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
 
 
 class CollectiveError(DistBackendError):
-    """A collective operation failed. Its Communicator is usually broken from then on. It is a RuntimeError and torch's
-    DistBackendError.
+    """A collective operation failed. Its Communicator is usually broken from then on. This error is a RuntimeError and
+    torch's DistBackendError.
 
     Attributes: rank (this process, in the Communicator; -1 if unknown), operation (the operation that was running), ranks (the
     ranks at fault, as far as they are known).
@@ -54,8 +54,9 @@ class CollectiveError(DistBackendError):
 class PeerLost(CollectiveError):
     """The process of a peer ended, or the peer left before the operation was done.
 
-    Attributes: ranks (the lost ranks), has_left (True if they announced that they leave, as a script does that ends or raises;
-    False if their processes ended or cannot be reached), reasons (by rank, the exception with which a rank left).
+    Attributes: ranks (the lost ranks), has_left (True if they announced that they leave, as when a script ends or raises an
+    exception; False if their processes ended without this, or cannot be reached), reasons (by rank, the exception with
+    which a rank left).
     """
 
     def __init__(

@@ -27,10 +27,10 @@ class SharedTensors(Verbs):
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised CPU tensor that ranks of one host allreduce without a copy, from its second allreduce on.
 
-        Make it once and reuse it. The shape is given as for torch.empty. Not a collective call, but all ranks that reduce it
-        should make theirs with it. Without shared memory, for more than 256 of them at a time, and if too little memory is
-        left, it is an ordinary tensor. The memory is reserved at once, and freed with the tensor. After a fork, parent and
-        child share its contents.
+        Make the tensor once and reuse it. The shape is given as for torch.empty. Not a collective call, but every rank
+        should pass a tensor that it made with empty() to the allreduce. If memory cannot be shared, if 256 such tensors
+        exist already, or if too little memory is left, the result is an ordinary tensor. The memory is reserved at once,
+        and freed with the tensor. After a fork, parent and child share its contents.
 
         Raises TypeError for a dtype that is not supported.
         """

@@ -34,8 +34,9 @@ class Tuned(SharedTensors):
         """Measure the links of these ranks, in well under a second, and let 'auto' select by the measurement from now on. A
         collective call. With COLLECTIVES_TUNING=1, making a Communicator over several hosts calls it.
 
-        If the first allreduces of a size take another time than predicted, the next ones try up to two other algorithms, and
-        the fastest stays. A tuning file is not corrected in this way, so that runs with it have the same bits.
+        If the first allreduces of a size take longer or shorter than predicted, the next ones try up to two other
+        algorithms, and the fastest stays. The selection by a tuning file is not corrected in this way, so that all runs
+        with the file give the same bits.
         """
         costs = self._probe().run()
         self._choose_by(costs, corrects=True)  # which may change what the timed calls run
@@ -47,8 +48,9 @@ class Tuned(SharedTensors):
         return costs
 
     def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
-        """Measure how quickly these ranks encode and decode on devices of a type, in well under a second, and their links unless
-        that was done, for predict(). A collective call. What 'auto' chooses stays as it is.
+        """Measure how quickly these ranks encode and decode on devices of a type, so that predict() can use it. Also
+        measure the links, unless that was done before. A collective call, which takes well under a second. What 'auto'
+        chooses stays as it is.
 
         Raises ValueError where the group carries no CPU tensors, with which links are measured."""
         if self._engine.control_device != "cpu":
@@ -70,9 +72,9 @@ class Tuned(SharedTensors):
         return costs
 
     def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
-        """Return the predicted seconds of an allreduce by 'auto' of numel numbers of itemsize bytes, or with a codec, of
-        float32. The same on all ranks. Raises KeyError for a codec or an algorithm that was not measured; see
-        measure_codecs()."""
+        """Return the predicted seconds of an allreduce with algorithm='auto' of numel numbers of itemsize bytes; with a
+        codec, of float32 numbers. The result is the same on all ranks. Raises KeyError for a codec or an algorithm that was
+        not measured; see measure_codecs()."""
         if self._costs is None:
             raise KeyError("links were not measured")
         made = make_codec(codec) if codec is not None else None
@@ -89,7 +91,8 @@ class Tuned(SharedTensors):
 
     @property
     def measured(self) -> Measured | None:
-        """Return the Measured by which 'auto' selects after a measurement of the links; None without one."""
+        """Return the measurement of the links by which 'auto' selects algorithms, as a Measured; None without a
+        measurement."""
         return self._engine.plans.measured
 
     @property

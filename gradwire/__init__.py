@@ -3,22 +3,26 @@
 The verbs have Horovod's names, argument names and defaults. They differ in the following, for all verbs:
 
 - Operations are matched by the order of the calls, which must be the same on all ranks, not by `name`. A `name` appears in
-  errors. Until the synchronize() of an operation, another one of that verb and process set with its name raises ValueError.
+  errors. From the start of an operation to its synchronize(), another call of the same verb with the same process set and
+  the same `name` raises ValueError.
 - `process_set` may also be a torch.distributed group, a dimension of a DeviceMesh, or a Communicator. Ranks outside of it need
   not call anything; a verb called there raises an error that is both a ValueError and a HorovodInternalError.
 - A root rank is a rank of the world, with any process set.
 
 Tensors may have any shape (at least one dimension for verbs that move rows) and the dtypes float16, bfloat16, float32, float64,
 int8, uint8, int16, int32, int64 and bool. The tensors of a group are on one device, and results are on the device of the tensor.
-Factors multiply integers in float64, and the result is truncated toward zero, as are averages of integers.
+prescale_factor and postscale_factor multiply integers in float64. The result is then truncated toward zero, and so are
+averages of integers.
 
-Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients: of allgather and broadcast the
-average of all ranks' gradients, of reducescatter with op=Sum the gathered gradients times the number of ranks.
+Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients. The gradient of allgather and
+of broadcast is the average of all ranks' gradients. The gradient of reducescatter with op=Sum is the concatenation of all
+ranks' gradients, times the number of ranks.
 
-All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. They raise
-gradwire.collectives.CollectiveError, here also HorovodInternalError, if the ranks could not finish together. The arguments of
-allgather and alltoall are compared before data is sent; if they do not fit, all ranks raise an error that is both. The table in
-docs/guides/from-horovod.md compares the errors with Horovod's.
+All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. If the ranks could not finish
+together, they raise gradwire.collectives.CollectiveError; gradwire.HorovodInternalError is the same class. allgather and
+alltoall compare the arguments of all ranks before data is sent. If these do not fit together, all ranks raise an error that
+is both a ValueError and a HorovodInternalError. The table in docs/guides/from-horovod.md compares the errors with
+Horovod's.
 """
 
 import types as _types

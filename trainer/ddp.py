@@ -49,8 +49,9 @@ def ddp_comm_hook(
 ) -> "CompressionHook":
     """Return a hook that averages gradients: `model.register_comm_hook(None, gradwire.ddp_comm_hook("int8"))`.
 
-    compression, allow, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. Except with casts
-    that are named, the first UNSETTLED_STEPS exchanges are always uncompressed.
+    compression, allow, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. The first two
+    exchanges are always uncompressed, because DDP rebuilds its buckets after the first step. Exception: casts that
+    compression or policy names apply from the start.
     named_parameters: all parameters of the module under DDP; policy matches their names.
     timeout_s: the deadline of each exchange.
     process_group: the process group that DDP was given, if any.
@@ -66,11 +67,11 @@ def ddp_comm_hook(
 
 
 class CompressionHook:
-    """Averages every bucket that is full, when DDP calls it. Made by ddp_comm_hook.
+    """Averages each full bucket over the ranks, when DDP calls this hook. ddp_comm_hook returns it.
 
-    The gradients of a bucket with the same encoding are copied into a separate buffer, which is exchanged as one and has
-    residuals. Buffers are kept until DDP fills other buckets with their parameters. Then the residuals are added to the
-    gradients, which are exchanged uncompressed once, and new buffers are made.
+    The hook copies those gradients of a bucket that have the same encoding into one buffer, exchanges this buffer, and
+    keeps its residuals. It keeps the buffer as long as DDP fills a bucket with the same parameters. When DDP changes its
+    buckets, the hook adds the residuals to the gradients, exchanges these once without compression, and makes new buffers.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class CompressionHook:
         """Load what this rank saved, in a world of the same size, with the same model, arguments of DDP, compression and
         policy. Training resumes bit for bit if it was saved after three steps or more.
 
-        Raises ValueError for anything else; for another model not before backward().
+        Raises ValueError for anything else. For the state of another model, only backward() raises it.
         """
         for key, value in self._identity().items():
             if state_dict.get(key) != value:

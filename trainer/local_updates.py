@@ -60,37 +60,40 @@ class LocalReport:
 
 
 class LocalUpdates(DistributedOptimizer):
-    """Wraps an optimizer so that every rank steps alone, and the ranks exchange how far their parameters have moved every
+    """Wraps an optimizer so that every rank steps alone, and the ranks exchange the changes of their parameters once in
     `every` steps.
 
     For the first `warmup_steps`, gradients are averaged, as by DistributedOptimizer. After that, the ranks exchange no
-    gradients. Every `every` steps they average the movements of their parameters since the last exchange, and the outer
-    optimizer applies the average to the common parameters. With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is
-    DiLoCo (Douillard et al. 2023); with outer=None the parameters are averaged. docs/guides/local-updates.md is the guide.
+    gradients. Once in `every` steps, they average the movements of their parameters, that is, the changes since the last
+    exchange, and the outer optimizer applies the average to the common parameters. With an outer Nesterov SGD of rate 0.7
+    and momentum 0.9 this is DiLoCo (Douillard et al. 2023); with outer=None the parameters are averaged.
+    docs/guides/local-updates.md is the guide.
 
-    Replicas must start equal (broadcast_parameters before the first step). They are equal right after an exchange, and only
-    nearly so with fragments or a delay: validate, and end training, after warmup_steps and a multiple of `every` steps. After
-    each exchange a hash of the common parameters is compared; if they differ, ReplicasDiffer is raised.
+    Replicas must start equal (broadcast_parameters before the first step). They are equal right after an exchange; with
+    fragments or a delay, they are only nearly equal then. So validate, and end training, when a multiple of `every` steps
+    has followed the warm-up. After each exchange the ranks compare a hash of the common parameters; if the hashes differ,
+    ReplicasDiffer is raised.
 
     optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as of DistributedOptimizer.
     every: the number of steps from one exchange to the next.
     outer: an optimizer of the same parameters, as a template: its class, settings and state are used. None averages the
-    parameters. With "chunktopk", whose elements few ranks send, None sums the movements instead.
+    parameters. With codec="chunktopk", None sums the movements, because few ranks send the same elements.
     warmup_steps: the number of synchronous steps at the start.
     warmup_codec: the compression of gradients in the warm-up, and among inner ranks.
     codec, policy: the compression of movements, as compression= and policy= of DistributedOptimizer, for parameters of any
     size. The error feedback of "chunktopk" takes the place of outer momentum (SparseLoCo, 2025).
-    fragments: the number of parts of the parameters, which are exchanged in turn, each every `every` steps.
+    fragments: the number of parts of the parameters, which are exchanged in turn, each once in `every` steps.
     delay: the number of steps that a rank takes while a fragment is exchanged.
     alpha: the share of its own parameters that a rank keeps after such a delay (Streaming DiLoCo, Douillard et al. 2025).
-    inner: a process set that averages gradients in every step, such as the ranks of a host; different ranks name different
-    ones.
+    inner: a process set that averages gradients in every step, such as the ranks of a host; the ranks of each host pass
+    their own process set.
 
-    Every rank saves its own state_dict() and parameters. On the same number of ranks, training resumes bit for bit. On another
-    number, every rank loads any of them, and the residuals are handed over as by DistributedOptimizer. load_state_dict() is
-    collective, and raises ValueError on all ranks, with nothing loaded, if any of them cannot load its state.
+    Every rank saves its own state_dict() and parameters. On the same number of ranks, training resumes bit for bit. On
+    another number, every rank loads the state_dict() and parameters of any rank, and the residuals are handed over as by
+    DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing loaded, if any
+    of them cannot load its state.
 
-    Making it is collective. Raises ValueError or TypeError for invalid arguments.
+    The constructor is collective. Raises ValueError or TypeError for invalid arguments.
     """
 
     def __init__(

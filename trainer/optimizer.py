@@ -50,9 +50,9 @@ class DistributedOptimizer(WrappingOptimizer):
     - All ranks call backward(), step(), synchronize() and zero_grad() in the same order, and freeze, thaw or add the same
       parameters. A parameter without a gradient on some ranks counts as zero there; without one on any rank, its grad stays
       None.
-    - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and averaged over ranks in the n-th
-      call. An earlier step() or synchronize() exchanges the gradients so far. Before other code reads gradients then
-      (clipping, GradScaler.unscale_), call synchronize(), and step() inside skip_synchronize().
+    - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and averaged over ranks in the
+      n-th call. An earlier step() or synchronize() exchanges the gradients so far. If other code reads the gradients before
+      the n-th call (clipping, GradScaler.unscale_), first call synchronize(), and then step() inside skip_synchronize().
     - Further calls of backward() without zero_grad() accumulate onto the average; with op=Sum they raise RuntimeError.
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
     - Of DTensors, as after fully_shard(model, mesh=mesh["shard"]), the local shards are exchanged among the ranks that hold
@@ -62,20 +62,21 @@ class DistributedOptimizer(WrappingOptimizer):
 
     optimizer: any torch optimizer. Its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
     named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
-    compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or ErrorFeedback(codec).
-    Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all parameters. onebit, topk,
-    threshold, randomk, dgc and chunktopk always have error feedback; other codecs have it only as ErrorFeedback(...). See
-    docs/guides/compression.md. With "auto", links and codecs are measured, in about a second, and each bucket uses the codec
-    in `allow`, or none, that is predicted to be fastest; the first training steps correct that once.
+    compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
+    ErrorFeedback(codec). Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all
+    parameters. onebit, topk, threshold, randomk, dgc and chunktopk always have error feedback; other codecs have it only as
+    ErrorFeedback(...). See docs/guides/compression.md. With "auto", the ranks measure links and codecs, in about a second.
+    Each bucket then uses the codec in `allow`, or none, that is predicted to be fastest, and the first training steps
+    correct this choice once.
     allow: for compression="auto", the codecs to choose from, each as compression= takes it; None: ("int8",).
-    policy: the compression of parameters by name, whatever their size: {"*.bias": "none", "embed*": "topk"}. The patterns are
-    those of file names, and the first that matches counts. Needs named_parameters.
+    policy: the compression of parameters by name, whatever their size: `{"*.bias": "none", "embed*": "topk"}`. The patterns
+    are those of file names, and the first that matches counts. Needs named_parameters.
     op: Average or Sum of gradients; or Adasum, with which each rank steps with its own gradients and the changes of the
     parameters are combined (gradwire.trainer.rules.adasum).
     gradient_predivide_factor: f, for Average: gradients are divided by f before the sum, and multiplied by f / size after it.
     num_groups: the number of buckets into which the gradients are divided evenly, instead of by bucket_bytes.
-    groups: the same number, or lists of parameters: each list shares a bucket (one per dtype and codec), whatever its size;
-    the other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
+    groups: a number of buckets, as num_groups; or lists of parameters, each of which shares a bucket (one per dtype and
+    codec), whatever its size. The other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
     sparse_as_dense: True makes sparse gradients, as of nn.Embedding(sparse=True), dense. Otherwise all ranks gather their
     indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
@@ -87,9 +88,10 @@ class DistributedOptimizer(WrappingOptimizer):
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
     shard_states: True has each rank step only its share of the parameters, and keep only the optimizer state of that share
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
-    parameter_compression: with shard_states=True, the compression of the movements by which parameters are gathered: a cast,
-    or a codec other than "dgc" and "powersgd", with error feedback. By default, parameters are gathered uncompressed, and the
-    weights are bitwise those of training without shard_states.
+    parameter_compression: with shard_states=True, the compression of the changes of parameters that each rank sends after
+    it has stepped its share: a cast, or a codec other than "dgc" and "powersgd", which always has error feedback here. By
+    default, the ranks send the parameters themselves, uncompressed, and the weights are bitwise those of training without
+    shard_states.
     check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
     0: never. If they differ, step() raises ReplicasDiffer on all ranks.
     overlap: "backward"; or "next_forward": backward() and step() do not wait for the exchange, and a module's parameters are
@@ -99,8 +101,8 @@ class DistributedOptimizer(WrappingOptimizer):
     straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when one rank makes the
     others wait for more than a tenth of a step and 5 ms in three reports in a row, and when this ends.
 
-    Making it is collective over the process set. Raises ValueError or TypeError for invalid arguments, RuntimeError before
-    init(), and ValueError on all ranks if they have different parameters or shards.
+    The constructor is collective over the process set. Raises ValueError or TypeError for invalid arguments, RuntimeError
+    before init(), and ValueError on all ranks if they have different parameters or shards.
     """
 
     def __init__(
@@ -224,9 +226,9 @@ class DistributedOptimizer(WrappingOptimizer):
             self.optimizer.state.clear()  # it is that of pieces which no longer exist
 
     def rebind(self) -> None:
-        """After release(), connect to the ranks of the present world, as if made there with the same arguments. Collective.
-        load_state_dict() then restores the states of rules and codecs. backward_passes_per_step is unchanged, and may differ
-        between ranks until it is set on all of them."""
+        """After release(), connect to the ranks of the present world, as the constructor does with the same arguments.
+        Collective. load_state_dict() then restores the states of rules and codecs. backward_passes_per_step is unchanged,
+        and may differ between ranks until it is set on all of them."""
         self._passes.ended = 0
         self._was_synchronized = self._skips = False
         self._bind(described_passes="any")
@@ -281,7 +283,7 @@ class DistributedOptimizer(WrappingOptimizer):
         closure: a function that clears gradients, calls backward() and returns the loss. step() returns the loss over all
         ranks.
 
-        Warns (UserWarning), as Horovod does, after synchronize() and outside of skip_synchronize().
+        Warns (UserWarning), as Horovod does, if step() follows synchronize() outside of skip_synchronize().
         """
         if self._was_synchronized and not self._skips:
             warnings.warn(
@@ -367,16 +369,17 @@ class DistributedOptimizer(WrappingOptimizer):
         """Load a state into the wrapped optimizer of this rank. With codecs, collective. docs/guides/checkpoints.md is the
         guide.
 
-        On the number of ranks that saved, each with its own state_dict, training continues bit for bit. On another number, or
-        with other codecs, the residuals are handed over: every rank gets the mean (op=Sum: an equal part of the sum) of the
-        residuals that were given to any rank. A warning on rank 0 says which residuals were lost. Without "gradwire" on all
-        ranks, error feedback starts from zero.
+        If the number of ranks is that of the checkpoint, and each rank loads its own state_dict, training continues bit for
+        bit. With another number of ranks, or other codecs, the residuals are handed over: every rank gets the mean (op=Sum:
+        an equal part of the sum) of the residuals that were given to any rank. A warning on rank 0 says which residuals
+        were lost. If no rank's state_dict has the key "gradwire", error feedback starts from zero.
 
-        state_dict: what this rank saved; on a rank that did not exist, that of any rank.
+        state_dict: what this rank saved; on a rank that did not exist then, what any rank saved.
         also: the states of ranks that no longer exist.
 
-        With codecs, raises ValueError on all ranks, with nothing loaded, if only some ranks have "gradwire", if the parts are
-        damaged, of different checkpoints or of other parameters, or if the wrapped optimizer of any rank cannot load its part.
+        With codecs, raises ValueError on all ranks, with nothing loaded, if only some ranks have the key "gradwire"; if the
+        parts under this key are damaged, are of different checkpoints, or are of other parameters; or if the wrapped
+        optimizer of any rank cannot load its state.
         """
         self._rule.load_state_dict(state_dict, also)
 

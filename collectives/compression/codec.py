@@ -22,16 +22,21 @@ def identity_of(name: str, settings: object) -> str:
 class Codec(ABC):
     """A way to write n float32 numbers in `wire_bytes(n)` bytes.
 
-    Codecs are values: frozen, without state, equal if their settings are equal. The caller keeps the error of an encoding, as
-    the residual of error feedback, and the codec's state. The same input, seed, state and settings give the same bytes on every
-    device.
+    A codec is a value: it is frozen, and codecs with equal settings are equal. It stores nothing between encodings. The
+    caller stores the error of an encoding, as the residual of error feedback, and the codec's state, and passes both to the
+    next encoding. The same input, seed, state and settings give the same bytes on every device.
 
-    name: in the registry. summable: whether codes may be added undecoded, as numbers of wire_dtype. needs_feedback: whether
-    training does not converge without error feedback. one_shot: whether each rank sends its code to all other ranks, and every
-    rank adds all codes, because encoding the sum again would lose too much. Otherwise each rank adds its share of the numbers,
-    and sends a code of the sum to all other ranks. draws: whether the numbers that are sent depend on the step (`at`).
-    remembers: the names of the state's tensors with one value per number. The values must begin as zero, and may be added: the
-    values of several ranks for a number may be summed and moved to one rank.
+    The docstrings of codecs use these symbols: c is the input, values + residual, or one number of it; n is its number of
+    elements. A codec with contraction delta has E|decoded - c|^2 <= (1 - delta) |c|^2. An unbiased codec with variance
+    omega has E|decoded - c|^2 <= omega |c|^2.
+
+    name: the name in the registry. summable: whether codes may be added undecoded, as numbers of wire_dtype.
+    needs_feedback: whether training does not converge without error feedback. one_shot: whether each rank sends its code to
+    all other ranks, and every rank adds all codes, because encoding the sum again would lose too much. Otherwise each rank
+    adds its share of the numbers, and sends a code of the sum to all other ranks. draws: whether the numbers that are sent
+    depend on the step (`at`). remembers: the names of the state's tensors with one value per number. These values must
+    begin as zero, and must be additive: when buckets or ranks change, the values of all ranks for a number are summed, and
+    the ranks that encode this number continue with equal parts of the sum.
     """
 
     name: ClassVar[str]
@@ -59,12 +64,12 @@ class Codec(ABC):
         return 0.0
 
     def at(self, step: int) -> Codec:
-        """Return the codec of a step, counted from 0. Shards are cut for `self`, whatever the step."""
+        """Return the codec of a step, counted from 0. A buffer is cut into shards as `self` requires, at every step."""
         return self
 
     def headroom(self, size: int) -> float:
-        """Return the power of two by which numbers are multiplied before their codes on `size` ranks are added, so that a sum
-        of codes overflows only if the result does."""
+        """Return the factor, a power of two, by which each of `size` ranks multiplies its numbers before it encodes them,
+        if the codes are added. With this factor, a sum of codes overflows only if the result does."""
         return 1.0
 
     def new_state(self, numel: int, device: torch.device) -> State | None:

@@ -73,10 +73,11 @@ class Blocked(Dense):
 @register_codec
 @dataclass(frozen=True)
 class Float16(Dense):
-    """IEEE half precision, rounded to nearest even. The maximum is 65504, so numbers are divided before codes are added.
+    """IEEE half precision, rounded to nearest even. The largest number is 65504. So if the codes of p ranks are added, each
+    rank first divides its numbers by a power of two that is at least p, and the sum is multiplied by it.
 
-    Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most 2^-11);
-    below, the error is at most 2^-25. Larger numbers become Inf, and leave no residual.
+    Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most
+    2^-11). Smaller magnitudes have an absolute error of at most 2^-25. Larger ones become Inf, and leave no residual.
     """
 
     name: ClassVar[str] = "fp16"
@@ -93,7 +94,7 @@ class Float16(Dense):
 @register_codec
 @dataclass(frozen=True)
 class BFloat16(Dense):
-    """The upper half of a float32, rounded to nearest even: its range, 8 bits of precision.
+    """The upper 16 bits of a float32, rounded to nearest even: the range of float32, with 8 bits of precision.
 
     Biased by rounding only. Contraction: 1 - delta <= 2^-16 (relative error at most 2^-8).
     """
@@ -107,11 +108,13 @@ class BFloat16(Dense):
 @register_codec
 @dataclass(frozen=True)
 class Float8(Blocked):
-    """8-bit floats, scaled so that a block's largest magnitude becomes the format's (448 for e4m3, 57344 for e5m2).
+    """8-bit floats with a scale per block, which makes the block's largest magnitude that of the format (448 for e4m3,
+    57344 for e5m2).
 
-    Rounded to nearest even: biased by rounding only. Contraction: relative error at most 2^-4 (e4m3; e5m2: 2^-3), so
-    1 - delta <= 2^-8 (2^-6), but for subnormals, whose error is at most 2^-10 (2^-17) of a unit: under 1e-8 in all.
-    Formats: Micikevicius et al. 2022 (e4m3 without infinities).
+    Rounded to nearest even: biased by rounding only. Contraction: the relative error is at most 2^-4 with e4m3 and 2^-3
+    with e5m2, so 1 - delta <= 2^-8 or 2^-6. Scaled numbers below the normal range of the format have an absolute error of
+    at most 2^-10 or 2^-17 instead, which adds less than 1e-8 to 1 - delta. Formats: Micikevicius et al. 2022 (e4m3 without
+    infinities).
     """
 
     name: ClassVar[str] = "fp8"
@@ -134,10 +137,11 @@ class Float8(Blocked):
 @register_codec
 @dataclass(frozen=True)
 class Int8(Blocked):
-    """round(c * 127 / m), m a block's largest magnitude.
+    """The integer round(c * 127 / m) for each number c of a block, whose largest magnitude is m.
 
-    Nearest (half to even): biased by rounding only; no error above m / 254, so 1 - delta <= block / (4 * 127^2): 0.004.
-    Stochastic: unbiased, omega <= block / (4 * 127^2) (a fraction's variance is at most 1/4).
+    By default, c * 127 / m is rounded to the nearest integer (half to even). The codec is then biased by rounding only: the
+    error is at most m / 254, so 1 - delta <= block / (4 * 127^2), 0.004 for the default block. With stochastic=True, the
+    codec is unbiased, and omega <= block / (4 * 127^2), since random rounding has a variance of at most 1/4.
     """
 
     name: ClassVar[str] = "int8"
@@ -156,10 +160,12 @@ class Int8(Blocked):
 @register_codec
 @dataclass(frozen=True)
 class Int4(Blocked):
-    """round(c / s), where s = m / 7 is rounded up to bfloat16 so that nothing has to be clipped; m: largest magnitude.
+    """The integer round(c / s) for each number c of a block. s is m / 7, rounded up to bfloat16, so that no integer exceeds
+    7; m is the block's largest magnitude.
 
-    Nearest (half to even): biased by rounding only; 1 - delta <= block * (1 + 2^-7)^2 / (4 * 7^2): 0.332.
-    Stochastic: unbiased, omega <= the same.
+    By default, c / s is rounded to the nearest integer (half to even). The codec is then biased by rounding only, with
+    1 - delta <= block * (1 + 2^-7)^2 / (4 * 7^2), 0.332 for the default block. With stochastic=True, the codec is unbiased,
+    and omega has the same bound.
     """
 
     name: ClassVar[str] = "int4"
@@ -179,10 +185,11 @@ class Int4(Blocked):
 @register_codec
 @dataclass(frozen=True)
 class OneBit(Blocked):
-    """Signs, with the mean magnitude of a block as scale (1-bit SGD, Seide et al. 2014; this scale: Karimireddy et al. 2019).
+    """The sign of each number, with the mean magnitude of its block as the scale (1-bit SGD, Seide et al. 2014; this scale:
+    Karimireddy et al. 2019).
 
-    Biased: converges with error feedback only. Contraction: delta = L1(c)^2 / (d * L2(c)^2) in a block of d elements, never
-    below 1/d; 2/pi for gaussian numbers. Zero among other numbers counts as positive; a block of zeros stays zero.
+    Biased: training converges only with error feedback. Contraction: delta = L1(x)^2 / (d * L2(x)^2) for a block x of d
+    elements, at least 1/d, and 2/pi for gaussian numbers. Zero counts as positive, except that a block of zeros stays zero.
     """
 
     name: ClassVar[str] = "onebit"
@@ -194,9 +201,10 @@ class OneBit(Blocked):
 @register_codec
 @dataclass(frozen=True)
 class QSGD(Blocked):
-    """|c| in units of norm / levels, rounded stochastically, and the sign; norm: L2 of a block (Alistarh et al. 2017).
+    """The sign of each number c, and |c| as a multiple of norm / levels, rounded stochastically to an integer. norm is the
+    L2 norm of the block (Alistarh et al. 2017).
 
-    Unbiased; omega <= min(d / levels^2, sqrt(d) / levels) for blocks of d elements (their Lemma 3.1).
+    Unbiased; omega <= min(d / levels^2, sqrt(d) / levels) for blocks of d elements (Lemma 3.1 of the paper).
     """
 
     name: ClassVar[str] = "qsgd"
@@ -220,9 +228,10 @@ class QSGD(Blocked):
 @register_codec
 @dataclass(frozen=True)
 class TernGrad(Blocked):
-    """-m, 0 or m, m a block's largest magnitude: m * sign(c) with probability |c| / m (Wen et al. 2017).
+    """Each number c becomes m * sign(c) with probability |c| / m, and otherwise 0. m is the block's largest magnitude (Wen
+    et al. 2017).
 
-    Unbiased; omega = m * L1(c) / L2(c)^2 - 1 <= sqrt(d) - 1 for blocks of d elements.
+    Unbiased; omega = m * L1(x) / L2(x)^2 - 1 <= sqrt(d) - 1 for a block x of d elements.
     """
 
     name: ClassVar[str] = "terngrad"
@@ -237,9 +246,10 @@ class TernGrad(Blocked):
 @register_codec
 @dataclass(frozen=True)
 class Natural(Dense):
-    """The power of two below or above |c|, rounded stochastically, and the sign: one byte (Horvath et al. 2019).
+    """The sign of each number c, and the power of two below or above |c|, chosen at random: one byte (Horvath et al. 2019).
 
-    Unbiased from 2^-76 to 2^49; omega <= 1/8 (their Theorem 1). Larger magnitudes become 2^49; smaller ones 2^-76 or zero.
+    Unbiased for magnitudes from 2^-76 to 2^49; omega <= 1/8 (Theorem 1 of the paper). Larger magnitudes become 2^49;
+    smaller ones become 2^-76 or zero.
     """
 
     name: ClassVar[str] = "natural"

@@ -10,17 +10,18 @@ from gradwire.collectives.plan.spans import Span
 
 
 class Feedback:
-    """The errors that one rank keeps between the compressed allreduces of one buffer (Seide et al. 2014; the owner's: Tang et
-    al. 2019).
+    """The errors that one rank keeps between the compressed allreduces of one buffer (errors of a rank's own numbers: Seide
+    et al. 2014; errors of sums: Tang et al. 2019).
 
-    worker: float32, (numel,): the error of this rank's encodings of its own numbers; zero for numbers that another rank of its
-    host encodes. owner: float32, (shard.length,): the error of its encodings of the sum of its shard, in the units of the
-    result. shard: the place of its shard in the buffer. state: the codec's state, by chunk and shard. step: the step of the
-    next call, if the call gives none; one more than the last step. seed: differs between buffers; used if a call gives none.
+    worker: float32, (numel,): the error of this rank's encodings of its own numbers; zero for numbers that another rank of
+    its host encodes. owner: float32, (shard.length,): the error of this rank's encodings of sums, in the units of the
+    result: divided by the number of ranks for an average. shard: the part of the buffer whose sums this rank encodes.
+    state: the codec's state for each chunk and shard. step: the step of the next call, if the call has no `step` argument:
+    one more than that of the last call. seed: the seed of a call that has no `seed` argument; each buffer needs another.
 
-    The residuals of the workers, summed over all ranks, and those of the owners contain all errors so far: added to the results
-    of any number of steps, they give the sum of the inputs. Exception: no residual keeps the rounding of sums of codes that are
-    added undecoded (fp16, bf16). Communicator.new_feedback makes this object. Do not use it while an operation uses it.
+    No error is lost: for the op 'sum', the results of all calls so far, plus the `worker` residuals of all ranks, plus the
+    `owner` residuals, are the sum of all inputs. Exception: if codes are added undecoded (fp16, bf16), no residual keeps
+    the rounding of these sums. Communicator.new_feedback makes this object. Do not use it while an operation uses it.
     """
 
     def __init__(self, codec: Codec, partition: Partition, device: torch.device, seed: int = 0) -> None:
@@ -40,8 +41,8 @@ class Feedback:
         return self.partition.shard
 
     def unsent_error(self, inputs: int) -> torch.Tensor:
-        """Return this rank's part of all errors: float32, (numel,), in the units of its input. inputs: the number of inputs of
-        which the result is the mean; 1 for a sum.
+        """Return this rank's part of all errors: float32, (numel,), in the units of its input. inputs: for an average, the
+        number of ranks whose inputs are averaged; 1 for a sum.
         """
         error = self.worker.clone()
         error[self.shard.start : self.shard.stop].add_(self.owner, alpha=inputs)

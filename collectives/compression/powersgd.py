@@ -18,15 +18,16 @@ _LEAST_GAIN = 2
 
 @dataclass(frozen=True)
 class PowerSGD(MatrixCodec):
-    """Matrices as products P Q^T of rank `rank`, by one step of power iteration that continues from the last one (Vogels et al.
-    2019, algorithms 1 and 2).
+    """Matrices as products P Q^T of rank `rank`, by one step of power iteration, which begins with the previous Q (Vogels
+    et al. 2019, algorithms 1 and 2).
 
     PowerSGD does not encode single buffers: ranks sum P, then Q. So it has no encode and decode, but a state whose `exchange`
     yields the tensors to sum. A tensor of two or more dimensions is the matrix (first dimension, rest); if it has fewer than 2
     * rank * (rows + columns) numbers, it is summed uncompressed.
 
-    Biased, with its own error feedback. Contraction: delta is the share of a matrix, in squares, that lies in the span of
-    P; if the gradient changes slowly, the share of its `rank` largest singular values. seed: for the first Q.
+    Biased, with its own error feedback. Contraction: delta is the part of the matrix's squared Frobenius norm that lies in
+    the span of P. If the gradient changes slowly, this is the part of its `rank` largest singular values. seed: of the
+    random Q with which the first step begins.
     """
 
     name: ClassVar[str] = "powersgd"

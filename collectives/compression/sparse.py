@@ -64,9 +64,9 @@ class TopK(Sparse):
 
     Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf count as the largest, so that some reach every rank.
 
-    The codec needs no state to be fast: it guesses the k-th largest magnitude from a sample of c = values + residual. One pass
-    then computes c and gathers the numbers that reach the guess. The k-th largest is found exactly among the gathered numbers,
-    so the numbers sent do not depend on the guess.
+    To find the k-th largest magnitude quickly, the codec first guesses it from a sample of c = values + residual. One pass
+    then computes c and gathers the numbers that reach the guess. The exact k-th largest is found among the gathered
+    numbers, so the numbers sent do not depend on the guess.
     """
 
     name: ClassVar[str] = "topk"
@@ -77,17 +77,20 @@ class TopK(Sparse):
 @register_codec
 @dataclass(frozen=True)
 class Threshold(Sparse):
-    """All numbers of at least the magnitude tau (Strom 2015); tau is kept from one encoding to the next, and adapted to the
-    numbers.
+    """All numbers whose magnitude is at least a threshold tau (Strom 2015). tau is kept from one encoding to the next, and
+    adapted to the numbers.
 
-    Let k = ceil(ratio * n). If the count of numbers that reach tau is within 5 % of k, these are sent. If not, or if there is
-    no tau yet, exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m numbers were sent, tau
-    is multiplied by 1 + (m - k) / (8 k). The count falls with the power tau * density(tau) * n / k of tau, about 7 for 1 % of
-    gaussian numbers; below 16, the adaptation settles.
+    Let k = ceil(ratio * n). If the count of numbers that reach tau is within 5 % of k, these numbers are sent. If not, or
+    if there is no tau yet, exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m
+    numbers were sent, tau is multiplied by 1 + (m - k) / (8 k).
+
+    The count near tau falls in proportion to tau^-a, where a = tau * density(tau) * n / k. The adaptation settles if a is
+    below 16. For 1 % of gaussian numbers, a is about 7.
 
     Contraction: delta >= (k - floor(k / 20)) / n, since the numbers sent are the largest, whatever their count.
 
-    State: tau, one number. Without state (as for the owner of a shard), it works as topk on a wire that is 5 % longer.
+    State: tau, one number. Without state, as when the owner of a shard encodes the sum, the codec works as topk, and its
+    code is 5 % longer.
     """
 
     name: ClassVar[str] = "threshold"
@@ -115,16 +118,16 @@ class Threshold(Sparse):
 @register_codec
 @dataclass(frozen=True)
 class RandomK(Sparse):
-    """k = ceil(ratio * n) numbers, one from each of k parts of the buffer. The selection depends on n, seed and step
-    alone.
+    """k = ceil(ratio * n) numbers, one drawn from each of k parts of the buffer. The draw depends only on n, seed and step.
 
-    So no indices are sent, and codes of ranks with equal codecs can be added undecoded: a wire holds k float32 (and zeros up to
-    a multiple of 16 bytes). The decoder must repeat the encoder's selection. So seed and step are settings, and the codec does
-    not use encode's seed, which differs from rank to rank. `at(step)` returns the codec of a step.
+    So no indices are sent, and the codes of ranks with equal codecs can be added without decoding: a wire holds k float32
+    (and zeros up to a multiple of 16 bytes). The decoder must repeat the encoder's draw. So seed and step are settings of
+    the codec, and it does not use encode's seed, which differs from rank to rank. `at(step)` returns the codec of a step.
 
-    Every number is drawn with probability k / n. Decoded with scale 1, it is biased, for error feedback, with contraction delta
-    = k / n on average; with decode's scale n / k it is unbiased, omega = n / k - 1 (Stich et al. 2018; Wangni et al. 2018). If
-    any number is not finite, drawn or not, all numbers sent are NaN, so that every rank gets a NaN.
+    Every number is drawn with probability k / n. If codes are decoded with scale 1, the codec is biased, needs error
+    feedback, and has the contraction delta = k / n on average. If they are decoded with scale n / k, it is unbiased, with
+    omega = n / k - 1 (Stich et al. 2018; Wangni et al. 2018). If any number is not finite, drawn or not, all numbers sent
+    are NaN, so that every rank gets a NaN.
     """
 
     name: ClassVar[str] = "randomk"
@@ -160,14 +163,17 @@ class DGC(Sparse):
 
     On each rank u = momentum * u + gradient; v += u; the largest numbers of v are sent, and cleared in v and u. v is
     the residual of error feedback, u the state. So the codec applies the momentum, and the optimizer must have none.
-    Lin et al. also clip the gradients on each rank beforehand, to 1 / sqrt(ranks) of the usual norm.
+    Lin et al. also clip the gradients of each rank before the encoding, to 1 / sqrt(ranks) of the usual norm; the codec
+    does not clip.
 
     Only a rank's own gradients have a momentum. Without state, as when the owner of a shard encodes the sum, the codec
     works as topk.
 
-    ratio: the ratio after the ramp. ramp_steps: the number of steps in which the ratio falls from 25 %, by a factor of
-    4 in stages of equal length. The size of a code depends on the codec alone, so `at(step)` returns the codec of a
-    step; state and residual are the same for all steps. Contraction of v: delta >= k / n.
+    Contraction of v: delta >= k / n.
+
+    ratio: the ratio after the ramp. ramp_steps: the number of steps in which the ratio falls from 25 %, by a factor of 4 in
+    stages of equal length. As the size of a code must depend on the codec alone, `at(step)` returns a codec with the ratio
+    of that step. State and residual are the same for all steps.
     """
 
     name: ClassVar[str] = "dgc"
@@ -217,11 +223,11 @@ class ChunkTopK(Codec):
     """The k numbers of largest magnitude in every chunk of 4096: indices of 12 bits, values of 2 bits (a sign, and one of two
     magnitudes of the chunk), and two scales as bfloat16. For k = 64 that is 116 bytes a chunk, 141 times fewer than float32.
 
-    The codec of SparseLoCo (2025). Contraction: a chunk keeps the larger part of its energy at the same place, rounded to
-    two magnitudes; biased, and meant for error feedback. Ranks mostly choose different places, so the sum over p ranks has
-    up to p * k nonzero numbers in a chunk, and encoding the sum would keep only k of them. Instead, every rank sends its
-    code to all other ranks, and each rank adds all codes. In a chunk with a number that is not finite, all numbers sent
-    decode to NaN. Of a shorter last chunk, k / 4096 of the numbers are sent, rounded up.
+    The codec of SparseLoCo (2025). Biased: it needs error feedback. Contraction: the numbers sent have at least k / 4096 of
+    a chunk's squared norm, of which the rounding to two magnitudes loses a part. Ranks mostly choose different indices, so
+    the sum over p ranks has up to p * k nonzero numbers in a chunk, and encoding the sum would keep only k of them.
+    Instead, every rank sends its code to all other ranks, and each rank adds all codes. In a chunk with a number that is
+    not finite, all numbers sent decode to NaN. Of a shorter last chunk, k / 4096 of the numbers are sent, rounded up.
 
     k: a multiple of 4 from 4 to 1024.
     """

@@ -18,8 +18,10 @@ _log = logging.getLogger("gradwire")
 
 
 class Work:
-    """Handle of one asynchronous operation, which verbs return with `async_op=True`. counted: whether its turn has a number.
-    Attribute seconds: the operation's running time once it is done, including waits for other ranks."""
+    """Handle of one asynchronous operation, which verbs return with `async_op=True`.
+
+    counted: whether the operation has a number in the order that is the same on all ranks; messages have none. Attribute
+    seconds: the operation's running time once it is done, including waits for other ranks."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted

@@ -24,13 +24,14 @@ class Messages(Ranks):
         """Send `tensor` to rank dst, which calls recv with a tensor of the same dtype and number of elements, and the same tag
         (0 to 65535).
 
-        Only these two ranks make a call: messages do not count among the operations that all ranks call in the same order. But
-        between two ranks, messages and operations are received in the order in which they are sent. A rank that calls an
-        operation, or receives a later message, while an earlier message to it is not received, waits until its deadline.
+        Only these two ranks make a call: messages do not count among the operations that all ranks call in the same order.
+        But between two ranks, messages and operations are received in the order in which they are sent. While a rank has
+        not received a message, its calls of later operations, and of recv for later messages from the same sender, wait
+        until their deadline.
 
         When send returns, the tensor may be changed, but the message may not have arrived. send may also wait until dst
-        receives, as it does inside a host: two ranks that both send first use async_op=True. Over NCCL, which has no tags,
-        only tag 0 is allowed.
+        receives, as it does inside a host. So two ranks that both call send before recv must use async_op=True. Over NCCL,
+        which has no tags, only tag 0 is allowed.
         """
         engine = self._engine
         arguments.check_tensors(engine, tensor)

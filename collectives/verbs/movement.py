@@ -44,8 +44,8 @@ class Movement(Ranks):
     ) -> Work | None:
         """Collect every rank's `input` on all ranks, in rank order.
 
-        output: a tensor of size * input.numel() elements, or one tensor per rank with that rank's number of elements; these
-        may differ.
+        output: a tensor of size * input.numel() elements; or one tensor per rank, with the number of elements of that
+        rank's input. With one tensor per rank, inputs may have different lengths.
         """
         engine = self._engine
         parts = arguments.listed(output)
@@ -209,8 +209,8 @@ class Movement(Ranks):
     ) -> Work | None:
         """Send the r-th part of `input` to rank r. The part that rank r sends to this rank becomes the r-th part of `output`.
 
-        output_splits, input_splits: rows of dimension 0 for each rank; None for equal parts. Either all ranks give splits or
-        none does. Raises Mismatch on all ranks if the rows that one rank sends another are not those that it expects.
+        output_splits, input_splits: rows of dimension 0 for each rank; None for equal parts. Either all ranks give splits
+        or none does. Raises Mismatch on all ranks if a rank sends another number of rows than the receiver expects.
         """
         engine = self._engine
         arguments.check_tensors(engine, output, input)

@@ -67,8 +67,9 @@ class Reductions(Ranks):
         instead of float32 numbers; for the sum or average of floating-point tensors. It must be the same on all ranks, or they
         raise Mismatch.
         feedback: from new_feedback, for this buffer alone: adds the error of the previous encoding.
-        step: the training step, for codecs that depend on it; equal steps repeat to the bit. Default: the calls that feedback
-        has counted, else 0. A codec that selects numbers by the step raises ValueError without either.
+        step: the training step, for codecs whose codes depend on it: equal steps, seeds and inputs give equal bits.
+        Default: the number of calls that feedback has counted; 0 without feedback. randomk and other codecs that select
+        numbers by the step raise ValueError if neither step nor feedback is given.
         seed: a whole number that differs between the buffers of a step, so that their rounding differs; default: feedback's.
 
         With a codec whose codes cannot be added, 'auto' is 'two_shot' (for some codecs 'one_shot'). See
@@ -93,7 +94,8 @@ class Reductions(Ranks):
     ) -> Feedback:
         """Make error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call.
 
-        seed: the seed of these calls, as of allreduce. Raises ValueError for an unknown codec, or if numel is negative.
+        seed: the seed of the calls of allreduce with this object, unless a call has a seed. Raises ValueError for an
+        unknown codec, or if numel is negative.
         """
         made = make_codec(codec)
         if not isinstance(seed, int):
@@ -167,7 +169,7 @@ class Reductions(Ranks):
         """Reduce `input` over all ranks, and write the r-th part of the result to `output` on rank r.
 
         input: a tensor of size * output.numel() elements, or one tensor per rank, with the same shapes on all ranks; not
-        changed. Ranks that give a list of other shapes raise Mismatch, also if the numbers of elements are equal.
+        changed. If ranks give lists with different shapes, they raise Mismatch, even if the numbers of elements are equal.
         """
         engine = self._engine
         parts = arguments.listed(input)

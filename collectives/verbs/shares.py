@@ -43,9 +43,10 @@ class Halves(Reductions):
         """Reduce `tensor` over all ranks, in place, and keep only this rank's share of the result: the first half of
         allreduce.
 
-        In this rank's slices of shares(), `tensor` has the bits that allreduce with the same arguments would give, unless calls
-        have corrected its algorithm (see Communicator.tune). The rest of it is undefined. If the algorithm that allreduce would
-        run has no halves (ring, rsag, direct and shared have), all of it is reduced.
+        In this rank's slices of shares(), `tensor` has the same bits as after allreduce with the same arguments, except
+        where allreduce corrects its algorithm (see Communicator.tune). The rest of `tensor` is undefined. Only the
+        algorithms ring, rsag, direct and shared have halves. If allreduce would run another one, the whole `tensor` is
+        reduced.
         """
         spans = self._halved(tensor)
         if spans is None:
@@ -61,9 +62,11 @@ class Halves(Reductions):
         return PreparedOperation(self._engine, tensor, *planned)
 
     def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
-        """Return, by rank, the slices of a tensor of numel elements that the rank has between reduce_shares and gather_shares.
+        """Return, for each rank, the slices that are its share of a tensor of numel elements, between reduce_shares and
+        gather_shares.
 
-        They are in order, and of nearly equal length on all ranks. Not a collective call; the same on all ranks.
+        The slices of a rank are in order, and all ranks have nearly equal numbers of elements. Not a collective call; the
+        result is the same on all ranks.
         """
         spans = self._engine.plans.shares(numel, dtype.itemsize).spans
         return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
@@ -75,7 +78,7 @@ class Halves(Reductions):
     def gather_shares(self, tensor: Tensor, *, async_op: bool = ...) -> Work | None: ...
 
     def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
-        """Fill `tensor`, in place, with every rank's share, by the slices of shares(): the second half of allreduce."""
+        """Copy every rank's share, as in shares(), into `tensor` on all ranks, in place: the second half of allreduce."""
         engine = self._engine
         if not async_op and engine.repeat(tensor, "gather_shares"):
             return None

@@ -112,8 +112,8 @@ class ObjectState:
         return self._has_begun
 
     def begin(self, memory: Memory, is_update_wanted: Callable[[], bool] | None = None) -> None:
-        """Write commits to this memory from now on. Collective. is_update_wanted: returns whether the launcher wants new ranks;
-        None if ranks need not agree on host updates. Commits call it on another thread."""
+        """Write commits to this memory from now on. Collective. is_update_wanted: returns whether the launcher wants new
+        ranks; None if ranks need not agree on host updates. A commit calls it on another thread."""
         self._agrees = is_update_wanted is not None
         if is_update_wanted is None:
             self._commits = Commits(memory)

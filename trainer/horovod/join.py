@@ -31,7 +31,8 @@ def join(device: int = -1) -> int:
     missed a step are cleared. LR schedulers, GradScaler and buffers of the model are for the caller to broadcast, from the
     returned rank. See docs/guides/optimizer.md.
 
-    device: the index of the CUDA device for the zeros; -1 for the CPU, or any device that the tensors of the others need.
+    device: the index of the CUDA device for the zeros, if the other ranks' tensors are on CUDA devices; -1 for the current
+    one. For tensors on the CPU, the zeros are on the CPU.
 
     Raises CollectiveError if the ranks could not finish together; it waits for each next operation no longer than that
     operation's deadline. Raises ValueError for an invalid device.

@@ -167,7 +167,7 @@ class DelayedNesterov(ForeachOptimizer):
     lr: the learning rate, at least 0.
     momentum: at least 0 and below 1.
     delay: the number of gradients, at least 1; with an asynchronous server, at least the number of workers.
-    c: the part of the momentum that every other step applies, from 0 to 1 / delay.
+    c: the part of the momentum that a step applies if it is not a delay-th step, from 0 to 1 / delay.
     """
 
     def __init__(self, params: ParamsT, lr: float, momentum: float = 0.9, delay: int = 1, c: float = 0.0) -> None:

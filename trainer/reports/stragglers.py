@@ -44,9 +44,9 @@ _MOST_POSTED = 1000
 class Stragglers:
     """Holds how long ranks waited for each other in `steps` exchanges of gradients, up to exchange number `last`.
 
-    step_s: the mean seconds from one exchange to the next. cost_s, worst_s: by rank, the mean and the maximum of the
-    seconds by which at least half of the ranks were ready before this one. waited_s: for each rank i, by rank r, the
-    mean seconds by which rank i was ready before rank r.
+    step_s: the mean seconds from one exchange to the next. cost_s, worst_s: for each rank, the mean and the maximum of its
+    delay: the seconds from the moment at which half of the ranks were ready to the moment at which it was ready, at least
+    0. waited_s: for each rank i, a tuple with the mean seconds by which rank i was ready before each rank r.
     """
 
     steps: int
@@ -63,8 +63,8 @@ class Stragglers:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether the others waited for the slowest rank for longer than schedulers cause, and much longer than for
-        any other rank."""
+        """Return whether `matters` is True, and the others waited for the slowest rank much longer than for any other
+        rank."""
         return self.matters and self.cost_s[self.slowest] > _SLOWER * self.next_cost_s
 
     @property
@@ -74,7 +74,7 @@ class Stragglers:
 
     @property
     def matters(self) -> bool:
-        """Return whether the others waited for the slowest rank for longer than schedulers cause."""
+        """Return whether the others waited for the slowest rank, on average, for more than a tenth of a step and 5 ms."""
         return self.cost_s[self.slowest] > max(_WORTH_SHARE * self.step_s, _WORTH_S)
 
     @property

@@ -24,10 +24,11 @@ _Value = TypeVar("_Value")
 class Counts:
     """Counts the contributions to one server.
 
-    updates: the number of updates made. staleness: the number of contributions by age, in versions; age 0 is in time.
-    contributions: the number from each worker. late: the number of late ones. dropped: the number of late ones that were not
-    used. pending: the number that wait for their update. lead: the most steps by which a worker that continued was ahead of the
-    slowest. lost: the workers that have failed.
+    updates: the number of updates made. staleness: the number of contributions by age. The age is the number of updates
+    made since the worker got the parameters with which it computed the contribution. contributions: the number from each
+    worker. late: the number of contributions whose age is above 0. dropped: the number of late ones that were not used.
+    pending: the number that wait for their update. lead: the largest number of steps by which a worker that began a step
+    was ahead of the slowest. lost: the workers that have failed.
     """
 
     updates: int

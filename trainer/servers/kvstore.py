@@ -1,4 +1,4 @@
-"""KVStore: MXNet's key-value store, at servers inside the ranks, for programs that are ported."""
+"""KVStore: MXNet's key-value store, at servers inside the ranks, for programs that are ported from MXNet."""
 
 from __future__ import annotations
 
@@ -296,7 +296,8 @@ class KVStore:
         self._group.meet()
 
     def report(self) -> Counts:
-        """Return the counts of all pushes so far, summed over keys: updates, pushes by rank, and their ages in updates.
+        """Return the counts of all pushes so far, summed over keys: updates, pushes by rank, and pushes by age. The age of
+        a push is the number of updates of its key since this rank's last pull.
 
         Returns after all pushes of this rank have arrived at the servers.
         """

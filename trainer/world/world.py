@@ -65,14 +65,14 @@ def init(
     If torch.distributed is initialized, its default group is the world. Otherwise init() initializes it: gloo, and NCCL for
     CUDA tensors if CUDA and NCCL are available. Collective over all processes that were launched; further calls do nothing.
 
-    comm: makes the world smaller: a list of launched ranks, in the order of their ranks in the world, that contains this
-    process and is the same on all processes in it; or an mpi4py communicator.
+    comm: makes the world smaller: an mpi4py communicator, or a list of launched ranks. The i-th rank of the
+    list becomes rank i of the world. The list contains this process, and is the same on all processes in it.
     process_sets: process sets to register, or lists of their ranks, the same on all ranks; "dynamic" is accepted, as in
     Horovod.
     timeout_s: the deadline for the ranks to find each other, and for each operation of the verbs and optimizers; default 300.
     An existing torch.distributed, and a Communicator given as process_set, keep their own deadlines.
     stall_warning_s: the seconds after which a rank that waits for others logs which ones; default 60; 0: never.
-    stall_shutdown_s: the seconds after which such a rank gives up; 0, the default: never.
+    stall_shutdown_s: the seconds after which such a rank gives up, if this is before timeout_s; 0, the default: timeout_s.
 
     In an elastic job, as of gradwire run --min-np, the launcher decides which processes are the ranks, and init() waits for its
     decision. A process that starts when training has begun is alone until it calls a function that hvd.elastic.run decorates.
