@@ -133,7 +133,7 @@ class LocalUpdates(DistributedOptimizer):
         self._has_inner = inner is not None
         joined = inner
         if not isinstance(joined, Communicator | None):
-            joined = current_world().open_communicator(joined)
+            joined = current_world().open_communicator(joined, tensors=parameters)
         locality = Locality(every, outer, warmup_steps, by_name, fragments, delay, alpha, joined, joined is not inner)
         try:
             super().__init__(

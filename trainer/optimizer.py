@@ -175,7 +175,8 @@ class DistributedOptimizer(WrappingOptimizer):
         if isinstance(process_set, Communicator):
             self._communicator = process_set
         else:
-            self._communicator = current_world().open_communicator(process_set)
+            parameters = tensors_of(self.param_groups)
+            self._communicator = current_world().open_communicator(process_set, tensors=parameters)
         record_in_timelines(self._communicator)
         setup: Setup = self._setup_with(self._combine(self._communicator))
         self._rule = Rule(setup)  # a rule without communication, until the real one is made

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
+from gradwire.trainer.world.world import current_world
 from tests.ranks.training import assert_same_on_all_ranks, distributed, loss_of, on_ranks, perceptron, share, spy
 
 
@@ -39,6 +41,15 @@ def test_buckets_follow_the_order_of_rank_0() -> None:
         model([0, 1, 2, 3, 4] if hvd.rank() else [3, 0, 2]).backward()
         optimizer.step()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
+
+
+@on_ranks(2)
+def test_parameters_on_the_cpu_are_reduced_in_shared_memory_also_beside_a_gpu() -> None:
+    """With a GPU, the ranks of a world can exchange CUDA tensors, over NCCL, which this machine may not have."""
+    world = current_world()
+    world._membership = replace(world._membership, device_types=("cpu", "cuda"))
+    optimizer = distributed(perceptron().parameters(), 0.1)
+    assert optimizer.communicator.chosen("allreduce", 1 << 20) == "shared"
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.collectives import CollectiveError, Communicator
@@ -123,11 +124,16 @@ class World:
         process_set: ProcessSet | dist.ProcessGroup | DeviceMesh | None,
         timeout_s: float | None = None,
         *,
+        tensors: Sequence[Tensor] = (),
         beside_others: bool = False,
     ) -> Communicator:
         """Return a new Communicator for one user, closed with the world at the latest. Collective over the process set; a rank
-        outside of the set gets a Communicator of this rank alone. timeout_s: by default that of the world. beside_others: see
-        Membership; ignored for a torch.distributed group."""
+        outside of the set gets a Communicator of this rank alone.
+
+        timeout_s: by default that of the world. tensors: those that it will exchange, if known. If all are on the CPU, it has no
+        NCCL group, and the ranks of a host reduce in shared memory. beside_others: see Membership. A Communicator of a
+        torch.distributed group ignores tensors and beside_others.
+        """
         members = self._checked(process_set)
         joined: Membership | dist.ProcessGroup
         if isinstance(members, ProcessSet):
@@ -140,6 +146,8 @@ class World:
             else:
                 joined = self._membership.subset([self.rank], f"{name}/without rank {self.rank}")
             joined = replace(joined, beside_others=beside_others)
+            if tensors and all(tensor.is_cpu for tensor in tensors):
+                joined = replace(joined, device_types=("cpu",))
         else:
             joined = members
         communicator = self._opened[next(self._numbers)] = Communicator(
