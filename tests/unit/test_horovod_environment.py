@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 import gradwire as hvd
 from gradwire.trainer.world.environment import Settings, notice, read_settings
 from gradwire.trainer.world.world import current_world
+from tests.interpreter import python
 
 HOROVODRUN = {
     "HOROVOD_RANK": "1",
@@ -98,7 +98,7 @@ def test_a_level_that_is_asked_for_shows_lines_also_where_no_logging_is_configur
         "import logging, gradwire as hvd; hvd.init(); logging.getLogger('gradwire').info('a line'); hvd.shutdown()"
     )
     environment = {**os.environ, "HOROVOD_LOG_LEVEL": "info"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([python(), "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines().count("a line") == 1
 
