@@ -46,7 +46,7 @@ def kinds(cell: str) -> list[type[Exception] | None]:
 
 
 def rows() -> list[Row]:
-    text = (ROOT / "docs/guides/from-horovod.md").read_text().split("## Its errors")[1].split("\n## ")[0]
+    text = (ROOT / "docs/guides/from-horovod.md").read_text().split("## Errors")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")][2:]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 

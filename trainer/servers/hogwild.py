@@ -130,7 +130,7 @@ class Hogwild(WrappingOptimizer):
     def close(self) -> None:
         """Copy the current parameters from the shared memory to memory of this rank. The wrapped optimizer remains usable.
 
-        Not collective: for equal copies on all ranks, call hvd.barrier() before and after.
+        Not collective: for equal copies on all ranks, call hvd.barrier() before.
         """
         if self._is_closed:
             return
