@@ -23,7 +23,7 @@ from gradwire.collectives.errors import LinkError
 #: Seconds between two calls of check() while a call waits for the store.
 _LOOK_AGAIN_S = 0.03
 
-#: How long the store may take for an answer after the deadline, such as which ranks are missing.
+#: How long the store may take at least for an answer: after its deadline, a rank still asks which ranks are missing.
 _LAST_ANSWER_S = 1.0
 
 #: How long a process waits for a call whose connection it has shut down.
@@ -36,26 +36,20 @@ class Asking:
     """Calls a store on a separate thread. While the process that serves the store is stopped, torch waits without a deadline;
     the thread can be abandoned in that wait. If no thread can be started, only torch's own timeouts bound the calls.
 
-    deadline: time.monotonic() seconds. check: called repeatedly; raises LinkError to end a useless wait. keepers: the
-    rank whose process serves the store, if it is one of the ranks that connect.
+    check: called repeatedly; raises LinkError to end a useless wait. keepers: the rank whose process serves the store, if
+    it is one of the ranks that connect.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        deadline: float,
-        check: Callable[[], object] | None = None,
-        keepers: Collection[int] = (),
-    ) -> None:
-        self._store, self._deadline = store, deadline
+    def __init__(self, store: Store, check: Callable[[], object] | None = None, keepers: Collection[int] = ()) -> None:
+        self._store = store
         self._check, self._keepers = check, keepers
         self._thread = DaemonThread("gradwire-store", or_callers=True)
 
-    def ask(self, call: Callable[[], _Answer], within_s: float = _LAST_ANSWER_S) -> _Answer:
-        """Return the result of a call to the store. Raises LinkError if there is no answer by the deadline, nor within within_s
-        seconds, or if the store has ended; and the errors of check."""
+    def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
+        """Return the result of a call to the store. deadline: time.monotonic() seconds; less than a second from now counts as
+        a second from now. Raises LinkError if there is no answer by then, or if the store has ended; and the errors of check."""
         answer = self._thread.submit(call)
-        until = max(self._deadline, time.monotonic() + within_s)
+        until = max(deadline, time.monotonic() + _LAST_ANSWER_S)
         try:
             while not wait([answer], _LOOK_AGAIN_S).done:
                 if self._check is not None:
