@@ -229,7 +229,7 @@ def membership_in(
         with closing(Asking(store, keepers=keepers)) as asking:
             number = asking.ask(lambda: store.add(f"{name}/{rank}", 1), deadline)
         numbered = PrefixStore(f"{name}/{number}", store)
-        card = card_of(rank, host, machine_id(), os.environ)
+        card = card_of(rank, host, machine_id(), os.environ, deadline)
         presence = arrive(numbered, size, card, deadline, keepers=keepers)
     return membership_from(presence, numbered, device_types, global_ranks)
 

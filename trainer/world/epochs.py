@@ -148,9 +148,10 @@ class Epochs:
         """Return whether want_update() was called for an epoch."""
         return self._has(f"update/{epoch}")
 
-    def hang_up(self) -> None:
-        """Shut down this process's connections to the store: calls that wait for it raise RuntimeError."""
-        hang_up(self._store)
+    def hang_up(self, deadline: float) -> None:
+        """Shut down this process's connections to the store: calls that wait for it raise RuntimeError. deadline: see
+        asking.shut()."""
+        hang_up(self._store, deadline)
 
     def end(self, reason: str) -> None:
         """Record that no epoch follows, and why. Workers that wait for one raise RuntimeError with the reason."""
