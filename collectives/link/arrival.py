@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Container
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -19,6 +20,8 @@ from gradwire.collectives.link.handshake import dial, set_up
 from gradwire.collectives.link.hub import Admission, Card, Failure, Hub
 from gradwire.collectives.link.own_address import check_addresses
 from gradwire.collectives.link.presence import LOOK_AGAIN_S, Presence, TurnedAway
+
+_Answer = TypeVar("_Answer")
 
 _HUB = "hub"
 _KEY_BYTES = 16
@@ -50,7 +53,7 @@ def arrive(
     Raises TurnedAway if the hub rejects this process; LinkError if a rank has ended or cannot connect, and at the
     deadline, with the ranks that did not arrive; OSError if this process lacks the resources to connect.
     """
-    with closing(Asking(store, deadline, None, keepers)) as asking:
+    with closing(Asking(store, keepers=keepers)) as asking:
         arrival = _Arrival(
             store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent, lost
         )
@@ -104,7 +107,7 @@ class _Arrival:
                 # First, because the store may be slow, and this process answers no inquiry of the hub meanwhile.
                 presence.report(failure)
             with suppress(Exception):  # if the store has ended, the other ranks detect that
-                self.asking.ask(lambda: self.store.compare_set(note, "", json.dumps(asdict(failure))))
+                self._ask(lambda: self.store.compare_set(note, "", json.dumps(asdict(failure))))
             if presence is not None:
                 presence.close()
             elif hub is not None:
@@ -118,13 +121,17 @@ class _Arrival:
 
     def _read(self, note: str) -> Failure | None:
         """Return the first failure in the store, or None. The rank that wrote it need not be connected to the hub."""
-        if not self.asking.ask(lambda: self.store.check([note])):
+        if not self._ask(lambda: self.store.check([note])):
             return None
-        return Failure.from_record(json.loads(self.asking.ask(lambda: self.store.get(note))))
+        return Failure.from_record(json.loads(self._ask(lambda: self.store.get(note))))
+
+    def _ask(self, call: Callable[[], _Answer]) -> _Answer:
+        """Return the result of a call to the store. Raises as Asking.ask."""
+        return self.asking.ask(call, self.deadline)
 
     def _find_hub(self) -> tuple[Card, Hub | None]:
         """Return the card of the hub, and the hub if it runs in this process. Raises LinkError at the deadline."""
-        store, ask = self.store, self.asking.ask
+        store, ask = self.store, self._ask
         if self.hub_rank == self.card["rank"]:
             hub, made = self._make_hub()
             ask(lambda: store.set(_HUB, json.dumps(made)))

@@ -19,11 +19,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.names import look_up
 
 #: Seconds between two calls of check() while a call waits for the store.
 _LOOK_AGAIN_S = 0.03
 
-#: How long the store may take for an answer after the deadline, such as which ranks are missing.
+#: How long the store may take at least for an answer: after its deadline, a rank still asks which ranks are missing.
 _LAST_ANSWER_S = 1.0
 
 #: How long a process waits for a call whose connection it has shut down.
@@ -36,26 +37,21 @@ class Asking:
     """Calls a store on a separate thread. While the process that serves the store is stopped, torch waits without a deadline;
     the thread can be abandoned in that wait. If no thread can be started, only torch's own timeouts bound the calls.
 
-    deadline: time.monotonic() seconds. check: called repeatedly; raises LinkError to end a useless wait. keepers: the
-    rank whose process serves the store, if it is one of the ranks that connect.
+    check: called repeatedly; raises LinkError to end a useless wait. keepers: the rank whose process serves the store, if
+    it is one of the ranks that connect.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        deadline: float,
-        check: Callable[[], object] | None = None,
-        keepers: Collection[int] = (),
-    ) -> None:
-        self._store, self._deadline = store, deadline
+    def __init__(self, store: Store, check: Callable[[], object] | None = None, keepers: Collection[int] = ()) -> None:
+        self._store = store
         self._check, self._keepers = check, keepers
         self._thread = DaemonThread("gradwire-store", or_callers=True)
 
-    def ask(self, call: Callable[[], _Answer], within_s: float = _LAST_ANSWER_S) -> _Answer:
-        """Return the result of a call to the store. Raises LinkError if there is no answer by the deadline, nor within within_s
-        seconds, or if the store has ended; and the errors of check."""
+    def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
+        """Return the result of a call to the store. deadline: time.monotonic() seconds; one that is less than a second
+        away counts as a second away. Raises LinkError if there is no answer by then, or if the store has ended; and the
+        errors of check."""
         answer = self._thread.submit(call)
-        until = max(self._deadline, time.monotonic() + within_s)
+        until = max(deadline, time.monotonic() + _LAST_ANSWER_S)
         try:
             while not wait([answer], _LOOK_AGAIN_S).done:
                 if self._check is not None:
@@ -79,37 +75,43 @@ class Asking:
         self._thread.close()
 
 
-def unblock(answer: Future[Any], hang_up: Callable[[], object]) -> None:
+def unblock(answer: Future[Any], hang_up: Callable[[float], object]) -> None:
     """End a call that still waits, and wait until it returns, for at most two seconds: a thread that returns from it while the
-    interpreter exits aborts the process. hang_up: shuts down the connections of the call."""
+    interpreter exits aborts the process. hang_up: is given a deadline, and shuts down the connections of the call."""
     end = time.monotonic() + _UNBLOCK_S
     while not answer.done() and time.monotonic() < end:
-        hang_up()
+        hang_up(end)
         wait([answer], _LOOK_AGAIN_S)
 
 
-def hang_up(store: Store) -> None:
+def hang_up(store: Store, deadline: float) -> None:
     """Shut down this process's connections to a TCPStore: calls that wait there raise RuntimeError. Calls to other stores end
-    soon after their deadline."""
+    soon after their deadline. deadline: see shut()."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        shut(connections(store.host, store.port))
+        shut(store.host, store.port, deadline)
 
 
-def shut(descriptors: Collection[int]) -> None:
-    """Shut down connections of this process. Their owner closes the descriptors."""
-    for descriptor in descriptors:
+def shut(address: str, port: int, deadline: float, but: Collection[int] = ()) -> None:
+    """Shut down this process's connections to an address; none if the look-up of the address has not returned by the
+    deadline (time.monotonic() seconds). Their owner closes the descriptors. but: descriptors of connections that stay
+    open."""
+    found = set[int]()
+    with suppress(LinkError):
+        found = connections(address, port, deadline)
+    for descriptor in found.difference(but):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def connections(address: str, port: int) -> set[int]:
-    """Return the descriptors of this process's sockets that are connected to an address."""
+def connections(address: str, port: int, deadline: float) -> set[int]:
+    """Return the descriptors of this process's sockets that are connected to an address; none if it does not resolve.
+    Raises LinkError if its look-up has not returned by the deadline (time.monotonic() seconds)."""
     found = set()
     places = set[tuple[str, int]]()
     with suppress(OSError):
-        places = {(str(each[4][0]), port) for each in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)}
+        places = {(each, port) for each in look_up(address, deadline)}
     places |= {(f"::ffff:{host}", at) for host, at in places if "." in host}  # IPv4 through a socket of IPv6
     for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # it has been closed, or is not connected

@@ -103,33 +103,35 @@ class Membership:
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         complete = f"{name}/complete"
-        with closing(Asking(store, deadline, self.lost, self.keepers)) as asking:
+        with closing(Asking(store, self.lost, self.keepers)) as asking:
             ask = asking.ask
-            ask(lambda: store.set(keys[self.rank], mine.hex()))
-            if ask(lambda: store.add(f"{name}/number", 1)) == self.size:
-                ask(lambda: store.set(complete, ""))
+            ask(lambda: store.set(keys[self.rank], mine.hex()), deadline)
+            if ask(lambda: store.add(f"{name}/number", 1), deadline) == self.size:
+                ask(lambda: store.set(complete, ""), deadline)
             look_again_s = _LOOK_AGAIN_S
-            while not ask(lambda: store.check([complete])):
+            while not ask(lambda: store.check([complete]), deadline):
                 try:
                     self.check()
                 except LinkError:
-                    if ask(lambda: store.check([complete])):  # a rank may leave once it has all records
+                    if ask(lambda: store.check([complete]), deadline):  # a rank may leave once it has all records
                         break
                     raise
                 if time.monotonic() >= deadline:
-                    missing = [rank for rank, key in enumerate(keys) if not ask(partial(store.check, [key]))]
+                    missing = [rank for rank, key in enumerate(keys) if not ask(partial(store.check, [key]), deadline)]
                     if not missing:  # the last rank stopped before it set `complete`
                         break
                     if time.monotonic() < deadline + compile_s:
                         missing = [
-                            rank for rank in missing if not ask(partial(store.check, [f"{name}/compiles/{rank}"]))
+                            rank
+                            for rank in missing
+                            if not ask(partial(store.check, [f"{name}/compiles/{rank}"]), deadline)
                         ]
                     if missing:
                         detail = f"{ranks_text(missing)} did not arrive"
                         raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
                 time.sleep(look_again_s)
                 look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
-            return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys))]
+            return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys), deadline)]
 
     def compiles(self, name: str, deadline: float) -> None:
         """Report in the store that this rank compiles kernels before it calls everyones(name). Raises as Asking.ask."""
@@ -143,8 +145,8 @@ class Membership:
 
     def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
         """Return the result of a call to the store that may block while a rank is missing. Raises as Asking.ask."""
-        with closing(Asking(self.store, deadline, self.check, self.keepers)) as asking:
-            return asking.ask(call)
+        with closing(Asking(self.store, self.check, self.keepers)) as asking:
+            return asking.ask(call, deadline)
 
     def check(self) -> None:
         """Raise LinkError with the ranks, if ranks are known to have ended or to be unable to connect."""
@@ -224,10 +226,10 @@ def membership_in(
         return Membership(0, 1, ((0,),), store_of_one(), 0, device_types, b"", global_ranks=global_ranks)
     deadline, keepers = time.monotonic() + timeout_s, keepers_among(global_ranks)
     with coming_together(rank, timeout_s):
-        with closing(Asking(store, deadline, None, keepers)) as asking:
-            number = asking.ask(lambda: store.add(f"{name}/{rank}", 1))
+        with closing(Asking(store, keepers=keepers)) as asking:
+            number = asking.ask(lambda: store.add(f"{name}/{rank}", 1), deadline)
         numbered = PrefixStore(f"{name}/{number}", store)
-        card = card_of(rank, host, machine_id(), os.environ)
+        card = card_of(rank, host, machine_id(), os.environ, deadline)
         presence = arrive(numbered, size, card, deadline, keepers=keepers)
     return membership_from(presence, numbered, device_types, global_ranks)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from gradwire.collectives.environment import INTERFACE_VARIABLES
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.names import look_up
 
 #: Asks the kernel for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
@@ -24,32 +25,35 @@ _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
 _NOWHERE = ("192.0.2.1", "2001:db8::1")
 
 
-def own_address(environment: Mapping[str, str]) -> str:
-    """Return the numeric address, IPv4 or IPv6, at which the other ranks reach this process.
+def own_address(environment: Mapping[str, str], deadline: float) -> str:
+    """Return the numeric address, IPv4 or IPv6, at which the other ranks reach this process. deadline: time.monotonic()
+    seconds.
 
     It is the address of the interface that COLLECTIVES_INTERFACE names, else GLOO_SOCKET_IFNAME; else of the interface
     that reaches MASTER_ADDR, else of the one with the default route, else of the loopback interface. Raises ValueError
-    if a variable names an interface without an address.
+    if a variable names an interface without an address; LinkError if the look-up of MASTER_ADDR has not returned by the
+    deadline.
     """
     for variable, interface in _named(environment):
         return _address_of(interface, variable)
     master = environment.get("MASTER_ADDR")
-    if master is not None and (found := _source_towards(master)) is not None:
+    if master is not None and (found := _source_towards(master, deadline)) is not None:
         meant = master in ("localhost", found) or master.startswith("127.")
         if meant or not ipaddress.ip_address(found).is_loopback:
             return found
     # A host may resolve its own name to a loopback address (Debian: 127.0.1.1), which no other host reaches.
-    return next(filter(None, map(_source_towards, _NOWHERE)), "127.0.0.1")
+    return next(filter(None, (_source_towards(each, deadline) for each in _NOWHERE)), "127.0.0.1")
 
 
-def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str]) -> dict[str, Any]:
+def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str], deadline: float) -> dict[str, Any]:
     """Return this process's address, with the data that check_addresses needs.
 
     host: the same on all ranks of a host. machine: the same on all ranks of a machine, which may be several hosts.
+    deadline: see own_address. Raises LinkError as own_address.
     """
     card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
     try:
-        address = own_address(environment)
+        address = own_address(environment, deadline)
         return card | {"address": address, "loopback": _loopback(address, environment), "problem": ""}
     except ValueError as error:
         return card | {"address": "", "loopback": "", "problem": str(error)}
@@ -90,12 +94,13 @@ def _interfaces() -> str:
     return ", ".join(f"{name} ({_ipv4_of(name) or _ipv6_of(name) or 'no address'})" for name in names)
 
 
-def _source_towards(host: str) -> str | None:
-    """Return the address from which this host would send to another host; None if it cannot reach that host."""
+def _source_towards(host: str, deadline: float) -> str | None:
+    """Return the address from which this host would send to another host; None if it cannot reach that host. Raises as
+    own_address."""
     with suppress(OSError):
-        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
+        address = look_up(host, deadline)[0]
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
             return str(probe.getsockname()[0])
     return None
 

@@ -115,7 +115,7 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
     card: dict[str, Any] = {"settings": settings, "address": "", "refusal": "", "machine": asdict(Machine.here())}
     with ExitStack() as made:
         try:
-            listener = Listener(own_address(os.environ), small_segments=True)
+            listener = Listener(own_address(os.environ, deadline), small_segments=True)
             made.callback(listener.close)
             card["address"] = listener.card
         except (ValueError, OSError) as error:  # reported, because the others would otherwise wait for this rank

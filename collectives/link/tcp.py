@@ -51,7 +51,7 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     rank, check = membership.rank, membership.check
     peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
     with ExitStack() as made:
-        listener = made.enter_context(closing(Listener(own_address(os.environ))))
+        listener = made.enter_context(closing(Listener(own_address(os.environ, deadline))))
         cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
         connections = listener.join(rank, peers, cards, membership.secret, deadline, check)
         for connection in connections.values():

@@ -78,15 +78,22 @@ class Engine:
         self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
 
     def submit(
-        self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
+        self,
+        call: str,
+        body: Callable[[Turn], None],
+        *,
+        async_op: bool,
+        signature: str | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Call Operations.submit outside of inference mode, so that tensors that a body keeps can be used in any mode."""
         if self._lane is not None:
             body = recorded(self._lane, call, body)
+        submit = self.operations.submit
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                return self.operations.submit(call, body, async_op=async_op, signature=signature)
-        return self.operations.submit(call, body, async_op=async_op, signature=signature)
+                return submit(call, body, async_op=async_op, signature=signature, timeout_s=timeout_s)
+        return submit(call, body, async_op=async_op, signature=signature, timeout_s=timeout_s)
 
     def record(self, lane: Lane | None) -> None:
         """Record later operations in a lane; None stops the recording. While recording, run_now always returns False, since it

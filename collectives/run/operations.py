@@ -72,7 +72,8 @@ class _InVainError(LinkError):
 
 class Operations:
     """Runs operations in the order of issue. watch: ClosableOperations closes it. timeout_s: seconds that each operation may
-    take from its start; the attribute can be changed. stall_warning_s: see Stalls."""
+    take from its start, unless submit() is given another limit; the attribute can be changed. stall_warning_s: see
+    Stalls."""
 
     def __init__(
         self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
@@ -134,22 +135,30 @@ class Operations:
         return self._running if self._running >= 0 else self._sequence + 1
 
     def submit(
-        self, call: str, body: Callable[[Turn], None], *, async_op: bool, signature: str | None = None
+        self,
+        call: str,
+        body: Callable[[Turn], None],
+        *,
+        async_op: bool,
+        signature: str | None = None,
+        timeout_s: float | None = None,
     ) -> Work | None:
         """Run `body` in its turn; with async_op, return its Work at once. Turns are numbered in the order of issue, which is
         arbitrary for calls from several threads. signature: the part of `call` that decides whether the call is known; None
-        means all of it."""
+        means all of it. timeout_s: seconds that this operation may take from its start; None: the attribute
+        timeout_s."""
+        signature = signature or call
         self._check(call)
         if not async_op:
             turn = object()
             try:
                 if self._queue.enter(turn):
-                    self._take_turn(call, signature or call, body, get_ident(), beside_work=_is_beside_work())
+                    self._take_turn(call, signature, body, timeout_s, get_ident(), beside_work=_is_beside_work())
                     return None
             finally:
                 self._queue.leave(turn, self._sequence)
         place = whereabouts.of_call(sys._getframe())
-        turn_of_queue = partial(self._take_turn, call, signature or call, body, place, beside_work=True)
+        turn_of_queue = partial(self._take_turn, call, signature, body, timeout_s, place, beside_work=True)
         return self._enqueue(Work(self._rank, call, turn_of_queue), async_op)
 
     def _enqueue(self, work: Work, async_op: bool) -> Work | None:
@@ -203,7 +212,8 @@ class Operations:
         try:
             if self._failure is not None or not self._queue.enter(turn) or call not in self._known:
                 return False
-            deadline = time.monotonic() + self.timeout_s
+            timeout_s = self.timeout_s
+            deadline = time.monotonic() + timeout_s
             try:
                 sequence = self._queue.number  # as in _take_turn(), but inlined
                 if self._beside_work:
@@ -220,7 +230,7 @@ class Operations:
                 if self.joined.refused == sequence:
                     raise PeerJoined(self.joined.absent, rank=self._rank, operation=call)
             except BaseException as error:
-                raise self._failed(error, call, deadline) from None
+                raise self._failed(error, call, timeout_s, deadline) from None
             finally:
                 self._running = -1
         finally:
@@ -237,13 +247,21 @@ class Operations:
             raise failure.again(message, call) from failure
 
     def _take_turn(
-        self, call: str, signature: str, body: Callable[[Turn], None], where: str | int, *, beside_work: bool
+        self,
+        call: str,
+        signature: str,
+        body: Callable[[Turn], None],
+        timeout_s: float | None,
+        where: str | int,
+        *,
+        beside_work: bool,
     ) -> None:
         """Run an operation in its turn. where: the place of the call in the user's code, or the thread that makes it.
         beside_work: whether the caller computes meanwhile, so that waits must leave the cores to it. A caller that waits for
-        the operation needs no cores."""
+        the operation needs no cores. The other arguments: see submit()."""
         self._check(call, was_queued=True)
-        deadline = time.monotonic() + self.timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             self._call = call
             is_new = signature not in self._known
@@ -266,7 +284,7 @@ class Operations:
             if self.joined.refused == sequence:
                 raise PeerJoined(self.joined.absent, rank=self._rank, operation=call)
         except BaseException as error:
-            raise self._failed(error, call, deadline) from None
+            raise self._failed(error, call, timeout_s, deadline) from None
         finally:
             self._running = -1
 
@@ -274,7 +292,8 @@ class Operations:
         self, call: str, peers: frozenset[int], body: Callable[[float], None], *, beside_work: bool
     ) -> None:
         self._check(call, was_queued=True)
-        deadline = time.monotonic() + self.timeout_s
+        timeout_s = self.timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             self.wait_beside_work(beside_work)
             self._vain_since = math.inf
@@ -290,7 +309,7 @@ class Operations:
             if self._interrupted:
                 raise LinkError(None, timed_out=False, detail=_ENDED, awaited=peers)
         except BaseException as error:
-            raise self._failed(error, call, deadline, peers) from None
+            raise self._failed(error, call, timeout_s, deadline, peers) from None
         finally:
             self._peers = frozenset()
             self._message = None
@@ -417,14 +436,15 @@ class Operations:
         self._transport.abort()
 
     def _failed(
-        self, error: BaseException, call: str, deadline: float, peers: frozenset[int] = frozenset()
+        self, error: BaseException, call: str, timeout_s: float, deadline: float, peers: frozenset[int] = frozenset()
     ) -> BaseException:
         """Return the error to raise for an error inside a turn. Every error but Mismatch and PeerJoined breaks the
-        Communicator: all ranks raise these two alike, with no message in flight. peers: the other ranks of a message."""
+        Communicator: all ranks raise these two alike, with no message in flight. timeout_s: the seconds from the start of
+        the turn to the deadline. peers: the other ranks of a message."""
         if self._sequence < self._queue.number:
             return error  # interrupted before the turn began
         if isinstance(error, LinkError):
-            self._failure = self._explain(error, call, deadline, peers)
+            self._failure = self._explain(error, call, timeout_s, deadline, peers)
             return self._failure
         if not isinstance(error, (Mismatch, PeerJoined)):
             self._break(call, repr(error), self._sequence + bool(peers), whereabouts.of_exception(error))
@@ -437,7 +457,9 @@ class Operations:
         self._watch.report_leaving(sequence, reason)
         self._transport.abort()
 
-    def _explain(self, error: LinkError, call: str, deadline: float, peers: frozenset[int]) -> CollectiveError:
+    def _explain(
+        self, error: LinkError, call: str, timeout_s: float, deadline: float, peers: frozenset[int]
+    ) -> CollectiveError:
         if self._exiting:
             return CollectiveError("this process is exiting", rank=self._rank, operation=call)
         others = self._watch.others if not isinstance(error, _InVainError) else frozenset()
@@ -449,8 +471,8 @@ class Operations:
             is_message=bool(peers),
             waiting_for=tuple(sorted(awaited - {self._rank})),
             gave_up=error.timed_out,
-            waited_s=self.timeout_s - (deadline - time.monotonic()),
-            timeout_s=self.timeout_s,
+            waited_s=timeout_s - (deadline - time.monotonic()),
+            timeout_s=timeout_s,
             before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
             place="" if peers else self._place(),
             sent=_sent(error) if peers else "",

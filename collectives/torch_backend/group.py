@@ -6,8 +6,7 @@ in older versions of torch: the class defines the newer name, and makes the olde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import wraps
@@ -256,25 +255,12 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def barrier(self, opts: Any = None) -> GradwireWork:
         """Complete when every rank has called this."""
         opts = opts or dist.BarrierOptions()
-        with self._within(opts.timeout):
-            return self._started((), opts, lambda a: [self._communicator.barrier(async_op=a)])
+        timeout_s = _seconds(opts.timeout)
+        return self._started((), opts, lambda a: [self._communicator.barrier(timeout_s=timeout_s, async_op=a)])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until every rank has called this. Raises CollectiveTimeout with all missing ranks in any case."""
-        with self._within(timeout):
-            self._communicator.barrier()
-
-    @contextmanager
-    def _within(self, timeout: timedelta | None) -> Iterator[None]:
-        """Set the timeout of operations that begin meanwhile. None, 0 or a negative timeout changes nothing."""
-        if timeout is None or timeout <= timedelta(0):
-            yield
-            return
-        before, self._communicator.timeout_s = self._communicator.timeout_s, timeout.total_seconds()
-        try:
-            yield
-        finally:
-            self._communicator.timeout_s = before
+        self._communicator.barrier(timeout_s=_seconds(timeout))
 
     # Messages
 
@@ -395,6 +381,12 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
 for _newer, _older in _OLDER_NAMES.items():
     setattr(GradwireGroup, _older, getattr(GradwireGroup, _newer))
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    """Return the timeout of one call in seconds; None for None, 0 or a negative timeout: the group's timeout then
+    applies."""
+    return timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
 
 
 def _tensors(given: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -246,14 +247,19 @@ class Movement(Ranks):
         return engine.submit(call, body, async_op=async_op)
 
     @overload
-    def barrier(self, **options: Unpack[Async]) -> Work: ...
+    def barrier(self, *, timeout_s: float | None = None, **options: Unpack[Async]) -> Work: ...
 
     @overload
-    def barrier(self, **options: Unpack[Options]) -> Work | None: ...
+    def barrier(self, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Work | None: ...
 
-    def barrier(self, *, algorithm: str = "auto", async_op: bool = False) -> Work | None:
-        """Wait until every rank has called this."""
+    def barrier(
+        self, *, timeout_s: float | None = None, algorithm: str = "auto", async_op: bool = False
+    ) -> Work | None:
+        """Wait until every rank has called this. timeout_s: seconds that this barrier may take from its start; None: the
+        Communicator's timeout_s."""
         engine = self._engine
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise ValueError(f"rank {engine.rank}: barrier: timeout_s={timeout_s} must be positive and finite")
         chosen = engine.plans.choose("barrier", algorithm, 1)
         call = Call(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
         nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
@@ -265,7 +271,7 @@ class Movement(Ranks):
             else:
                 engine.meet(turn, chosen)
 
-        return engine.submit(call, body, async_op=async_op)
+        return engine.submit(call, body, async_op=async_op, timeout_s=timeout_s)
 
 
 def _move(

@@ -54,6 +54,8 @@ MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], ob
         "alltoall, wrong sum": ("splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [2, 1])),
         "alltoall, negative": ("splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [3, -1])),
         "alltoall, too many": ("splits", lambda c: c.alltoall(TWO, TWO.clone(), [1, 1], [1, 1, 0])),
+        "barrier, no time": (r"barrier: timeout_s=0 must be positive and finite", lambda c: c.barrier(timeout_s=0)),
+        "barrier, no limit": ("timeout_s=inf must be", lambda c: c.barrier(timeout_s=float("inf"), async_op=True)),
         "scatter_object, short": ("objects", lambda c: c.scatter_object([1], c.rank)),
     },
 }

@@ -13,7 +13,7 @@ import torch
 
 from gradwire.trainer.cli.check import __main__ as command
 from gradwire.trainer.cli.check import gpu, links, machine, ranks
-from gradwire.trainer.cli.check.finding import Finding, bounded
+from gradwire.trainer.cli.check.finding import Finding
 from tests.harness import wait_until
 from tests.ranks.test_init import listener, unused_port
 
@@ -21,16 +21,6 @@ from tests.ranks.test_init import listener, unused_port
 def test_a_line() -> None:
     assert str(Finding("ok", "fine")) == "ok      fine"
     assert str(Finding("failed", "not so", "mend it")) == "failed  not so\n        -> mend it"
-
-
-def test_no_wait_without_an_end() -> None:
-    gate = threading.Event()
-    with pytest.raises(TimeoutError, match=r"no answer within 0.05 s"):
-        bounded(gate.wait, 0.05)
-    gate.set()
-    assert bounded(lambda: 3, 10) == 3
-    with pytest.raises(KeyError):
-        bounded(lambda: {}[1], 10)
 
 
 @pytest.mark.parametrize(

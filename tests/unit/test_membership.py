@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -84,6 +85,19 @@ def test_the_end_of_the_process_waits_only_for_calls_of_the_store_that_still_run
     assert len(handlers) == 1
     answers.set()
     wait_until(lambda: not handlers)
+
+
+def test_each_call_of_a_store_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has failed leaves the next one its time, and a deadline that has passed leaves time for a last answer."""
+    answers = threading.Event()
+    with closing(asking.Asking(dist.HashStore())) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(asking, "_LAST_ANSWER_S", 0.0)
+            with pytest.raises(LinkError, match="the store does not answer"):
+                store.ask(lambda: answers.wait(DEADLINE_S), time.monotonic())
+        threading.Timer(0.2, answers.set).start()
+        assert store.ask(lambda: 3, time.monotonic() + DEADLINE_S) == 3  # after the first call has returned
+        assert store.ask(lambda: time.sleep(0.2), time.monotonic() - DEADLINE_S) is None
 
 
 def test_a_rank_that_ended_before_it_could_say_that_all_had_come() -> None:

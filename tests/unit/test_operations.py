@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.collectives.errors import CollectiveError, LinkError, PeerLost
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
 from gradwire.collectives.link.watch import Neighbour, Watch
 from gradwire.collectives.run.closing import ClosableOperations, close_all
 from gradwire.collectives.run.operations import Operations, Turn
@@ -116,6 +116,29 @@ def test_messages_are_not_counted_and_wait_for_their_turn() -> None:
         assert numbers == [0, -1, -1, 2]
         mine.submit("allreduce", operation, async_op=False)
         assert numbers[-1] == 3
+
+
+def test_an_operation_with_its_own_timeout_leaves_those_of_the_others_alone() -> None:
+    """Of those that are queued before it, too, and those that begin while it waits."""
+    with operations(2) as (mine, transport, _):
+        given_s: list[float] = []
+        go_on = threading.Event()
+
+        def operation(turn: Turn) -> None:
+            assert go_on.wait(DEADLINE_S)
+            given_s.append(round(turn.deadline - time.monotonic(), -1))
+
+        def late(turn: Turn) -> None:
+            transport.abort()
+            raise LinkError(1, timed_out=True, detail="rank 1 is late")
+
+        for timeout_s in (None, None, 100.0, None):
+            mine.submit("allreduce", operation, async_op=True, timeout_s=timeout_s)
+        go_on.set()
+        with pytest.raises(CollectiveTimeout, match="not done after 7 s waiting for rank 1"):
+            mine.submit("barrier", late, async_op=False, timeout_s=7.0)
+        assert given_s[1:] == [300.0, 100.0, 300.0]  # the first one has waited for go_on itself
+        assert mine.timeout_s == 300.0
 
 
 @pytest.mark.parametrize("leaver", [1, 2])

@@ -9,10 +9,10 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link import own_address
 from gradwire.collectives.link.arrival import arrive
-from gradwire.collectives.link.hub import ANSWER_S, Admission, Failure, Hub
+from gradwire.collectives.link.hub import ANSWER_S, Admission, Card, Failure, Hub
 from gradwire.collectives.link.membership import membership_from
-from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import Presence
 from gradwire.collectives.link.watch import Neighbour
 from tests.harness import wait_until
@@ -21,14 +21,18 @@ SIZE = 3
 DEADLINE_S = 20.0
 
 
+def card_of(rank: int) -> Card:
+    """Return the card of a rank whose environment names no host that is to be looked up."""
+    return own_address.card_of(rank, "host", "machine", {}, deadline=0.0)
+
+
 @pytest.fixture
 def arrived() -> list[Presence]:
     """What each rank knows of the others, all of which have arrived."""
     store = HashStore()
 
     def come(rank: int) -> Presence:
-        card = card_of(rank, "host", "machine", {})
-        return arrive(store, SIZE, card, time.monotonic() + DEADLINE_S, hub_rank=0)
+        return arrive(store, SIZE, card_of(rank), time.monotonic() + DEADLINE_S, hub_rank=0)
 
     with ThreadPoolExecutor(SIZE) as pool:
         return list(pool.map(come, range(SIZE)))
@@ -94,7 +98,7 @@ def test_a_rank_that_waits_for_a_stopped_store_at_the_deadline_is_not_blamed() -
     def come(rank: int) -> LinkError:
         deadline = time.monotonic() + 2 * ANSWER_S + 2 * rank * ANSWER_S
         with pytest.raises(LinkError) as caught:
-            arrive(store, SIZE, card_of(rank, "host", "machine", {}), deadline, hub_rank=0)
+            arrive(store, SIZE, card_of(rank), deadline, hub_rank=0)
         return caught.value
 
     with ThreadPoolExecutor(SIZE) as pool:
@@ -105,7 +109,7 @@ def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
     """The queue of the hub is full, so that no connection comes about."""
     store, asked = HashStore(), 0
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, socket.create_connection(hub.getsockname()):
-        card = card_of(0, "host", "machine", {})
+        card = card_of(0)
         made = card | {"key": "k", "token": "t", "address": "127.0.0.1", "port": hub.getsockname()[1], "loopback": ""}
         store.set("hub", json.dumps(made))
 
@@ -116,16 +120,16 @@ def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
 
         deadline = time.monotonic() + DEADLINE_S
         with pytest.raises(LinkError, match="lost rank 0") as caught:
-            arrive(store, SIZE, card_of(1, "host", "machine", {}), deadline, hub_rank=0, lost=lost)
+            arrive(store, SIZE, card_of(1), deadline, hub_rank=0, lost=lost)
     assert (caught.value.awaited, caught.value.ended) == ({0}, True)
 
 
 def test_a_rank_that_ends_right_after_its_card_is_lost() -> None:
     """Its card and the end of its connection reach the hub at once."""
-    made = card_of(0, "host", "machine", {}) | {"key": "k", "token": "t"}
+    made = card_of(0) | {"key": "k", "token": "t"}
     hub = Hub(made, SIZE, Admission())
     with socket.create_connection((hub.card["address"], hub.card["port"])) as ends:
-        Neighbour(ends).say(card=card_of(1, "host", "machine", {}), token="t")
+        Neighbour(ends).say(card=card_of(1), token="t")
     here, theirs = socket.socketpair()
     with here:
         for each in (here, theirs):

@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _training(name: str, arguments: list[str]) -> int:
+    from gradwire.collectives.errors import LinkError
     from gradwire.trainer.cli.elastic.job import run_elastic_job
     from gradwire.trainer.cli.job import run_job
     from gradwire.trainer.cli.options import parse_job
@@ -58,7 +59,7 @@ def _training(name: str, arguments: list[str]) -> int:
         if job.notice is not None:
             print(job.notice, file=sys.stderr, flush=True)
         return run_job(job) if job.elastic is None else run_elastic_job(job, job.elastic)
-    except ValueError as error:
+    except (LinkError, ValueError) as error:
         print(f"gradwire: {error}", file=sys.stderr)
         return 2
 

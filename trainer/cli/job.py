@@ -154,7 +154,9 @@ def _command(job: Job, node: int, environment: Mapping[str, str]) -> list[str]:
 def _master(job: Job, environment: Mapping[str, str]) -> str:
     """Return the address of the first host for all hosts."""
     first = job.hosts[0]
-    address = own_address({**environment, **job.settings}) if first.is_here else first.name
+    address = first.name
+    if first.is_here:
+        address = own_address({**environment, **job.settings}, time.monotonic() + job.start_timeout_s)
     return f"[{address}]" if ":" in address else address
 
 
@@ -162,6 +164,6 @@ def run_job(job: Job) -> int:
     """Run a job to its end, and return its exit status.
 
     Raises ValueError if the output folder cannot be made, if a variable of -x is not set, or, with other hosts, if this
-    host has no address for them.
+    host has no address for them; LinkError if it cannot look up MASTER_ADDR in time.
     """
     return _Run(job).run()

@@ -8,7 +8,6 @@ epochs. Both poll the store.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ class Epochs:
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore(_PREFIX, store)
         self._timeout_s: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
-        self._asking = Asking(self._store, -math.inf)
+        self._asking = Asking(self._store)
 
     # Written by workers, read by the launcher
 
@@ -149,9 +148,10 @@ class Epochs:
         """Return whether want_update() was called for an epoch."""
         return self._has(f"update/{epoch}")
 
-    def hang_up(self) -> None:
-        """Shut down this process's connections to the store: calls that wait for it raise RuntimeError."""
-        hang_up(self._store)
+    def hang_up(self, deadline: float) -> None:
+        """Shut down this process's connections to the store: calls that wait for it raise RuntimeError. deadline: see
+        asking.shut()."""
+        hang_up(self._store, deadline)
 
     def end(self, reason: str) -> None:
         """Record that no epoch follows, and why. Workers that wait for one raise RuntimeError with the reason."""
@@ -190,7 +190,7 @@ class Epochs:
     def _ask(self, call: Callable[[], _Answer]) -> _Answer:
         """Return the result of a call to the store."""
         try:
-            return self._asking.ask(call, self._timeout_s)
+            return self._asking.ask(call, time.monotonic() + self._timeout_s)
         except LinkError as error:
             raise RuntimeError(str(error)) from error
 

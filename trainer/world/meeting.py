@@ -89,13 +89,15 @@ def meet(
     deadline, ranks = time.monotonic() + timeout_s, tuple(range(launch.size))
     arrival_s = min(timeout_s, _EPOCH_S) if WORKER in os.environ else timeout_s
     arrive_by = time.monotonic() + arrival_s
-    others = connections(address, port)  # of earlier worlds, and of this worker of an elastic job to the launcher
 
-    def hang_up() -> None:
-        shut(connections(address, port) - others)
+    def hang_up(deadline: float) -> None:
+        shut(address, port, deadline, but=others)
 
     with coming_together(launch.rank, arrival_s, operation="init"):
-        card = card_of(launch.rank, host_id(), machine_id(), os.environ) | {"identity": identity_of(os.environ, launch)}
+        # Of earlier worlds, and of this worker of an elastic job to the launcher: they stay open.
+        others = connections(address, port, arrive_by)
+        card = card_of(launch.rank, host_id(), machine_id(), os.environ, arrive_by)
+        card["identity"] = identity_of(os.environ, launch)
         with _meeting_at(place):
             opened = _bounded(lambda: _open_store(launch, address, port, arrive_by), arrive_by + _GRACE_S, hang_up)
             store, keeps_hub = opened
@@ -213,7 +215,8 @@ def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: fl
 
 
 def _knock(address: str, port: int, deadline: float) -> None:
-    """Wait until a process listens at an address. Raises the OSError of the last attempt at the deadline."""
+    """Wait until a process listens at an address. Raises the OSError of the last attempt at the deadline. The look-up of a
+    name may take longer: this runs in _bounded(), which then stops waiting for it."""
     while True:
         try:
             socket.create_connection((address, port), max(_KNOCK_AGAIN_S, deadline - time.monotonic())).close()
@@ -228,12 +231,12 @@ def _knock(address: str, port: int, deadline: float) -> None:
 def _bounded(
     call: Callable[[], _Result],
     deadline: float,
-    hang_up: Callable[[], None],
+    hang_up: Callable[[float], None],
     check: Callable[[], None] | None = None,
 ) -> _Result:
     """Return the result of call(), which uses the store. At the deadline, call hang_up(), which shuts down its connections, and
-    raise ConnectionError. check: raises LinkError to end a useless wait. A wait of gloo for a lost rank is not ended by this: its
-    thread stays until gloo gives up.
+    raise ConnectionError. check: raises LinkError to end a useless wait. This ends neither a wait of gloo for a lost rank
+    nor the look-up of a name: the thread stays until they return.
 
     torch's store waits without a deadline for the first answer after a process has accepted its connection. A thread that
     still waits there would abort the process if it returned while the interpreter exits.
@@ -253,7 +256,8 @@ def _bounded(
         unblock(future, hang_up)
         if isinstance(error, FutureTimeoutError):
             silent = (
-                "the process that listens there does not answer as rank 0 would; does another program use the port?"
+                "the process that listens there does not answer as rank 0 would; does another program use the port, "
+                "or is a name server down?"
             )
             raise ConnectionError(silent) from error
         raise

@@ -112,7 +112,7 @@ class Losses:
         """End the thread: if its read returned while the interpreter exits, the thread would abort the process."""
         self.close()
         if self._thread.is_alive():
-            self._epochs.hang_up()
+            self._epochs.hang_up(time.monotonic() + _ANSWER_S)
             self._thread.join(_ANSWER_S)
 
     def _ask(self) -> None:

@@ -18,9 +18,10 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.names import look_up
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import REMEDY, LargePacketsLost, check_paths
-from gradwire.trainer.cli.check.finding import Finding, bounded
+from gradwire.trainer.cli.check.finding import Finding
 
 _GREETING = "gradwire check 2"
 _ANSWER_S = 30.0
@@ -114,12 +115,12 @@ def links(host: str, port: int) -> Iterator[Finding]:
     there = f"{host} port {port}"
     command = f"gradwire check --listen --port {port}"
     try:
-        address = bounded(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _ANSWER_S)[0][4][0]
-    except (OSError, UnicodeError) as error:
+        address = look_up(host, time.monotonic() + _ANSWER_S)[0]
+    except (LinkError, OSError, UnicodeError) as error:
         yield Finding("failed", f"{host} does not resolve: {error}", "write its address, or add it to /etc/hosts")
         return
     try:
-        connection = socket.create_connection((str(address), port), _KNOCK_S)
+        connection = socket.create_connection((address, port), _KNOCK_S)
     except ConnectionRefusedError:
         yield Finding("failed", f"no process listens at {there}", f"run on {host} first: {command}")
         return
@@ -157,8 +158,8 @@ def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterato
         yield Finding("note", f"port {port} is in use here, so {host} could not test it")
     yield _direction(f"from {host}", open_here, blocked, do)
     seen = answer["seen"]
-    with suppress(ValueError):  # the test of this machine reports it
-        given = own_address({**os.environ, "MASTER_ADDR": host})
+    with suppress(LinkError, ValueError):  # the test of this machine reports it
+        given = own_address({**os.environ, "MASTER_ADDR": host}, time.monotonic() + _ANSWER_S)
         if given != seen and not ipaddress.ip_address(seen).is_loopback:
             do = "name the interface towards it: export COLLECTIVES_INTERFACE=... GLOO_SOCKET_IFNAME=..."
             yield Finding("note", f"{host} sees this host as {seen}, but ranks here would announce {given}", do)

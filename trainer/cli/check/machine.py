@@ -6,14 +6,17 @@ import importlib.metadata
 import ipaddress
 import resource
 import socket
+import time
 from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 
+from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_cache, cpu_kernels, cpu_sockets
+from gradwire.collectives.link.names import look_up
 from gradwire.collectives.link.own_address import own_address
-from gradwire.trainer.cli.check.finding import Finding, bounded
+from gradwire.trainer.cli.check.finding import Finding
 from gradwire.trainer.world.launch import ALONE, meeting_point, read_launch, slurm_hint
 
 _NAME_S = 5.0
@@ -54,13 +57,13 @@ def _numba() -> Finding:
 
 def own_name(environment: Mapping[str, str]) -> Finding:
     """Return whether this host's name resolves to an address that other hosts can use, as gloo and torchrun expect."""
-    name = socket.gethostname()
-    do = f"on more than one host: export GLOO_SOCKET_IFNAME={_interface_of(own_address({})) or 'eth0'}, or correct /etc/hosts"
+    name, deadline = socket.gethostname(), time.monotonic() + _NAME_S
+    towards = _interface_of(own_address({}, deadline)) or "eth0"
+    do = f"on more than one host: export GLOO_SOCKET_IFNAME={towards}, or correct /etc/hosts"
     try:
-        answers = bounded(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), _NAME_S)
-    except (OSError, UnicodeError) as error:
+        addresses = sorted(set(look_up(name, deadline)))
+    except (LinkError, OSError, UnicodeError) as error:
         return Finding("note", f"this host's name, {name}, does not resolve: {error}", do)
-    addresses = sorted({str(answer[4][0]).partition("%")[0] for answer in answers})
     what = f"this host's name, {name}, resolves to {', '.join(addresses)}"
     if environment.get("GLOO_SOCKET_IFNAME"):
         return Finding("ok", f"{what}; GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']} takes precedence")
@@ -72,8 +75,10 @@ def own_name(environment: Mapping[str, str]) -> Finding:
 def interface(environment: Mapping[str, str]) -> Finding:
     """Return which address of this host the other ranks use."""
     try:
-        address = bounded(lambda: own_address(environment), _NAME_S)
-    except (ValueError, OSError) as error:
+        address = own_address(environment, time.monotonic() + _NAME_S)
+    except LinkError as error:
+        return Finding("failed", f"MASTER_ADDR: {error}", "write its address, or add it to /etc/hosts")
+    except ValueError as error:
         return Finding("failed", str(error), "correct or unset that variable")
     named = _interface_of(address)
     what = f"ranks here are reached at {address}" + (f", interface {named}" if named else "")
@@ -111,7 +116,7 @@ def open_files(limit: int) -> Finding:
 def _interface_of(address: str) -> str | None:
     for _, name in socket.if_nameindex():
         try:
-            if own_address({"COLLECTIVES_INTERFACE": name}) == address:
+            if own_address({"COLLECTIVES_INTERFACE": name}, deadline=0.0) == address:  # looks up no name
                 return name
         except ValueError:  # it has no address
             continue

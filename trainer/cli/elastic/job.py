@@ -46,7 +46,7 @@ _OF_TORCHRUN = "TORCHELASTIC_"
 
 
 class _Run:
-    """Runs one job. Raises ValueError as run_elastic_job() does."""
+    """Runs one job. Raises ValueError and LinkError as run_elastic_job() does."""
 
     def __init__(self, job: Job, wanted: Elastic) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class _Run:
         handed_on(job, os.environ)  # raises for a missing variable before any process starts
         address = "127.0.0.1"
         if wanted.discovery_script is not None or len(job.hosts) > 1 or not job.hosts[0].is_here:
-            address = own_address({**os.environ, **job.settings})
+            address = own_address({**os.environ, **job.settings}, time.monotonic() + job.start_timeout_s)
         self._output = Output(job.output_folder, digits=1, name="worker")
         self._store = _store(address, job.master_port)
         self._epochs = Epochs(self._store)
@@ -240,8 +240,9 @@ class _Run:
 def run_elastic_job(job: Job, wanted: Elastic) -> int:
     """Run an elastic job to its end, and return its exit status.
 
-    Raises ValueError if this host has no address for other hosts, the port is taken, a variable of -x is not set, the output
-    folder cannot be made, or the discovery script cannot be started.
+    Raises ValueError if this host has no address for other hosts, the port is taken, a variable of -x is not set, the
+    output folder cannot be made, or the discovery script cannot be started; LinkError if this host cannot look up
+    MASTER_ADDR in time.
     """
     return _Run(job, wanted).run()
 
