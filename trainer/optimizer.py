@@ -29,7 +29,7 @@ from gradwire.trainer.gradients.layout import SMALL_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.gradients.shards.transfer import movements_as
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
-from gradwire.trainer.reports.metrics import Reports, StepMetrics, Wanted
+from gradwire.trainer.reports.metrics import Reports, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.selection import checked_rule, described_settings, overlapping
@@ -131,7 +131,7 @@ class DistributedOptimizer(WrappingOptimizer):
         if bucket_bytes is None:
             awaited = SMALL_BUCKET_BYTES if overlap == "next_forward" else None
             bucket_bytes = current_settings().fusion_bytes or awaited
-        reported = Wanted(on_step, check_replicas_every, straggler_report_every)
+        reported = WantedReports(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
         rule = overlapping(checked_rule(rule, op, shard_states, returning is not None), overlap, model)

@@ -32,7 +32,7 @@ _LOOK_S = 0.05
 _END_S = 40.0
 
 
-class _Output:
+class _OutputCopier:
     """Copies the output of ranks from their files to stdout, line by line, each prefixed with rank and stream."""
 
     def __init__(self, folder: Path, first_rank: int) -> None:
@@ -113,7 +113,7 @@ def main() -> int:
     _end_with_the_launcher()
     say(READY)
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = _Output(Path(folder), flags.first_rank)
+        output = _OutputCopier(Path(folder), flags.first_rank)
         try:
             report = _run(flags, folder)
         finally:

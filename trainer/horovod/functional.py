@@ -28,7 +28,7 @@ Rows = list[int]
 """How many rows of dimension 0 each rank has of a tensor."""
 
 
-class Reduction(NamedTuple):
+class ScaledOp(NamedTuple):
     """An op, and the factors by which tensors are multiplied before and after it."""
 
     op: str
@@ -51,7 +51,7 @@ class Allreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, communicator: Communicator, reduction: Reduction, codecs: list[Codec | None], *tensors: Tensor
+        ctx: Any, communicator: Communicator, reduction: ScaledOp, codecs: list[Codec | None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = communicator, reduction, codecs
         op, prescale, postscale = reduction
@@ -83,7 +83,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         communicator, rows = ctx.call
-        return (None, None, *begin_reducescatter(communicator, Reduction(Average), rows, gradients)[1]())
+        return (None, None, *begin_reducescatter(communicator, ScaledOp(Average), rows, gradients)[1]())
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -92,7 +92,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, communicator: Communicator, reduction: Reduction, rows: list[Rows], *tensors: Tensor
+        ctx: Any, communicator: Communicator, reduction: ScaledOp, rows: list[Rows], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = communicator, reduction, rows
         return tuple(begin_reducescatter(communicator, reduction, rows, tensors)[1]())
@@ -154,7 +154,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def begin_allreduce(
-    communicator: Communicator, reduction: Reduction, tensors: Sequence[Tensor], *, async_op: bool
+    communicator: Communicator, reduction: ScaledOp, tensors: Sequence[Tensor], *, async_op: bool
 ) -> tuple[list[Work], Callable[[], None]]:
     """Begin to reduce tensors in place. Return the running Works, and a function to call when they are done.
 
@@ -191,7 +191,7 @@ def begin_allgather(
 
 def begin_reducescatter(
     communicator: Communicator,
-    reduction: Reduction,
+    reduction: ScaledOp,
     rows: Sequence[Rows],
     tensors: Sequence[Tensor],
     *,

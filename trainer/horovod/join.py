@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from gradwire.collectives import CollectiveTimeout, Communicator
-from gradwire.collectives.absence import Wanted
+from gradwire.collectives.absence import WantedOperation
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.optimizer import DistributedOptimizer
@@ -103,7 +103,7 @@ class _Join:
                 raise CollectiveTimeout(absence.timeout_s, missing, rank=self._everyone.rank, operation="join()")
             self._changed.wait(min(max(left_s, _LOOK_AGAIN_S), _LOOK_FOR_FAILURES_S))
 
-    def _begin(self, communicator: Communicator, wanted: Wanted) -> Future[None]:
+    def _begin(self, communicator: Communicator, wanted: WantedOperation) -> Future[None]:
         """Begin to take part in an operation, on a thread."""
         if communicator not in self._threads:
             self._threads[communicator] = DaemonThread("gradwire-join")
@@ -111,7 +111,7 @@ class _Join:
         future.add_done_callback(lambda _: self._changed.set())
         return future
 
-    def _take_part(self, communicator: Communicator, wanted: Wanted) -> None:
+    def _take_part(self, communicator: Communicator, wanted: WantedOperation) -> None:
         """Take part in an operation, with the optimizer's stand_in() if it has one for it."""
         with torch.cuda.device(self._cuda):
             optimizer = self._optimizers.get(communicator)

@@ -24,14 +24,14 @@ from gradwire.trainer.gradients.compression import Cast, Compression, Compressor
 from gradwire.trainer.horovod.functional import (
     Allreduce,
     ReduceScatter,
-    Reduction,
     Rows,
+    ScaledOp,
     begin_allreduce,
     begin_reducescatter,
     copied,
     is_integer,
 )
-from gradwire.trainer.horovod.handles import Call, Handle
+from gradwire.trainer.horovod.handles import Handle, NamedCall
 from gradwire.trainer.rules.adasum import check_adasum
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
 from gradwire.trainer.world.world import communicator_of, here
@@ -243,8 +243,8 @@ def grouped_reducescatter_async(
 
 def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor) -> list[Tensor]:
     communicator = communicator_of(given.process_set)
-    with Call(given.verb, given.name, communicator):
-        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
+    with NamedCall(given.verb, given.name, communicator):
+        reduction = ScaledOp(resolve_op(given.op, given.average), given.prescale, given.postscale)
         meant = verb_codec(compression)
         tensors = _checked(communicator, given.verb, tensors, reduction)
         cast = meant if isinstance(meant, Cast) else Compression.none
@@ -258,8 +258,8 @@ def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor
 def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]) -> Handle[T]:
     """Return the handle of an allreduce, whose result is `result` of the reduced tensors."""
     communicator = communicator_of(given.process_set)
-    with (call := Call(given.verb, given.name, communicator)):
-        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
+    with (call := NamedCall(given.verb, given.name, communicator)):
+        reduction = ScaledOp(resolve_op(given.op, given.average), given.prescale, given.postscale)
         tensors = _checked(communicator, given.verb, tensors, reduction)
         works, finish = begin_allreduce(communicator, reduction, [each.detach() for each in tensors], async_op=True)
 
@@ -272,7 +272,7 @@ def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable
 
 def _reducescatter(given: _Given, tensors: Sequence[Tensor], compression: Cast) -> list[Tensor]:
     communicator = communicator_of(given.process_set)
-    with Call(given.verb, given.name, communicator):
+    with NamedCall(given.verb, given.name, communicator):
         tensors, reduction, rows = _scatterable(communicator, given, tensors)
         if not isinstance(compression, Cast):
             raise ValueError(
@@ -294,7 +294,7 @@ def _reducescatter_async(
 ) -> Handle[T]:
     """Return the handle of a reducescatter, whose result is `result` of this rank's rows."""
     communicator = communicator_of(given.process_set)
-    with (call := Call(given.verb, given.name, communicator)):
+    with (call := NamedCall(given.verb, given.name, communicator)):
         tensors, reduction, rows = _scatterable(communicator, given, tensors)
         works, finish = begin_reducescatter(communicator, reduction, rows, tensors, async_op=True)
         return Handle(call, works, lambda: result(finish()))
@@ -302,12 +302,12 @@ def _reducescatter_async(
 
 def _scatterable(
     communicator: Communicator, given: _Given, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], Reduction, list[Rows]]:
+) -> tuple[list[Tensor], ScaledOp, list[Rows]]:
     """Return the tensors, the reduction, and how many rows of each tensor every rank gets. Raises Refused for Adasum, which
     does not compute each element from that element alone, and for scalars; ValueError or TypeError as _checked() does."""
     if given.op == Adasum:
         raise refused(communicator, given.verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {given.op!r}")
-    reduction = Reduction(resolve_op(given.op, allowed=OPS_BY_ELEMENT), given.prescale, given.postscale)
+    reduction = ScaledOp(resolve_op(given.op, allowed=OPS_BY_ELEMENT), given.prescale, given.postscale)
     tensors = _checked(communicator, given.verb, tensors, reduction)
     rows = []
     for tensor in tensors:
@@ -318,7 +318,7 @@ def _scatterable(
     return tensors, reduction, rows
 
 
-def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
+def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], reduction: ScaledOp) -> list[Tensor]:
     """Return the tensors of a reduction. Raises TypeError or ValueError for those that cannot be reduced by its op, and factors
     that do not fit their dtypes."""
     checked = check_group(communicator.rank, verb, tensors)

@@ -22,8 +22,8 @@ from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.cli.elastic import agent as agent_script
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
 from gradwire.trainer.cli.elastic.discovery import Discovery
-from gradwire.trainer.cli.elastic.policy import Policy
-from gradwire.trainer.cli.failure import Failure, exit_status, failure_lines
+from gradwire.trainer.cli.elastic.policy import JobPolicy
+from gradwire.trainer.cli.failure import JobFailure, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Elastic, Job
 from gradwire.trainer.cli.output import Output
@@ -45,7 +45,7 @@ _OF_OTHERS = ("RANK", "WORLD_SIZE", _LOCAL_RANK, "LOCAL_WORLD_SIZE", "GROUP_RANK
 _OF_TORCHRUN = "TORCHELASTIC_"
 
 
-class _Run:
+class _ElasticJobRun:
     """Runs one job. Raises ValueError as run_elastic_job() does."""
 
     def __init__(self, job: Job, wanted: Elastic) -> None:
@@ -67,12 +67,12 @@ class _Run:
             AGENT_STORE: "True",
         }
         self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)
-        self._policy = Policy(wanted, time.monotonic() + job.start_timeout_s)
+        self._policy = JobPolicy(wanted, time.monotonic() + job.start_timeout_s)
         self._known: dict[str, Host] = {}
         self._agents: dict[int, AgentProcess] = {}
         self._late_at: dict[int, float] = {}
         self._exit_codes: dict[int, int] = {}
-        self._lost: dict[int, Failure] = {}
+        self._lost: dict[int, JobFailure] = {}
         self._told_lost: tuple[int, tuple[int, ...]] = -1, ()
         self._end: End | None = None
         self._is_ending = False
@@ -197,7 +197,7 @@ class _Run:
             agent.leave()
         host = self._policy.workers.hosts[node]
         if not self._is_ending and not host.is_released:
-            self._lost |= dict.fromkeys(self._policy.workers.running_on(node), Failure(host.name, None, None, why))
+            self._lost |= dict.fromkeys(self._policy.workers.running_on(node), JobFailure(host.name, None, None, why))
             self._policy.host_lost(node, why, time.monotonic())
 
     def _end_all(self, signals: list[int]) -> None:
@@ -229,12 +229,12 @@ class _Run:
             _say(self._end.reason)
         return exit_status(failures) if failures else int(bool(self._end.reason))
 
-    def _failure(self, worker: int) -> Failure:
+    def _failure(self, worker: int) -> JobFailure:
         """Return the failure of a worker, or of its host."""
         if worker in self._lost:
             return self._lost[worker]
         host = self._policy.workers.host_of(worker)
-        return Failure(host.name, worker, self._exit_codes.get(worker, -signal.SIGKILL), self._output.words(worker))
+        return JobFailure(host.name, worker, self._exit_codes.get(worker, -signal.SIGKILL), self._output.words(worker))
 
 
 def run_elastic_job(job: Job, wanted: Elastic) -> int:
@@ -243,7 +243,7 @@ def run_elastic_job(job: Job, wanted: Elastic) -> int:
     Raises ValueError if this host has no address for other hosts, the port is taken, a variable of -x is not set, the output
     folder cannot be made, or the discovery script cannot be started.
     """
-    return _Run(job, wanted).run()
+    return _ElasticJobRun(job, wanted).run()
 
 
 def _store(address: str, port: int | None) -> TCPStore:
