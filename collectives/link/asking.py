@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 
-#: Seconds between two calls of check() while a call waits for the store.
-_LOOK_AGAIN_S = 0.03
+#: Seconds between two checks of anything that ranks wait for while they connect.
+POLL_S = 0.03
 
 #: How long the store may take for an answer after the deadline, such as which ranks are missing.
 _LAST_ANSWER_S = 1.0
@@ -57,7 +57,7 @@ class Asking:
         answer = self._thread.submit(call)
         until = max(self._deadline, time.monotonic() + within_s)
         try:
-            while not wait([answer], _LOOK_AGAIN_S).done:
+            while not wait([answer], POLL_S).done:
                 if self._check is not None:
                     self._check()
                 if time.monotonic() >= until:
@@ -85,7 +85,7 @@ def unblock(answer: Future[Any], hang_up: Callable[[], object]) -> None:
     end = time.monotonic() + _UNBLOCK_S
     while not answer.done() and time.monotonic() < end:
         hang_up()
-        wait([answer], _LOOK_AGAIN_S)
+        wait([answer], POLL_S)
 
 
 def hang_up(store: Store) -> None:

@@ -17,11 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.link.asking import POLL_S
 from gradwire.collectives.link.hub import ANSWER_S, Card, Failure, Hub
 from gradwire.collectives.link.watch import Neighbour, poll_of
-
-#: The longest wait for a message of the hub before the caller can check other conditions.
-LOOK_AGAIN_S = 0.02
 
 
 class TurnedAway(LinkError):
@@ -91,7 +89,7 @@ class Presence:
             if failure is not None or self._silent:
                 # This rank may have answered late, but it runs.
                 return [rank for rank in (failure.ranks if failure else self._silent[-1]) if rank != self.rank]
-            self._wait(LOOK_AGAIN_S)
+            self._wait(POLL_S)
         return [self._hub_rank]
 
     def await_all(self, deadline: float) -> Iterator[None]:
@@ -113,7 +111,7 @@ class Presence:
                 missing = self.silent()
                 detail = f"{ranks_text(missing)} did not arrive" if missing else "the ranks arrived too late"
                 raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
-            self._wait(LOOK_AGAIN_S)
+            self._wait(POLL_S)
             yield
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ LAST_WORDS_S = 0.5
 _REMEMBERED = 16
 
 #: How often compare_calls() checks the running operation, and how long one must have run before it is posted.
-_LOOK_S, _LONG_S = 0.25, 0.2
+_POLL_S, _LONG_S = 0.25, 0.2
 
 #: The factor of a multiplicative hash (Knuth 1973, 6.4): successive numbers get tags that are far apart.
 _SPREAD = 0x9E3779B1
@@ -410,7 +410,7 @@ class Operations:
             self._agreement.post(call_of(running))
         if self._agreement.differs_from(calls, call_of):
             self._interrupt()
-        return _LOOK_S
+        return _POLL_S
 
     def _interrupt(self) -> None:
         self._interrupted = True

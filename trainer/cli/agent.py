@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 READY, REPORT = b"[agent]<ready>", b"[agent]<report>: "
 
 #: How often the agent checks for new output of ranks.
-_LOOK_S = 0.05
+_POLL_S = 0.05
 #: The time that torch's agent has to end the ranks (it kills them after 30 s) and itself.
 _END_S = 40.0
 
@@ -57,7 +57,7 @@ class _OutputCopier:
 
     def _follow(self) -> None:
         with suppress(BrokenPipeError):  # the launcher has ended, so stdin ends too
-            while not self._ended.wait(_LOOK_S):
+            while not self._ended.wait(_POLL_S):
                 self._copy()
 
     def _copy(self) -> None:

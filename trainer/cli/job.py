@@ -20,7 +20,8 @@ from gradwire.trainer.cli.output import Output
 from gradwire.trainer.cli.reach import AgentProcess, command_on
 from gradwire.trainer.cli.signals import signals_heard
 
-_LOOK_S = 0.1
+#: The longest time between two checks of signals and deadlines.
+_POLL_S = 0.1
 #: The time that the ranks of other hosts have to raise their own errors about a lost rank before the launcher ends them.
 _GRACE_S = 5.0
 #: The time that agents have to end their ranks (torch's agent kills them after 30 s) before the launcher kills the agents.
@@ -74,7 +75,7 @@ class _JobRun:
 
     def _follow(self, start_by: float, signals: list[int]) -> None:
         while self._running:
-            wait([stream.fileno() for agent in self._running for stream in agent.streams.values()], _LOOK_S)
+            wait([stream.fileno() for agent in self._running for stream in agent.streams.values()], _POLL_S)
             now = time.monotonic()
             for agent in [*self._running]:
                 has_ended = agent.process.poll() is not None  # before its last lines are read, so that none is missed

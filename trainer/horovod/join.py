@@ -43,10 +43,10 @@ def join(device: int = -1) -> int:
 
 
 #: How long to wait for news before checking for it.
-_LOOK_AGAIN_S = 0.1
+_POLL_S = 0.1
 
 #: How long at most, since a Watch may have ended, which is no news.
-_LOOK_FOR_FAILURES_S = 1.0
+_LONGEST_POLL_S = 1.0
 
 
 class _Join:
@@ -101,7 +101,7 @@ class _Join:
             if left_s <= 0 and not running:
                 missing = set(range(self._everyone.size)) - absence.firsts.keys()
                 raise CollectiveTimeout(absence.timeout_s, missing, rank=self._everyone.rank, operation="join()")
-            self._changed.wait(min(max(left_s, _LOOK_AGAIN_S), _LOOK_FOR_FAILURES_S))
+            self._changed.wait(min(max(left_s, _POLL_S), _LONGEST_POLL_S))
 
     def _begin(self, communicator: Communicator, wanted: WantedOperation) -> Future[None]:
         """Begin to take part in an operation, on a thread."""
@@ -139,7 +139,7 @@ class _Join:
         while not absence.everyone_left:
             if absence.is_broken or absence.has_leavers or time.monotonic() > deadline:
                 return  # a rank does not use it any more
-            self._changed.wait(_LOOK_AGAIN_S)
+            self._changed.wait(_POLL_S)
             self._changed.clear()
         optimizer.begin_window()
         firsts = absence.firsts

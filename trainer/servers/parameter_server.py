@@ -39,7 +39,7 @@ _REPORT_S = 3.0
 an update for all workers, a worker for its server, the members of a group for their first rank. The shortest wait raises first,
 and its error names the rank that does not answer."""
 
-_LOOK_S = 1.0
+_SLICE_S = 1.0
 """How many seconds Ctrl-C takes at most to interrupt serve()."""
 
 
@@ -245,7 +245,7 @@ class ParameterServer(WrappingOptimizer):
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
         self._check_unchanged()
-        while (server := self._part.serving) is not None and not server.join(time.monotonic() + _LOOK_S):
+        while (server := self._part.serving) is not None and not server.join(time.monotonic() + _SLICE_S):
             pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -31,7 +31,7 @@ _OUTPUT_S = 1.0
 #: ended: more than a pipe holds.
 _PIECE_BYTES, _LAST_PIECES = 1 << 16, 64
 #: The longest time between two checks of all workers, in case no signal announces an end.
-_LOOK_S = 60.0
+_POLL_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -99,7 +99,7 @@ class _HostAgent:
         end_at = None
         while end_at is None or (self._selector.get_map().keys() - {stdin, woken} and time.monotonic() < end_at):
             deadline = min([*self._kill_at.values(), math.inf if end_at is None else end_at])
-            for key, _ in self._selector.select(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            for key, _ in self._selector.select(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
                 key.data()
             if self._is_ending:
                 for worker in self._workers:

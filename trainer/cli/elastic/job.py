@@ -33,7 +33,7 @@ from gradwire.trainer.world.epochs import WORKER, Epochs
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 
 #: How often the launcher reads the store during an epoch, and while the epoch is about to change.
-_LOOK_S, _LOOK_CLOSELY_S = 0.1, 0.01
+_POLL_S, _CHANGING_POLL_S = 0.1, 0.01
 #: The time that agents have to end their workers (they kill them after 30 s) before the launcher kills the agents.
 _END_S = 45.0
 #: The timeout of an operation of the store.
@@ -83,7 +83,7 @@ class _ElasticJobRun:
         with signals_heard() as signals:
             try:
                 while self._end is None and not signals:
-                    self._hear(_LOOK_CLOSELY_S if self._policy.is_changing else _LOOK_S)
+                    self._hear(_CHANGING_POLL_S if self._policy.is_changing else _POLL_S)
                     self._look()
                     for action in self._policy.decide(time.monotonic()):
                         self._do(action)
@@ -212,7 +212,7 @@ class _ElasticJobRun:
         for agent in self._agents.values():
             agent.ask_to_end()
         while self._agents and len(signals) < 2:
-            self._hear(_LOOK_S)
+            self._hear(_POLL_S)
             if time.monotonic() >= end_at:
                 for agent in self._agents.values():
                     agent.process.kill()
