@@ -102,15 +102,11 @@ class _JobRun:
 
     def _hear(self, agent: AgentProcess) -> None:
         """Read the new lines of an agent."""
-        for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
-            if stream == "stdout" and self._output.take(line):
-                continue
-            if stream == "stdout" and line.startswith(READY):
+        for line in agent.reports(self._output.take, prints=self._job.verbose):
+            if line.startswith(READY):
                 agent.is_ready = True
-            elif stream == "stdout" and line.startswith(REPORT):
+            elif line.startswith(REPORT):
                 self._reports[agent] = json.loads(line[len(REPORT) :])
-            else:
-                agent.keep_other(line, prints=self._job.verbose)
 
     def _ended(self, agent: AgentProcess) -> None:
         """Note why an agent ended, if it failed and was not asked to end."""

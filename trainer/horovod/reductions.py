@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.reduction import check_arithmetic
+from gradwire.collectives.reduction import Reduction, check_arithmetic
 from gradwire.trainer.gradients.arguments import (
     OPS_BY_ELEMENT,
     Adasum,
@@ -25,7 +25,6 @@ from gradwire.trainer.horovod.functional import (
     Allreduce,
     ReduceScatter,
     Rows,
-    ScaledOp,
     begin_allreduce,
     begin_reducescatter,
     copied,
@@ -244,7 +243,7 @@ def grouped_reducescatter_async(
 def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor) -> list[Tensor]:
     communicator = communicator_of(given.process_set)
     with NamedCall(given.verb, given.name, communicator):
-        reduction = ScaledOp(resolve_op(given.op, given.average), given.prescale, given.postscale)
+        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         meant = verb_codec(compression)
         tensors = _checked(communicator, given.verb, tensors, reduction)
         cast = meant if isinstance(meant, Cast) else Compression.none
@@ -259,7 +258,7 @@ def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable
     """Return the handle of an allreduce, whose result is `result` of the reduced tensors."""
     communicator = communicator_of(given.process_set)
     with (call := NamedCall(given.verb, given.name, communicator)):
-        reduction = ScaledOp(resolve_op(given.op, given.average), given.prescale, given.postscale)
+        reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         tensors = _checked(communicator, given.verb, tensors, reduction)
         works, finish = begin_allreduce(communicator, reduction, [each.detach() for each in tensors], async_op=True)
 
@@ -302,12 +301,12 @@ def _reducescatter_async(
 
 def _scatterable(
     communicator: Communicator, given: _Given, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], ScaledOp, list[Rows]]:
+) -> tuple[list[Tensor], Reduction, list[Rows]]:
     """Return the tensors, the reduction, and how many rows of each tensor every rank gets. Raises Refused for Adasum, which
     does not compute each element from that element alone, and for scalars; ValueError or TypeError as _checked() does."""
     if given.op == Adasum:
         raise refused(communicator, given.verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {given.op!r}")
-    reduction = ScaledOp(resolve_op(given.op, allowed=OPS_BY_ELEMENT), given.prescale, given.postscale)
+    reduction = Reduction(resolve_op(given.op, allowed=OPS_BY_ELEMENT), given.prescale, given.postscale)
     tensors = _checked(communicator, given.verb, tensors, reduction)
     rows = []
     for tensor in tensors:
@@ -318,11 +317,11 @@ def _scatterable(
     return tensors, reduction, rows
 
 
-def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], reduction: ScaledOp) -> list[Tensor]:
+def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
     """Return the tensors of a reduction. Raises TypeError or ValueError for those that cannot be reduced by its op, and factors
     that do not fit their dtypes."""
     checked = check_group(communicator.rank, verb, tensors)
-    op, *factors = reduction
+    op, factors = reduction.op, (reduction.prescale, reduction.postscale)
     are_numbers = all(isinstance(factor, int | float) for factor in factors)
     for tensor in checked:
         prescale, postscale = (1.0, 1.0) if are_numbers and is_integer(tensor) else factors

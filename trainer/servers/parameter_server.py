@@ -248,10 +248,6 @@ class ParameterServer(WrappingOptimizer):
         while (server := self._part.serving) is not None and not server.join(time.monotonic() + _SLICE_S):
             pass
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does."""
-        self.optimizer.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: the parameters are divided among the servers when the optimizer is made."""
         raise ValueError(f"{here()}parameters cannot be added to an optimizer at a parameter server once it is made")

@@ -104,16 +104,12 @@ class _ElasticJobRun:
         now = time.monotonic()
         for node, agent in [*self._agents.items()]:
             has_ended = agent.process.poll() is not None  # before its last lines are read, so that none is missed
-            for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
-                if stream == "stdout" and self._output.take(line):
-                    continue
-                if stream == "stdout" and line.startswith(agent_script.READY):
+            for line in agent.reports(self._output.take, prints=self._job.verbose):
+                if line.startswith(agent_script.READY):
                     agent.is_ready = True
-                elif stream == "stdout" and line.startswith(agent_script.EXITED):
+                elif line.startswith(agent_script.EXITED):
                     worker, self._exit_codes[worker] = map(int, line[len(agent_script.EXITED) :].split())
                     self._policy.exited(worker, self._exit_codes[worker], now)
-                else:
-                    agent.keep_other(line, prints=self._job.verbose)
             if has_ended:
                 is_ssh = not agent.is_ready and not agent.host.is_here
                 self._lose(node, agent.why_lost if is_ssh else agent.words.text or "its agent has ended")
