@@ -37,15 +37,15 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Machine:
+class RankWaits:
     """Waits of a rank: barrier for all ranks, synchronize for its device."""
 
     barrier: Callable[[], object]
     synchronize: Callable[[], None]
 
 
-def distributed_machine(device: torch.device, meet: Callable[[], object] = dist.barrier) -> Machine:
-    """Return the Machine of the default process group. meet: the barrier of ranks without GPUs. If it ends later on
+def distributed_waits(device: torch.device, meet: Callable[[], object] = dist.barrier) -> RankWaits:
+    """Return the RankWaits of the default process group. meet: the barrier of ranks without GPUs. If it ends later on
     some ranks, the difference adds to the time of the turn."""
     if device.type == "cuda":
 
@@ -53,15 +53,15 @@ def distributed_machine(device: torch.device, meet: Callable[[], object] = dist.
             dist.barrier(device_ids=[device.index])
             torch.cuda.synchronize()
 
-        return Machine(barrier, torch.cuda.synchronize)
-    return Machine(meet, lambda: None)
+        return RankWaits(barrier, torch.cuda.synchronize)
+    return RankWaits(meet, lambda: None)
 
 
 def take_turns(
     competitors: Sequence[Callable[[], object]],
     reset: Callable[[], None],
     wrong: Callable[[], int],
-    machine: Machine,
+    waits: RankWaits,
     protocol: Protocol,
 ) -> tuple[Times, list[int]]:
     """Time `competitors` on this rank, and count the wrong elements in the checked turns.
@@ -76,11 +76,11 @@ def take_turns(
 
     def turn(competitor: Callable[[], object]) -> float:
         reset()
-        machine.synchronize()
-        machine.barrier()
+        waits.synchronize()
+        waits.barrier()
         start = time.perf_counter()
         competitor()
-        machine.synchronize()
+        waits.synchronize()
         return time.perf_counter() - start
 
     for _ in range(protocol.warmup_iters):

@@ -17,8 +17,8 @@ from gradwire.collectives.verbs import Verbs
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """An operation in which others wait for this joined rank: its number, and the fields of its Call."""
+class WantedOperation:
+    """An operation in which others wait for this joined rank: its number, and the fields of its DescribedCall."""
 
     sequence: int
     call: str
@@ -99,7 +99,7 @@ class Absence:
         """Raise the failure of other ranks, if is_broken or has_leavers."""
         self._operations.fail()
 
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> WantedOperation | None:
         """Return the operation that this rank must begin next, if others have announced it or a later one; else None.
 
         An operation that is not allowed is returned only when all ranks that have not joined are in it, so that all of them
@@ -112,10 +112,10 @@ class Absence:
         entries = [entry for each in there for entry in each if entry[0] == sequence]
         if there and (any(entry[-1] for entry in entries) or len(there) + len(joined) == self._watch.size):
             _, *wanted, _ = entries[0] if entries else (sequence, "an unknown operation", "", [], {}, False)
-            return Wanted(sequence, *wanted)
+            return WantedOperation(sequence, *wanted)
         return None
 
-    def stand_in(self, wanted: Wanted, device: torch.device) -> None:
+    def stand_in(self, wanted: WantedOperation, device: torch.device) -> None:
         """Take part in an operation with zeros. device: where they lie, if the others' numbers are on one of its kind; else on
         any of theirs. Raises what the verb raises, and RuntimeError for an operation that was not fully announced."""
         verbs, verb, arguments = self._verbs, wanted.verb, dict(wanted.arguments)
@@ -148,7 +148,7 @@ def _zeros(shape: list[int], dtype: str, device_type: str, device: torch.device)
 
 
 def _by_name(verb: str, tensors: list[Tensor], rank: int, size: int, root: int | None) -> dict[str, Any]:
-    """Return the tensor arguments of a verb on a rank, made from the tensors of its Call."""
+    """Return the tensor arguments of a verb on a rank, made from the tensors of its DescribedCall."""
     if verb in ("allgather", "reduce_scatter"):
         mine = torch.zeros_like(tensors[rank])
         return {"output": tensors, "input": mine} if verb == "allgather" else {"output": mine, "input": tensors}

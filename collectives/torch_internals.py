@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,6 +14,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 from torch.utils import _pytree
+
+from gradwire.collectives.forks import in_forked_child
 
 #: One of torch.distributed's C++ backends, whose methods torch's type stubs leave out.
 Backend = Any
@@ -162,22 +162,21 @@ def left_to_parent(made: T) -> T:
 
     There, it would wait for ever for threads that only the parent has, when the child ends.
     """
-    _with_threads.add(made)
+    in_forked_child(made, _keep_for_ever)
     return made
 
 
-def _after_fork() -> None:
-    """In a forked child, never destroy objects whose threads are in the parent: this package's, and the groups of
-    torch.distributed."""
-    kept: list[Any] = list(_with_threads)
-    for group, (_, store) in list(_world.pg_map.items()):
-        kept += [group, store, *(group._get_backend(device) for device in group._device_types)]
+def _keep_for_ever(made: object) -> None:
     keep = ctypes.pythonapi.Py_IncRef
     keep.argtypes, keep.restype = [ctypes.py_object], None
-    for each in kept:
-        keep(each)
+    keep(made)
 
 
-_with_threads: weakref.WeakSet[Any] = weakref.WeakSet()
+def _keep_groups(world: Any) -> None:
+    """Never destroy the groups of torch.distributed in this process."""
+    for group, (_, store) in list(world.pg_map.items()):
+        for made in (group, store, *(group._get_backend(device) for device in group._device_types)):
+            _keep_for_ever(made)
 
-os.register_at_fork(after_in_child=_after_fork)
+
+in_forked_child(_world, _keep_groups)

@@ -31,8 +31,9 @@ PURPOSES = {
 }
 #: Modules that only help others.
 HELPERS = {
-    *("absence", "arguments", "daemon", "environment", "errors", "examples", "local_updates", "notation", "optimizers"),
-    *("precompile", "reduction", "scheduling", "shared_tensors", "timed_calls", "torch_internals", "tuning"),
+    *("absence", "arguments", "daemon", "environment", "errors", "examples", "forks", "local_updates", "notation"),
+    *("optimizers", "precompile", "reduction", "scheduling", "shared_tensors", "timed_calls", "torch_internals"),
+    "tuning",
 }
 #: The width of the picture, of the names of the layers, and of the name of a module beside its sentence; letters in a unit of it.
 WIDTH, LABEL, BESIDE, LETTERS = 15.0, 2.6, 1.8, 11.3

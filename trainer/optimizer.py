@@ -6,7 +6,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from gradwire.trainer.gradients.layout import SMALL_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.gradients.shards.transfer import movements_as
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
-from gradwire.trainer.reports.metrics import Reports, StepMetrics, Wanted
+from gradwire.trainer.reports.metrics import Reports, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.selection import checked_rule, described_settings, overlapping
@@ -133,7 +132,7 @@ class DistributedOptimizer(WrappingOptimizer):
         if bucket_bytes is None:
             awaited = SMALL_BUCKET_BYTES if overlap == "next_forward" else None
             bucket_bytes = current_settings().fusion_bytes or awaited
-        reported = Wanted(on_step, check_replicas_every, straggler_report_every)
+        reported = WantedReports(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
         rule = overlapping(checked_rule(rule, op, shard_states, returning is not None), overlap, model)
@@ -141,9 +140,9 @@ class DistributedOptimizer(WrappingOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
         self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        names = None if named_parameters is None else self._names.values()
-        warn_of_wrapped(names or ())
-        checked = Policy(wanted(compression, allow), policy).checked(names)
+        names = self._names.values()
+        warn_of_wrapped(names)
+        checked = Policy(wanted(compression, allow), policy).checked(None if named_parameters is None else names)
         numbers = check_groups(num_groups, groups, parameters)
 
         self.shard_states = shard_states
@@ -151,21 +150,15 @@ class DistributedOptimizer(WrappingOptimizer):
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # because the wrapped optimizer runs them, each once
         self._process_set = process_set
-        self._owns_communicator = not isinstance(process_set, Communicator)
-        self._passes = Passes(backward_passes_per_step)
+        self._passes = passes = Passes(backward_passes_per_step)
         self._was_synchronized = self._skips = False
         self._make_rule, self._overlap, self._reported = rule, overlap, reported
-        self._setup_with = partial(
-            Setup,
-            optimizer,
-            policy=checked,
-            bucket_bytes=bucket_bytes,
-            passes=self._passes,
-            groups=numbers,
-            sparse_as_dense=sparse_as_dense,
-            returning=returning,
-        )
-        self._combine = partial(Combination, op=op, predivide=gradient_predivide_factor)
+
+        def setup_on(communicator: Communicator) -> Setup:
+            combination = Combination(communicator, op, gradient_predivide_factor)
+            return Setup(optimizer, combination, checked, bucket_bytes, passes, numbers, sparse_as_dense, returning)
+
+        self._setup_on = setup_on
         self._bind(described_passes=str(backward_passes_per_step))
 
     def _bind(self, described_passes: str) -> None:
@@ -178,7 +171,7 @@ class DistributedOptimizer(WrappingOptimizer):
             parameters = tensors_of(self.param_groups)
             self._communicator = current_world().open_communicator(process_set, tensors=parameters)
         record_in_timelines(self._communicator)
-        setup: Setup = self._setup_with(self._combine(self._communicator))
+        setup = self._setup_on(self._communicator)
         self._rule = Rule(setup)  # a rule without communication, until the real one is made
         check_every = self._reported.check_replicas_every
         try:
@@ -426,7 +419,7 @@ class DistributedOptimizer(WrappingOptimizer):
         try:
             self._rule.close()
         finally:
-            if self._owns_communicator:
+            if not isinstance(self._process_set, Communicator):
                 self._communicator.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.bench.codec.turns import CODECS, COPIED_BYTES, CodecRow, Numbers, measure
+from gradwire.bench.codec.turns import CODECS, COPIED_BYTES, CodecInputs, CodecRow, measure
 from gradwire.bench.options import count_from, names_of, picture, size
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import Protocol
@@ -96,7 +96,7 @@ def run(chosen: argparse.Namespace) -> list[CodecRow]:
         "time": f"median over interleaved turns, {'processor' if device.type == 'cpu' else 'GPU'} time",
     }
     print("\n".join(format_header(meta)), flush=True)
-    numbers = Numbers(chosen.elements, device)
+    numbers = CodecInputs(chosen.elements, device)
     rows: list[CodecRow] = []
     copies_s: list[float] = []
     for name in chosen.codec:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire.bench import timing
 from gradwire.bench.codec.checks import count_outside, count_unequal, relative_error
 from gradwire.bench.codec.peers import PEERS, Contender
-from gradwire.bench.timing import Machine, Times, median_and_p99, speedup_interval, take_turns
+from gradwire.bench.timing import RankWaits, Times, median_and_p99, speedup_interval, take_turns
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Float8, Int4, Int8
 from gradwire.collectives.compression.registry import CODECS as REGISTRY
@@ -95,7 +95,7 @@ class Ours(Contender):
         self.codec.decode(self._wire, out, add=True)
 
 
-class Numbers:
+class CodecInputs:
     """The inputs of all contenders, float32 of shape (numel,). residual and out are restored before each turn."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -125,7 +125,7 @@ class Turns:
     """The four operations of one contender for one codec, and the number of wrong elements in their results."""
 
     def __init__(
-        self, contender: Callable[[Codec, int, torch.device], Contender], codec: Codec, numbers: Numbers
+        self, contender: Callable[[Codec, int, torch.device], Contender], codec: Codec, numbers: CodecInputs
     ) -> None:
         values = numbers.values
         self._encoder, self._decoder = (contender(codec, values.numel(), values.device) for _ in range(2))
@@ -211,9 +211,9 @@ def take_all_turns(
         timed[index]()
 
     timed = [(OnDevice if device.type == "cuda" else OnCore)(operation) for operation, _ in operations]
-    machine = Machine(lambda: None, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
+    waits = RankWaits(lambda: None, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
     competitors = [partial(turn, index) for index in range(len(operations))]
-    _, wrong = take_turns(competitors, reset, lambda: operations[last][1](), machine, protocol)
+    _, wrong = take_turns(competitors, reset, lambda: operations[last][1](), waits, protocol)
     return np.array([operation.seconds(protocol.iters) for operation in timed]), wrong
 
 
@@ -238,7 +238,7 @@ def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
     return relative_error(values, decoded), count_outside(codec, values, decoded)
 
 
-def measure(name: str, numbers: Numbers, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:
+def measure(name: str, numbers: CodecInputs, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:
     """Measure a codec. Return its rows, and the median seconds of a copy."""
     codec, values = CODECS[name], numbers.values
     peer = PEERS[codec.name]

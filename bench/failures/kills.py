@@ -15,7 +15,7 @@ from gradwire.bench.failures.ways import Hosts, processes_of, ranks_of
 
 
 @dataclass(frozen=True)
-class Kill:
+class KillRecord:
     """Describes one kill. at_s: seconds since the run began. of_host: whether a whole host was killed. of_rank_0:
     whether rank 0 was killed."""
 
@@ -31,7 +31,7 @@ class Killer:
     """
 
     def __init__(self, seed: int, log: Path, hosts: Hosts) -> None:
-        self.kills: list[Kill] = []
+        self.kills: list[KillRecord] = []
         self._random = random.Random(seed)
         self._log, self._hosts = log, hosts
         self._began = time.time()
@@ -52,7 +52,7 @@ class Killer:
         for process in killed:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        self.kills.append(Kill(at_s, host is not None, rank_0 in killed))
+        self.kills.append(KillRecord(at_s, host is not None, rank_0 in killed))
         return host
 
     def _rank_0(self) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.bench.failures.kills import Kill
+from gradwire.bench.failures.kills import KillRecord
 from gradwire.bench.failures.ways import UNDISTURBED
 
 BLOCK_STEPS = 50
@@ -22,7 +22,7 @@ _HANG_S = 120.0
 
 
 @dataclass
-class Run:
+class Outcome:
     """Holds the results of one way to survive failures.
 
     exit_status: None if the job did not end. goodput: steps over those of the undisturbed run. losses: the means of all
@@ -38,18 +38,20 @@ class Run:
     goodput: float | None = None
     loss: float | None = None
     loss_over: float | None = None
-    kills: list[Kill] = field(default_factory=list)
+    kills: list[KillRecord] = field(default_factory=list)
     outages_s: list[float] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Run:
+    def from_record(cls, record: Mapping[str, Any]) -> Outcome:
         """Return the run of which asdict() has made a record."""
-        return cls(**{**record, "kills": [Kill(**kill) for kill in record["kills"]]})
+        return cls(**{**record, "kills": [KillRecord(**kill) for kill in record["kills"]]})
 
 
-def described(way: str, status: int | None, log: Path, began: float, seconds: float, kills: Sequence[Kill]) -> Run:
+def described(
+    way: str, status: int | None, log: Path, began: float, seconds: float, kills: Sequence[KillRecord]
+) -> Outcome:
     """Return the results of a run from its log. began: its start, as time.time(). seconds: its length."""
     losses: dict[int, float] = {}
     progress = [(0.0, 0)]  # the seconds at which each step was first reached
@@ -60,7 +62,7 @@ def described(way: str, status: int | None, log: Path, began: float, seconds: fl
             losses[record["step"]] = record["loss"]
             if record["step"] > progress[-1][1]:
                 progress.append((record["time"] - began, record["step"]))
-    found = Run(way, status, kills=list(kills), steps=progress[-1][1])
+    found = Outcome(way, status, kills=list(kills), steps=progress[-1][1])
     times = [at for at, _ in progress] + [seconds]
     gaps = [after - before for before, after in pairwise(times)]
     found.hangs = sum(gap > _HANG_S for gap in gaps) + (status is None)
@@ -78,7 +80,7 @@ def described(way: str, status: int | None, log: Path, began: float, seconds: fl
     return found
 
 
-def compare(runs: Sequence[Run]) -> None:
+def compare(runs: Sequence[Outcome]) -> None:
     """Set loss of all runs, and goodput and loss_over, relative to the undisturbed run if there is one."""
     undisturbed = next((run for run in runs if run.way == UNDISTURBED), None)
     for run in runs:
@@ -89,7 +91,7 @@ def compare(runs: Sequence[Run]) -> None:
                 run.loss_over = run.losses[-1] / undisturbed.losses[len(run.losses) - 1] - 1
 
 
-def line(run: Run) -> str:
+def line(run: Outcome) -> str:
     """Return the line that is printed for a run."""
     hosts, firsts = sum(kill.of_host for kill in run.kills), sum(kill.of_rank_0 for kill in run.kills)
     said = [

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from gradwire.bench.failures.kills import Killer
-from gradwire.bench.failures.outcome import Run, compare, described, line
+from gradwire.bench.failures.outcome import Outcome, compare, described, line
 from gradwire.bench.failures.ways import UNDISTURBED, WAYS, hosts_for, kill_all, start
 from gradwire.bench.hosts import HostsError, check_machine, rate_bits_per_s
 from gradwire.bench.options import count_from, names_of, picture
@@ -75,7 +75,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
-def run(way: str, flags: argparse.Namespace) -> Run:
+def run(way: str, flags: argparse.Namespace) -> Outcome:
     """Run one way, and return its results. Raises HostsError if hosts cannot be simulated."""
     folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # not removed, since it contains the output
     log = folder / "steps.jsonl"
@@ -104,7 +104,7 @@ def run(way: str, flags: argparse.Namespace) -> Run:
     return described(way, status, log, began, 60 * flags.minutes, killer.kills)
 
 
-def earlier(path: Path | None, meta: dict[str, Any], ways: Sequence[str]) -> list[Run]:
+def earlier(path: Path | None, meta: dict[str, Any], ways: Sequence[str]) -> list[Outcome]:
     """Return the runs of other ways in a file. Raises ValueError if they were measured with other settings, commit or
     software, or on another machine."""
     if path is None or not path.exists():
@@ -116,7 +116,7 @@ def earlier(path: Path | None, meta: dict[str, Any], ways: Sequence[str]) -> lis
         raise ValueError(
             f"{path} has other ways with other settings ({', '.join(differing)}): give -J the name of another file"
         )
-    return [Run.from_record(row) for row in others]
+    return [Outcome.from_record(row) for row in others]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import gradwire as hvd
-from gradwire.trainer.examples.bytes_gpt import GPT, Config, read_text
+from gradwire.trainer.examples.bytes_gpt import GPT, GPTConfig, read_text
 
 #: The samples of a step, which 1, 2, 3 and 4 ranks divide evenly.
 _GLOBAL_BATCH = 24
@@ -31,7 +31,7 @@ would be as fast after the loss of a rank."""
 class Steps:
     """Takes training steps until a time. until: the end, as time.time(). log: the file that rank 0 appends to."""
 
-    def __init__(self, config: Config, until: float, log: Path) -> None:
+    def __init__(self, config: GPTConfig, until: float, log: Path) -> None:
         torch.manual_seed(0)
         self.model = GPT(config)
         adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -100,7 +100,7 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init(timeout_s=30.0)
-    steps = Steps(Config(out=Path(), layers=2, width=64, context=32), flags.until, flags.into)
+    steps = Steps(GPTConfig(out=Path(), layers=2, width=64, context=32), flags.until, flags.into)
     if flags.checkpoint_s is None:
         elastic(steps)
     else:

@@ -21,7 +21,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """One measurement of one collective, on one rank.
 
     size: the number of ranks. count: the number of elements, of one rank's share if they are shared out. op: "none" if
@@ -62,7 +62,7 @@ def in_place(initial: torch.Tensor, expected: torch.Tensor) -> Buffers:
     return Buffers(initial, output, expected, output)
 
 
-def out_of_place(job: Job, tensor: torch.Tensor, expected: torch.Tensor) -> Buffers:
+def out_of_place(job: BenchJob, tensor: torch.Tensor, expected: torch.Tensor) -> Buffers:
     return Buffers(job.unwritten(expected.numel()), torch.empty_like(expected), expected, tensor)
 
 
@@ -75,9 +75,9 @@ class Case:
     """
 
     name: str
-    prepare: Callable[[Job], Buffers]
-    run: Callable[[Communicator, Buffers, Job, str], object]
-    run_torch: Callable[[Buffers, Job], object]
+    prepare: Callable[[BenchJob], Buffers]
+    run: Callable[[Communicator, Buffers, BenchJob, str], object]
+    run_torch: Callable[[Buffers, BenchJob], object]
     reduces: bool = False
     rooted: bool = False
     shared_out: bool = True
@@ -88,10 +88,10 @@ class Case:
         return not self.shared_out
 
     def count(self, nbytes: int, size: int, dtype: torch.dtype) -> int:
-        """Return Job.count for at most `nbytes`; at least 1."""
+        """Return BenchJob.count for at most `nbytes`; at least 1."""
         return max(1, nbytes // dtype.itemsize // (size if self.shared_out else 1))
 
-    def nbytes(self, job: Job) -> int:
+    def nbytes(self, job: BenchJob) -> int:
         return job.count * job.dtype.itemsize * (job.size if self.shared_out else 1)
 
 
@@ -104,48 +104,48 @@ TORCH_OPS = {
 }
 
 
-def torch_takes(job: Job) -> bool:
+def torch_takes(job: BenchJob) -> bool:
     """Return whether torch.distributed supports the job's dtype: gloo lacks int16, and backends differ in the sum of bools."""
     return job.dtype not in (torch.int16, torch.bool)
 
 
-def divide(total: torch.Tensor, job: Job) -> None:
+def divide(total: torch.Tensor, job: BenchJob) -> None:
     if job.op == "average":
         total.div_(job.size, rounding_mode=None if job.dtype.is_floating_point else "trunc")
 
 
-def _prepare_allreduce(job: Job) -> Buffers:
+def _prepare_allreduce(job: BenchJob) -> Buffers:
     mine = job.expand(contribution_tile(job.rank, job.size, job.op, job.dtype), 0, job.count)
     return in_place(mine, job.expand(reduced_tile(job.size, job.op, job.dtype), 0, job.count))
 
 
-def _torch_allreduce(buffers: Buffers, job: Job) -> None:
+def _torch_allreduce(buffers: Buffers, job: BenchJob) -> None:
     dist.all_reduce(buffers.output, TORCH_OPS[job.op])
     divide(buffers.output, job)
 
 
-def _prepare_reduce_scatter(job: Job) -> Buffers:
+def _prepare_reduce_scatter(job: BenchJob) -> Buffers:
     mine = job.expand(contribution_tile(job.rank, job.size, job.op, job.dtype), 0, job.size * job.count)
     reduced = reduced_tile(job.size, job.op, job.dtype)
     return out_of_place(job, mine, job.expand(reduced, job.rank * job.count, job.count))
 
 
-def _torch_reduce_scatter(buffers: Buffers, job: Job) -> None:
+def _torch_reduce_scatter(buffers: Buffers, job: BenchJob) -> None:
     _reduce_scatter_single(buffers.output, buffers.input, TORCH_OPS[job.op])
     divide(buffers.output, job)
 
 
-def _prepare_allgather(job: Job) -> Buffers:
+def _prepare_allgather(job: BenchJob) -> Buffers:
     blocks = [job.expand(own_tile(rank, job.dtype), rank * job.count, job.count) for rank in range(job.size)]
     return out_of_place(job, blocks[job.rank], torch.cat(blocks))
 
 
-def _prepare_broadcast(job: Job) -> Buffers:
+def _prepare_broadcast(job: BenchJob) -> Buffers:
     expected = job.expand(own_tile(job.root, job.dtype), 0, job.count)
     return in_place(expected if job.rank == job.root else job.unwritten(job.count), expected)
 
 
-def _prepare_alltoall(job: Job) -> Buffers:
+def _prepare_alltoall(job: BenchJob) -> Buffers:
     mine = job.expand(own_tile(job.rank, job.dtype), 0, job.size * job.count)
     sources = [job.expand(own_tile(rank, job.dtype), job.rank * job.count, job.count) for rank in range(job.size)]
     return out_of_place(job, mine, torch.cat(sources))

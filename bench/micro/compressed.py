@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.bench.codec.checks import relative_error
-from gradwire.bench.micro.cases import CASES, Buffers, Job
+from gradwire.bench.micro.cases import CASES, BenchJob, Buffers
 from gradwire.bench.micro.table import (
-    Measured,
+    MeasuredRow,
     Row,
     Speedup,
     compare,
@@ -31,7 +31,7 @@ from gradwire.bench.micro.table import (
 )
 from gradwire.bench.timing import (
     Protocol,
-    distributed_machine,
+    distributed_waits,
     most_bytes,
     over_ranks,
     slowest_rank,
@@ -130,12 +130,12 @@ class _Stand(Codec):
         return self.real.new_state(numel, device)
 
 
-def contribution(rank: int, job: Job) -> Tensor:
+def contribution(rank: int, job: BenchJob) -> Tensor:
     generator = torch.Generator(job.device).manual_seed(rank)
     return torch.randn(job.count, generator=generator, device=job.device)
 
 
-def exact(job: Job) -> Tensor:
+def exact(job: BenchJob) -> Tensor:
     """Return the sum or average of all contributions, float64, (count,)."""
     total = torch.zeros(job.count, dtype=torch.float64, device=job.device)
     for rank in range(job.size):
@@ -143,7 +143,7 @@ def exact(job: Job) -> Tensor:
     return total / job.size if job.op == "average" else total
 
 
-def compressed(comm: Communicator, job: Job, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
+def compressed(comm: Communicator, job: BenchJob, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
     """Return a function that calls allreduce with a codec, and keeps the state of error feedback from call to call."""
     feedback = comm.new_feedback(codec, job.count, job.device) if with_feedback else None
     steps = itertools.count()
@@ -162,14 +162,16 @@ def differing(output: Tensor) -> int:
 
 
 def measure(
-    jobs: Sequence[Job], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
-) -> list[Measured]:
+    jobs: Sequence[BenchJob], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
+) -> list[MeasuredRow]:
     """Return the rows of all jobs, the same on every rank. For each job: torch's, ours, ours with each codec."""
     return [one for job in jobs for one in _measure(job, comm, codecs, protocol, device)]
 
 
-def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device) -> list[Measured]:
-    machine, initial = distributed_machine(device, comm.barrier), contribution(comm.rank, job)
+def _measure(
+    job: BenchJob, comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
+) -> list[MeasuredRow]:
+    waits, initial = distributed_waits(device, comm.barrier), contribution(comm.rank, job)
     buffers = Buffers(initial, torch.empty_like(initial), initial, initial)
     makers: list[Callable[[], Call]] = [
         lambda: partial(ALLREDUCE.run_torch, buffers, job),
@@ -182,12 +184,12 @@ def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, d
         maker()()  # a first call, while error feedback is still zero
         errors.append(relative_error(expected, buffers.output))
     seconds, wrong = take_turns(
-        [maker() for maker in makers], buffers.reset, partial(differing, buffers.output), machine, protocol
+        [maker() for maker in makers], buffers.reset, partial(differing, buffers.output), waits, protocol
     )
     slowest, wrong_anywhere = slowest_rank(seconds, device), over_ranks(np.array(wrong), device)
 
     names = [(TORCH, NONE), (AUTO, NONE), *((AUTO, label) for label in codecs)]
-    measured: list[Measured] = []
+    measured: list[MeasuredRow] = []
     for index, (algorithm, label) in enumerate(names):
         codec, with_feedback = codecs.get(label, (None, False))
         parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else {}
@@ -207,7 +209,7 @@ def _measure(job: Job, comm: Communicator, codecs: Codecs, protocol: Protocol, d
 
 def _parts(
     comm: Communicator,
-    job: Job,
+    job: BenchJob,
     buffers: Buffers,
     codec: Codec,
     with_feedback: bool,
@@ -225,15 +227,13 @@ def _parts(
 
     wire = compressed(comm, job, buffers.output, blank(codec), with_feedback)
     unchecked = Protocol(protocol.iters, max(1, protocol.warmup_iters), check_iters=0)
-    seconds, _ = take_turns(
-        [read, wire], buffers.reset, lambda: 0, distributed_machine(device, comm.barrier), unchecked
-    )
+    seconds, _ = take_turns([read, wire], buffers.reset, lambda: 0, distributed_waits(device, comm.barrier), unchecked)
     of_codec = np.array(readings[-protocol.iters :]).T
     medians_s = np.median(slowest_rank(np.stack([*of_codec, seconds[1]]), device), axis=1)
     return dict(zip(("encode_us", "decode_us", "wire_us"), (medians_s * 1e6).tolist(), strict=True))
 
 
-def report(comm: Communicator, measured: Sequence[Measured], codecs: Codecs) -> tuple[list[Row], list[Speedup]]:
+def report(comm: Communicator, measured: Sequence[MeasuredRow], codecs: Codecs) -> tuple[list[Row], list[Speedup]]:
     """Print a block for each codec, and its speed over torch.distributed's. Return rows and speedups in this order."""
     rows: list[Row] = []
     for label in (NONE, *codecs):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.bench.micro.cases import Buffers, Job, divide
+from gradwire.bench.micro.cases import BenchJob, Buffers, divide
 
 MPI = "mpi"
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -33,12 +33,12 @@ def join_world(timeout_s: float) -> None:
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
-def takes(job: Job) -> bool:
+def takes(job: BenchJob) -> bool:
     """Return whether MPI supports the dtype and the device of the job."""
     return job.dtype in _DTYPES and job.device.type == "cpu"
 
 
-def call(name: str, buffers: Buffers, job: Job) -> Callable[[], None]:
+def call(name: str, buffers: Buffers, job: BenchJob) -> Callable[[], None]:
     """Return a function that calls MPI's collective `name`."""
     from mpi4py import MPI as library  # noqa: N811
 

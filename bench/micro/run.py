@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.micro import compressed, mpi
-from gradwire.bench.micro.cases import CASES, Buffers, Case, Job, torch_takes
+from gradwire.bench.micro.cases import CASES, BenchJob, Buffers, Case, torch_takes
 from gradwire.bench.micro.options import DTYPES, parse_arguments
 from gradwire.bench.micro.table import (
-    Measured,
+    MeasuredRow,
     Row,
     Speedup,
     compare,
@@ -34,7 +34,7 @@ from gradwire.bench.results import device_name, software_and_machine, write_json
 from gradwire.bench.timing import (
     Protocol,
     Times,
-    distributed_machine,
+    distributed_waits,
     most_bytes,
     over_ranks,
     slowest_rank,
@@ -79,9 +79,9 @@ def choose_algorithms(asked: Sequence[str] | None, legal: Sequence[str], *, peer
     return list(dict.fromkeys([*(asked or known), *([mpi.MPI] if peers else [])]))
 
 
-def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[Job]:
+def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, device: torch.device) -> list[BenchJob]:
     """Return all jobs, each once: sizes that round to the same count are one job."""
-    jobs: dict[Job, None] = {}
+    jobs: dict[BenchJob, None] = {}
     for dtype_name in chosen.datatype:
         dtype = DTYPES[dtype_name]
         for op in chosen.op if case.reduces else ["none"]:
@@ -89,11 +89,11 @@ def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, devi
                 continue
             root = chosen.root if case.rooted else -1
             for nbytes in chosen.sizes:
-                jobs[Job(rank, size, case.count(nbytes, size, dtype), dtype, op, root, device)] = None
+                jobs[BenchJob(rank, size, case.count(nbytes, size, dtype), dtype, op, root, device)] = None
     return list(jobs)
 
 
-def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algorithm: str) -> Callable[[], object]:
+def competitor(case: Case, comm: Communicator, buffers: Buffers, job: BenchJob, algorithm: str) -> Callable[[], object]:
     if algorithm == TORCH:
         return partial(case.run_torch, buffers, job)
     if algorithm == mpi.MPI:
@@ -101,7 +101,7 @@ def competitor(case: Case, comm: Communicator, buffers: Buffers, job: Job, algor
     return partial(case.run, comm, buffers, job, algorithm)
 
 
-def has(algorithm: str, job: Job) -> bool:
+def has(algorithm: str, job: BenchJob) -> bool:
     """Return whether a competitor supports a job."""
     limits = {TORCH: torch_takes, mpi.MPI: mpi.takes}
     return algorithm not in limits or limits[algorithm](job)
@@ -109,17 +109,17 @@ def has(algorithm: str, job: Job) -> bool:
 
 def measure(
     case: Case,
-    jobs: Sequence[Job],
+    jobs: Sequence[BenchJob],
     comm: Communicator,
     algorithms: Sequence[str],
     protocol: Protocol,
     device: torch.device,
     *,
     shared: bool = False,
-) -> list[Measured]:
+) -> list[MeasuredRow]:
     """Return the rows of all jobs, the same on every rank. shared: use Communicator.empty() for in-place buffers."""
-    machine = distributed_machine(device, comm.barrier)
-    turns: list[tuple[Job, str]] = []
+    waits = distributed_waits(device, comm.barrier)
+    turns: list[tuple[BenchJob, str]] = []
     seconds: list[Times] = []
     wrong: list[int] = []
     for job in jobs:
@@ -130,13 +130,13 @@ def measure(
         present = [algorithm for algorithm in algorithms if has(algorithm, job)]
         competitors = [competitor(case, comm, buffers, job, algorithm) for algorithm in present]
         check = partial(count_wrong, buffers.output, buffers.expected)
-        job_seconds, job_wrong = take_turns(competitors, buffers.reset, check, machine, protocol)
+        job_seconds, job_wrong = take_turns(competitors, buffers.reset, check, waits, protocol)
         turns += [(job, algorithm) for algorithm in present]
         seconds += list(job_seconds)
         wrong += job_wrong
     slowest, wrong_anywhere = slowest_rank(np.stack(seconds), device), over_ranks(np.array(wrong), device)
 
-    measured: list[Measured] = []
+    measured: list[MeasuredRow] = []
     for (job, algorithm), times, wrong_elements in zip(turns, slowest, wrong_anywhere, strict=True):
         sent = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, case.nbytes(job), algorithm)
         wrong_seen = int(wrong_elements) if protocol.check_iters > 0 else None
@@ -177,7 +177,7 @@ def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], r
     ]
 
 
-def format_block(case: Case, algorithm: str, measured: Sequence[Measured]) -> list[str]:
+def format_block(case: Case, algorithm: str, measured: Sequence[MeasuredRow]) -> list[str]:
     return [
         f"# Algorithm {algorithm}",
         *format_heading(case.in_place),
@@ -188,7 +188,7 @@ def format_block(case: Case, algorithm: str, measured: Sequence[Measured]) -> li
 
 def plan(
     case: Case, chosen: argparse.Namespace, comm: Communicator, device: torch.device
-) -> tuple[list[Job], list[str]]:
+) -> tuple[list[BenchJob], list[str]]:
     """Return the jobs to measure, and their algorithms.
 
     Raises:
@@ -205,7 +205,7 @@ def plan(
 
 
 def report(
-    case: Case, comm: Communicator, measured: Sequence[Measured], algorithms: Sequence[str]
+    case: Case, comm: Communicator, measured: Sequence[MeasuredRow], algorithms: Sequence[str]
 ) -> tuple[list[Row], list[Speedup]]:
     """Print a block for each algorithm, then the comparisons. Return the rows and speedups in this order."""
     rows: list[Row] = []

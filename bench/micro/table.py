@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.bench.micro.cases import Case, Job
+from gradwire.bench.micro.cases import BenchJob, Case
 from gradwire.bench.timing import Times, format_interval, median_and_p99, speedup_interval
 from gradwire.collectives.notation import format_size
 
@@ -47,10 +47,10 @@ class Row:
 
 
 #: The result of one competitor in one job: its row, and each turn's seconds on its slowest rank.
-Measured = tuple[Job, Row, Times]
+MeasuredRow = tuple[BenchJob, Row, Times]
 
 
-def measured_row(case: Case, job: Job, algorithm: str, slowest: Times, **known: Any) -> Measured:
+def measured_row(case: Case, job: BenchJob, algorithm: str, slowest: Times, **known: Any) -> MeasuredRow:
     """Return the result of an algorithm. slowest: each turn's seconds on its slowest rank. known: the fields of the row
     that do not follow from times."""
     nbytes, (median_s, p99_s) = case.nbytes(job), median_and_p99(slowest)
@@ -163,7 +163,7 @@ class Speedup:
     runs: str
 
 
-def compare(measured: Sequence[Measured], algorithm: str, peer: str, runs: Callable[[int], str]) -> list[Speedup]:
+def compare(measured: Sequence[MeasuredRow], algorithm: str, peer: str, runs: Callable[[int], str]) -> list[Speedup]:
     """Return the speed of `algorithm` as a multiple of `peer`'s, for all jobs that both of them ran. runs: bytes -> the
     algorithm that `algorithm` ran."""
     peers = {job: (row, seconds) for job, row, seconds in measured if row.algorithm == peer}

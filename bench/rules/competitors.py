@@ -24,7 +24,7 @@ FRAGMENTS = 4
 
 
 @dataclass(frozen=True)
-class Settings:
+class RuleSettings:
     """The settings of the rules, from the options of `bench rules`."""
 
     every: int
@@ -65,7 +65,7 @@ class Competitor:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CompetitorSpec:
     """The name of one competitor of a run: RULE[+CODEC][@SHARE]. share: its share of the steps or the time of the run."""
 
     text: str
@@ -74,8 +74,8 @@ class Entry:
     share: float
 
 
-def entry(text: str) -> Entry:
-    """Return the Entry of a text. Raises argparse.ArgumentTypeError for an invalid one."""
+def competitor_spec(text: str) -> CompetitorSpec:
+    """Return the CompetitorSpec of a text. Raises argparse.ArgumentTypeError for an invalid one."""
     named, at, share = text.partition("@")
     rule, plus, codec = named.partition("+")
     codec = codec if plus else NONE
@@ -91,7 +91,7 @@ def entry(text: str) -> Entry:
         portion = math.nan
     if not 0 < portion <= 10:
         raise argparse.ArgumentTypeError(f"{text!r}: after @ comes a share of the run, such as 0.6")
-    return Entry(text, rule, codec, portion)
+    return CompetitorSpec(text, rule, codec, portion)
 
 
 def exchanged_bytes(module: nn.Module) -> float:
@@ -100,16 +100,16 @@ def exchanged_bytes(module: nn.Module) -> float:
     return 2 * (size - 1) / size * 4 * sum(parameter.numel() for parameter in module.parameters())
 
 
-def _alone(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+def _alone(module: nn.Module, codec: str, settings: RuleSettings) -> Competitor:
     return Competitor(module, module, adamw(module), lambda steps: 0.0, wait_s=lambda: 0.0, in_step=False)
 
 
-def _ddp(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+def _ddp(module: nn.Module, codec: str, settings: RuleSettings) -> Competitor:
     sent = exchanged_bytes(module)
     return Competitor(module, DistributedDataParallel(module), adamw(module), lambda steps: sent * steps)
 
 
-def _synchronous(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+def _synchronous(module: nn.Module, codec: str, settings: RuleSettings) -> Competitor:
     optimizer = hvd.DistributedOptimizer(adamw(module), module.named_parameters(), settings.codec(codec))
     return Competitor(
         module,
@@ -125,7 +125,7 @@ def _synchronous(module: nn.Module, codec: str, settings: Settings) -> Competito
 def _local(
     module: nn.Module,
     codec: str,
-    settings: Settings,
+    settings: RuleSettings,
     outer: torch.optim.Optimizer | None,
     *,
     fragments: int = 1,
@@ -155,13 +155,13 @@ def _local(
     )
 
 
-def _nesterov(module: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+def _nesterov(module: nn.Module, settings: RuleSettings) -> torch.optim.Optimizer:
     """Return DiLoCo's outer optimizer."""
     momentum = settings.outer_momentum
     return torch.optim.SGD(module.parameters(), lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
 
-def _streaming(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+def _streaming(module: nn.Module, codec: str, settings: RuleSettings) -> Competitor:
     outer = _nesterov(module, settings)
     return _local(module, codec, settings, outer, fragments=FRAGMENTS, delay=settings.delay)
 
@@ -186,7 +186,7 @@ def _all_but_one() -> int:
     return max(1, hvd.size() - 1)
 
 
-def _hogwild(module: nn.Module, codec: str, settings: Settings) -> Competitor:
+def _hogwild(module: nn.Module, codec: str, settings: RuleSettings) -> Competitor:
     optimizer = hvd.Hogwild(adamw(module), module.named_parameters())
     return Competitor(
         module, module, optimizer, lambda steps: 0.0, wait_s=lambda: 0.0, close=optimizer.close, in_step=False
@@ -194,7 +194,7 @@ def _hogwild(module: nn.Module, codec: str, settings: Settings) -> Competitor:
 
 
 #: The functions that make a competitor from a model, the name of a codec and the settings.
-RULES: dict[str, Callable[[nn.Module, str, Settings], Competitor]] = {
+RULES: dict[str, Callable[[nn.Module, str, RuleSettings], Competitor]] = {
     "alone": _alone,
     "ddp": _ddp,
     "synchronous": _synchronous,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import gradwire as hvd
 from gradwire.bench.options import count_from, picture
 from gradwire.bench.results import software_and_machine, write_json
-from gradwire.bench.rules.competitors import FRAGMENTS, RULES, UNLIKE, Entry, Settings, entry
+from gradwire.bench.rules.competitors import FRAGMENTS, RULES, UNLIKE, CompetitorSpec, RuleSettings, competitor_spec
 from gradwire.bench.rules.table import NOTES, RuleRow, format_header, format_row
 from gradwire.bench.rules.training import Length, Point, Slowness, Training
 from gradwire.collectives.compression.sparse import ChunkTopK
@@ -56,7 +56,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "competitors",
         nargs="*",
-        type=entry,
+        type=competitor_spec,
         metavar="RULE[+CODEC][@SHARE]",
         help=f"SHARE: of the steps or seconds (default 1); default {DEFAULT.replace(',', ' ')}",
     )
@@ -91,7 +91,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw the loss over tokens, time and bytes")
     chosen = parser.parse_args(arguments)
-    chosen.competitors = chosen.competitors or [entry(text) for text in DEFAULT.split(",")]
+    chosen.competitors = chosen.competitors or [competitor_spec(text) for text in DEFAULT.split(",")]
     if chosen.seconds is None:
         chosen.steps = chosen.steps or 600
     elif chosen.seconds <= 0:
@@ -129,15 +129,17 @@ def reached(curve: Sequence[Point], target: Point) -> Point | None:
     return None
 
 
-def train(chosen: argparse.Namespace, which: Entry, seed: int, first: RuleRow | None) -> RuleRow:
+def train(chosen: argparse.Namespace, which: CompetitorSpec, seed: int, first: RuleRow | None) -> RuleRow:
     """Train one competitor. A collective call. first: the row of the first competitor with this seed; None for that one."""
     settings = {**MODELS[chosen.preset], "batch": chosen.batch * hvd.size(), "seed": seed}
-    config = bytes_gpt.Config(**settings, **({"context": chosen.context} if chosen.context else {}))
+    config = bytes_gpt.GPTConfig(**settings, **({"context": chosen.context} if chosen.context else {}))
     task = bytes_gpt.task(config)
     torch.manual_seed(seed)
     module = task.build().to(choose_device("cpu"))
     options = ("every", "outer_lr", "outer_momentum", "warmup_steps", "warmup_codec", "staleness", "late", "delay", "k")
-    competitor = RULES[which.rule](module, which.codec, Settings(**{name: getattr(chosen, name) for name in options}))
+    competitor = RULES[which.rule](
+        module, which.codec, RuleSettings(**{name: getattr(chosen, name) for name in options})
+    )
     length = Length(
         None if chosen.steps is None else max(1, round(chosen.steps * which.share)),
         None if chosen.seconds is None else chosen.seconds * which.share,
@@ -189,7 +191,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     share_cores()
-    config = bytes_gpt.Config(**MODELS[chosen.preset])
+    config = bytes_gpt.GPTConfig(**MODELS[chosen.preset])
     meta = {
         **software_and_machine(choose_device("cpu")),
         "backend": dist.get_backend(),

@@ -65,7 +65,7 @@ class Training:
         self,
         competitor: Competitor,
         task: Task,
-        config: bytes_gpt.Config,
+        config: bytes_gpt.GPTConfig,
         length: Length,
         slow: Slowness | None,
         points: int,

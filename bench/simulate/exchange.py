@@ -65,7 +65,7 @@ def described(
 
 
 @dataclass(frozen=True)
-class Call:
+class AllreduceCost:
     """The cost of one allreduce. seconds: the time until the last rank has finished. wire_bytes: the bytes of the rank that
     sends most."""
 
@@ -74,7 +74,7 @@ class Call:
     wire_bytes: int
 
 
-class Exchange:
+class AllreducePredictor:
     """Predict the cost of allreduces of float32 in a world of identical hosts.
 
     algorithm: one of SHIFTED or, with a codec, one that the codec supports; 'auto' takes the fastest suitable one at each size.
@@ -87,7 +87,7 @@ class Exchange:
         self.costs = costs
         self._codec = codec
         self._segment_bytes = default_segment_bytes(Topology(0, costs.hosts), quick=quick)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, AllreduceCost] = {}
         self._messages = 0
         allowed = SHIFTED if codec is None else _ridden(codec)
         if algorithm not in ("auto", *allowed):
@@ -102,7 +102,7 @@ class Exchange:
             return allowed[:1]
         return _BY_HOSTS if len(self.costs.hosts[0]) > 1 and len(self.costs.hosts) > 1 else _FLAT
 
-    def call(self, numel: int) -> Call:
+    def call(self, numel: int) -> AllreduceCost:
         """Return the cost of an allreduce of numel numbers. Raises ValueError if the walk would be too long."""
         if numel not in self._calls:
             calls = [self._walked(algorithm, numel) for algorithm in self._algorithms]
@@ -113,10 +113,10 @@ class Exchange:
         """Return the seconds of an allreduce of numel numbers."""
         return self.call(numel).seconds
 
-    def _walked(self, algorithm: str, numel: int) -> Call:
+    def _walked(self, algorithm: str, numel: int) -> AllreduceCost:
         costs, codec = self.costs, self._codec
         if costs.size == 1:
-            return Call(algorithm, 0.0, 0)
+            return AllreduceCost(algorithm, 0.0, 0)
         local = costs.hosts[0]
         sent = 0.0
 
@@ -133,7 +133,7 @@ class Exchange:
         if codec is not None and self._as_numbers(algorithm):
             cost = costs.codec(codec.identity)
             seconds += _FLOAT32 * numel * (cost.encode_byte_s + cost.decode_byte_s)
-        return Call(algorithm, seconds, round(sent))
+        return AllreduceCost(algorithm, seconds, round(sent))
 
     def _as_numbers(self, algorithm: str) -> bool:
         """Return whether the messages can be added as they are: numbers, or codes of a summable codec."""

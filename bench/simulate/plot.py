@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from gradwire.bench.simulate.presets import Compared
-from gradwire.bench.simulate.scenario import Point
+from gradwire.bench.simulate.scenario import Prediction
 from gradwire.bench.style import INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
 
 
-def draw_curve(points: Sequence[Point], title: str, path: Path) -> None:
+def draw_curve(points: Sequence[Prediction], title: str, path: Path) -> None:
     """Write a PNG of the samples per second, with and without exchanges, and of the efficiency."""
     figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
     figure.suptitle(f"{title}: predicted", x=0.01, ha="left", fontsize=10, color=INK)

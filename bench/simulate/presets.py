@@ -26,7 +26,7 @@ def network(
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedFigure:
     """A published figure. published: samples per second or, if at most 1, the efficiency. label: the source's name of the
     method. fitted: whether an input was chosen to match the figure."""
 
@@ -43,7 +43,7 @@ class Preset:
 
     source: str
     inputs: str
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedFigure, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ DEVICES = {
 _PCIE_GBYTES, _TCP_HOP_S = 4.57, 70e-6
 
 
-def _hkbu_10gbe() -> tuple[Row, ...]:
+def _hkbu_10gbe() -> tuple[PublishedFigure, ...]:
     table = {
         ("resnet50", "BSP-A2A", "bsp", "ring"): (925.0, 1282.3, 2485.1, 4920.8),
         ("resnet50", "WFBP-A2A", "wfbp", "ring"): (1015.4, 1795.7, 3146.8, 5113.2),
@@ -95,7 +95,7 @@ def _hkbu_10gbe() -> tuple[Row, ...]:
     }
     links = network(10, _PCIE_GBYTES, 4, hop_s=_TCP_HOP_S)
     return tuple(
-        Row(
+        PublishedFigure(
             Scenario(model, DEVICES[model], links, exchange, algorithm, steps=1),
             ranks,
             label,
@@ -107,11 +107,11 @@ def _hkbu_10gbe() -> tuple[Row, ...]:
     )
 
 
-def _hkbu_100gib() -> tuple[Row, ...]:
+def _hkbu_100gib() -> tuple[PublishedFigure, ...]:
     links = network(100, _PCIE_GBYTES, 4, share=1.0)
     figures = {"resnet50": 7126.5, "bert-base": 4184.4, "bert-large": 375.2}
     return tuple(
-        Row(Scenario(model, DEVICES[model], links, "bsp", "ring", steps=1), 32, "BSP-A2A", published)
+        PublishedFigure(Scenario(model, DEVICES[model], links, "bsp", "ring", steps=1), 32, "BSP-A2A", published)
         for model, published in figures.items()
     )
 
@@ -122,7 +122,7 @@ _K80 = {"inception3": 29.7, "resnet50": 52.4, "resnet152": 19.4}
 _K80_GBYTES, _K80_GBIT, _K80_BATCH = 0.192, 5.77, 64
 
 
-def _tensorflow_k80() -> tuple[Row, ...]:
+def _tensorflow_k80() -> tuple[PublishedFigure, ...]:
     """Return rows of synchronous servers that are spread over the hosts. Each host pushes to all hosts and pulls from all."""
     table = {
         "inception3": (229, 459, 902, 1783),
@@ -132,7 +132,7 @@ def _tensorflow_k80() -> tuple[Row, ...]:
     links = network(_K80_GBIT, _K80_GBYTES, 8)
     source = "TensorFlow benchmarks (2017)"
     return tuple(
-        Row(
+        PublishedFigure(
             Scenario(model, Device(_K80_BATCH, _K80[model], source), links, "bsp", "hierarchical(direct)", steps=1),
             ranks,
             "servers",
@@ -148,7 +148,7 @@ def _tensorflow_k80() -> tuple[Row, ...]:
 _PASCAL_STEP = 4.0
 
 
-def _horovod_512() -> tuple[Row, ...]:
+def _horovod_512() -> tuple[PublishedFigure, ...]:
     """Return rows in which a GPU is faster than a K80 by the same factor for both models. The K80's table lacks ResNet-101: the
     time of its multiply-add is the mean of the times of ResNet-50 and ResNet-152."""
     links = network(25, _PCIE_GBYTES, 4, share=1.0)
@@ -156,7 +156,7 @@ def _horovod_512() -> tuple[Row, ...]:
     each_s = (1 / (_K80[name] * operations[name]) for name in ("resnet50", "resnet152"))
     images_s = {"inception3": 1 / _K80["inception3"], "resnet101": sum(each_s) / 2 * operations["resnet101"]}
     return tuple(
-        Row(
+        PublishedFigure(
             Scenario(model, Device(1, 1 / (_PASCAL_STEP * image_s), "fitted"), links, "buckets", "ring", steps=1),
             512,
             "ring",
@@ -171,7 +171,7 @@ def _horovod_512() -> tuple[Row, ...]:
 _FACEBOOK_STEP_S = 0.120 * 3 / 2
 
 
-def _facebook_256() -> tuple[Row, ...]:
+def _facebook_256() -> tuple[PublishedFigure, ...]:
     scenario = Scenario(
         "resnet50",
         Device(1, 1 / _FACEBOOK_STEP_S, "Goyal et al. (2017)"),
@@ -180,7 +180,7 @@ def _facebook_256() -> tuple[Row, ...]:
         "ring",
         steps=1,
     )
-    return (Row(scenario, 256, "ring", 0.90),)
+    return (PublishedFigure(scenario, 256, "ring", 0.90),)
 
 
 PRESETS = {

@@ -28,8 +28,8 @@ from gradwire.bench.results import write_json
 from gradwire.bench.simulate.exchange import SHIFTED
 from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.presets import DEVICES, HOP_S, NEAR_HOP_S, PRESETS, Compared, compare
-from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Point, Scenario, Servers, predict
-from gradwire.bench.simulate.training import EXCHANGES, Device, Failures, Jitter
+from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Prediction, Scenario, Servers, predict
+from gradwire.bench.simulate.training import EXCHANGES, Device, FailureModel, Jitter
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
@@ -108,7 +108,7 @@ def _scenario(flags: argparse.Namespace) -> Scenario:
     if flags.batch or flags.samples_per_s:
         device = Device(flags.batch or device.batch, flags.samples_per_s or device.samples_per_s, "given")
     codec = CODECS[flags.codec]() if flags.codec else None
-    failures = flags.mtbf_hours and Failures(
+    failures = flags.mtbf_hours and FailureModel(
         flags.mtbf_hours, flags.checkpoint_minutes * 60, flags.restart_minutes * 60
     )
     return Scenario(
@@ -154,7 +154,7 @@ def _numbers(ranks: int, per_host: int) -> list[int]:
     return [*(each for each in whole if each < ranks), ranks]
 
 
-def _points(points: Sequence[Point]) -> Table:
+def _points(points: Sequence[Prediction]) -> Table:
     table = Table("ranks", "step", "samples/s", "efficiency", "exchange", "sent by a rank", "largest by", box=None)
     for each in points:
         table.add_row(
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     flags = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    rows: list[Compared] | list[Point]
+    rows: list[Compared] | list[Prediction]
     if flags.preset:
         rows = compared = [row for name in flags.preset for row in compare(name)]
         meta = {name: {"source": PRESETS[name].source, "inputs": PRESETS[name].inputs} for name in flags.preset}

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gradwire.bench.simulate.exchange import Exchange, described
+from gradwire.bench.simulate.exchange import AllreducePredictor, described
 from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.servers import exchange_seconds, update_seconds
-from gradwire.bench.simulate.training import Device, Failures, Jitter, Times, buckets, step_seconds
+from gradwire.bench.simulate.training import Device, FailureModel, Jitter, Times, buckets, step_seconds
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.plan.cost import Costs, LinkCost
 from gradwire.trainer.servers.aggregator import Scheme
@@ -60,12 +60,12 @@ class Scenario:
     every: int = 1
     servers: Servers | None = None
     jitter: Jitter = field(default_factory=Jitter)
-    failures: Failures | None = None
+    failures: FailureModel | None = None
     steps: int = 100
 
 
 @dataclass(frozen=True)
-class Point:
+class Prediction:
     """The prediction for a number of ranks. efficiency: samples_per_s over that of the same number of ranks without exchanges.
     exchange_s: the sum of the seconds of a step's exchanges. wire_bytes: the bytes that a rank sends in a step. algorithm: the
     algorithm of the largest exchange."""
@@ -79,7 +79,7 @@ class Point:
     algorithm: str
 
 
-def predict(scenario: Scenario, ranks: int) -> Point:
+def predict(scenario: Scenario, ranks: int) -> Prediction:
     """Return the prediction of a scenario for a number of ranks. Raises ValueError, with the possible choices, if the scenario
     cannot be replayed."""
     alone = _replayed(replace(scenario, servers=None), 1)
@@ -87,7 +87,7 @@ def predict(scenario: Scenario, ranks: int) -> Point:
     return replace(found, efficiency=found.samples_per_s / (ranks * alone.samples_per_s))
 
 
-def _replayed(scenario: Scenario, ranks: int) -> Point:
+def _replayed(scenario: Scenario, ranks: int) -> Prediction:
     spare = 0
     if scenario.servers is not None:
         times, point, spare = _with_servers(scenario, scenario.servers, ranks)
@@ -98,12 +98,12 @@ def _replayed(scenario: Scenario, ranks: int) -> Point:
     return replace(point, ranks=ranks, step_s=step_s, samples_per_s=useful * ranks * scenario.device.batch / step_s)
 
 
-def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
+def _together(scenario: Scenario, ranks: int) -> tuple[Times, Prediction]:
     """Return the seconds of each step and the exchanges of a step, if all ranks average gradients, or parameters with local
     updates."""
     weights, computing_s = MODELS[scenario.model], scenario.device.step_s
     computed = computing_s * scenario.jitter.slowest(scenario.steps, ranks, scenario.every)
-    exchange = Exchange(scenario.network.costs(ranks), scenario.algorithm, scenario.codec)
+    exchange = AllreducePredictor(scenario.network.costs(ranks), scenario.algorithm, scenario.codec)
     way = scenario.exchange if scenario.every == 1 else "bsp"
     exchanged = buckets(way, weights, computing_s, exchange.seconds)
     calls = [exchange.call(bucket.numel) for bucket in exchanged]
@@ -115,10 +115,10 @@ def _together(scenario: Scenario, ranks: int) -> tuple[Times, Point]:
     exchange_s, sent = (
         sum(each) / scenario.every for each in zip(*((c.seconds, c.wire_bytes) for c in calls), strict=True)
     )
-    return times, Point(ranks, 0.0, 0.0, 1.0, exchange_s, sent, largest.algorithm if ranks > 1 else "-")
+    return times, Prediction(ranks, 0.0, 0.0, 1.0, exchange_s, sent, largest.algorithm if ranks > 1 else "-")
 
 
-def _with_servers(scenario: Scenario, servers: Servers, ranks: int) -> tuple[Times, Point, int]:
+def _with_servers(scenario: Scenario, servers: Servers, ranks: int) -> tuple[Times, Prediction, int]:
     """Return the results of _together for parameter servers, and the number of workers that may fail without a restart."""
     workers = ranks if servers.groups is None else min(ranks, servers.groups)
     quorum = workers if servers.quorum is None else min(servers.quorum, workers)

@@ -39,53 +39,57 @@ _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SimulatedBucket:
     """Gradients that are exchanged together. ready: the share of a step's computing after which all of them are ready."""
 
     ready: float
     numel: int
 
 
-def gradients(weights: Sequence[Weight]) -> list[Bucket]:
+def gradients(weights: Sequence[Weight]) -> list[SimulatedBucket]:
     """Return the gradients in the order of the backward pass. The time of each is proportional to its forward operations."""
     total = sum(weight.operations for weight in weights)
     done = accumulate(weight.operations for weight in reversed(weights))
     return [
-        Bucket(1 - _BACKWARD * (1 - share / total), weight.numel)
+        SimulatedBucket(1 - _BACKWARD * (1 - share / total), weight.numel)
         for share, weight in zip(done, reversed(weights), strict=True)
     ]
 
 
-def buckets(exchange: str, weights: Sequence[Weight], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
+def buckets(
+    exchange: str, weights: Sequence[Weight], step_s: float, seconds: Callable[[int], float]
+) -> list[SimulatedBucket]:
     """Return the buckets, in order. exchange: one of EXCHANGES. seconds: returns the time to exchange numel numbers."""
     arriving = gradients(weights)
     if exchange == "bsp":
-        return [Bucket(1.0, sum(each.numel for each in arriving))]
+        return [SimulatedBucket(1.0, sum(each.numel for each in arriving))]
     if exchange == "wfbp":
         return arriving
     if exchange == "mg-wfbp":
         return _merged(arriving, step_s, seconds)
     items = [Item(each.numel, 4, None, LARGE_BUCKET_BYTES) for each in arriving]
     plans = plan_buckets(items, range(len(items)))
-    return [Bucket(arriving[plan.items[-1]].ready, plan.numel) for plan in plans]
+    return [SimulatedBucket(arriving[plan.items[-1]].ready, plan.numel) for plan in plans]
 
 
-def _merged(arriving: Sequence[Bucket], step_s: float, seconds: Callable[[int], float]) -> list[Bucket]:
+def _merged(
+    arriving: Sequence[SimulatedBucket], step_s: float, seconds: Callable[[int], float]
+) -> list[SimulatedBucket]:
     """Merge a gradient with those before it, if it is ready less than a message's time after their exchange can begin."""
     message_s = seconds(1)
-    merged: list[Bucket] = []
+    merged: list[SimulatedBucket] = []
     last, free_s = arriving[0], 0.0
     for each in arriving[1:]:
         begins_s = max(free_s, last.ready * step_s)
         if each.ready * step_s < begins_s + message_s:
-            last = Bucket(each.ready, last.numel + each.numel)
+            last = SimulatedBucket(each.ready, last.numel + each.numel)
         else:
             merged.append(last)
             free_s, last = begins_s + seconds(last.numel), each
     return [*merged, last]
 
 
-def step_seconds(computing_s: Times, exchanged: Sequence[Bucket], seconds: Callable[[int], float]) -> Times:
+def step_seconds(computing_s: Times, exchanged: Sequence[SimulatedBucket], seconds: Callable[[int], float]) -> Times:
     """Return the seconds of each step, of shape (steps,). computing_s: the computing time of the slowest rank in each step.
     Every exchange waits for that rank."""
     free_s = np.zeros_like(computing_s)
@@ -117,7 +121,7 @@ class Jitter:
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureModel:
     """Failures of ranks. rank_hours: the mean time until a rank fails. A failure costs the work since the last checkpoint, and
     restart_s. Writing a checkpoint takes no time here."""
 

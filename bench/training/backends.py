@@ -33,7 +33,7 @@ from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import (
     Protocol,
     Times,
-    distributed_machine,
+    distributed_waits,
     format_interval,
     median_and_p99,
     slowest_rank,
@@ -89,7 +89,7 @@ def layers(chosen: argparse.Namespace) -> nn.Sequential:
     return nn.Sequential(*(Layer(chosen.width) for _ in range(chosen.layers)))
 
 
-class Competitor:
+class BackendCompetitor:
     """Trains a module. A call trains for one turn. train: computes the module's gradients for a batch."""
 
     def __init__(self, module: nn.Module, train: Callable[[Tensor], object], chosen: argparse.Namespace) -> None:
@@ -127,41 +127,41 @@ def exchange_nothing(state: object, bucket: GradBucket) -> Future[Tensor]:
     return done
 
 
-def ddp(chosen: argparse.Namespace, backend: str, *, views: bool = False) -> Competitor:
+def ddp(chosen: argparse.Namespace, backend: str, *, views: bool = False) -> BackendCompetitor:
     module = layers(chosen)
     if backend == COMPUTE:
-        return Competitor(module, partial(loss_of_share, module), chosen)
+        return BackendCompetitor(module, partial(loss_of_share, module), chosen)
     group = dist.new_group(backend={NOTHING: GLOO, WITH_HOOK: OURS}.get(backend, backend))
     forward = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=views)
     if backend == NOTHING:
         forward.register_comm_hook(None, exchange_nothing)
     if backend == WITH_HOOK:
         forward.register_comm_hook(None, hvd.ddp_comm_hook("none", process_group=group))
-    return Competitor(module, partial(loss_of_share, forward), chosen)
+    return BackendCompetitor(module, partial(loss_of_share, forward), chosen)
 
 
 def mesh_of(backend: str) -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
 
 
-def fsdp2(chosen: argparse.Namespace, backend: str) -> Competitor:
+def fsdp2(chosen: argparse.Namespace, backend: str) -> BackendCompetitor:
     model, mesh = layers(chosen), mesh_of(OURS if backend == OWN_MEMORY else backend)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     sharded = fully_shard(model, mesh=mesh)
     if backend == OWN_MEMORY:
         sharded.set_allocate_memory_from_process_group_for_comm(True)
-    return Competitor(model, partial(loss_of_share, model), chosen)
+    return BackendCompetitor(model, partial(loss_of_share, model), chosen)
 
 
-def tensor_parallel(chosen: argparse.Namespace, backend: str) -> Competitor:
+def tensor_parallel(chosen: argparse.Namespace, backend: str) -> BackendCompetitor:
     model, mesh = layers(chosen), mesh_of(backend)
     for layer in model:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return Competitor(model, partial(loss_of, model), chosen)
+    return BackendCompetitor(model, partial(loss_of, model), chosen)
 
 
-def pipeline(chosen: argparse.Namespace, backend: str) -> Competitor:
+def pipeline(chosen: argparse.Namespace, backend: str) -> BackendCompetitor:
     first, last = hvd.rank() == 0, hvd.rank() == hvd.size() - 1
     each = chosen.layers // hvd.size()
     module = layers(chosen)[hvd.rank() * each : (hvd.rank() + 1) * each]
@@ -172,11 +172,11 @@ def pipeline(chosen: argparse.Namespace, backend: str) -> Competitor:
     def train(batch: Tensor) -> None:
         schedule.step(*([batch] if first else []), target=batch.flip(1) if last else None)
 
-    return Competitor(module, train, chosen)
+    return BackendCompetitor(module, train, chosen)
 
 
 #: For each program, the function that makes a competitor, and the backends that it compares.
-PROGRAMS: dict[str, tuple[Callable[..., Competitor], tuple[str, ...]]] = {
+PROGRAMS: dict[str, tuple[Callable[..., BackendCompetitor], tuple[str, ...]]] = {
     "ddp": (ddp, (GLOO, OURS, WITH_HOOK, NOTHING, COMPUTE)),
     "ddp+views": (partial(ddp, views=True), (GLOO, OURS, WITH_HOOK, NOTHING, COMPUTE)),
     "fsdp2": (fsdp2, (GLOO, OURS, OWN_MEMORY)),
@@ -208,7 +208,7 @@ def measure(chosen: argparse.Namespace, program: str) -> list[BackendRow]:
     competitors = {backend: build(chosen, backend) for backend in backends}
     cpu = torch.device("cpu")
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
-    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(cpu), protocol)
+    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_waits(cpu), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, cpu), strict=True))
     return [
         BackendRow(
@@ -233,7 +233,7 @@ def beyond(seconds: dict[str, Times], backend: str) -> float | None:
     return ours / gloo if gloo > 0 else None
 
 
-def difference(competitor: Competitor, reference: Competitor) -> float:
+def difference(competitor: BackendCompetitor, reference: BackendCompetitor) -> float:
     """Return the largest difference of parameters over all ranks, relative to the largest parameter."""
     expected = reference.parameters()
     off = (competitor.parameters() - expected).abs().max() / expected.abs().max()

@@ -42,23 +42,23 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Model:
+class ExampleModel:
     """A model to train. config: world size -> settings, except steps, seed and codec."""
 
     config: Callable[[int], Any]
     task: Callable[[Any], Task]
 
 
-def large_gpt(size: int) -> bytes_gpt.Config:
+def large_gpt(size: int) -> bytes_gpt.GPTConfig:
     """Return settings with 12.9 M parameters and 1 x 64 tokens per rank: the exchange takes most of a step."""
     settings: dict[str, Any] = {**bytes_gpt.PRESETS["13m"], "batch": size, "context": 64}
-    return bytes_gpt.Config(**settings)
+    return bytes_gpt.GPTConfig(**settings)
 
 
 MODELS = {
-    "bytes_gpt": Model(lambda size: bytes_gpt.Config(batch=4 * size), bytes_gpt.task),
-    "bytes_gpt_13m": Model(large_gpt, bytes_gpt.task),
-    "digits_cnn": Model(lambda size: digits_cnn.Config(batch=16 * size, lr=3e-3), digits_cnn.task),
+    "bytes_gpt": ExampleModel(lambda size: bytes_gpt.GPTConfig(batch=4 * size), bytes_gpt.task),
+    "bytes_gpt_13m": ExampleModel(large_gpt, bytes_gpt.task),
+    "digits_cnn": ExampleModel(lambda size: digits_cnn.CNNConfig(batch=16 * size, lr=3e-3), digits_cnn.task),
 }
 
 

@@ -36,7 +36,7 @@ from gradwire.bench.options import count_from
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import (
     Protocol,
-    distributed_machine,
+    distributed_waits,
     format_interval,
     median_and_p99,
     slowest_rank,
@@ -91,7 +91,7 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class Speedup:
+class StepSpeedup:
     """The speed of a competitor as a multiple of a peer's in this run. interval: of 95 %; None with too few turns."""
 
     competitor: str
@@ -140,10 +140,10 @@ def compute_trainee(module: nn.Module) -> Trainee:
     return Trainee(module, module, adamw(module), lambda: 0.0, Record())
 
 
-class Competitor:
+class StepCompetitor:
     """A model in training. A call trains for one turn."""
 
-    def __init__(self, trainee: Trainee, task: Task, config: bytes_gpt.Config, steps: int) -> None:
+    def __init__(self, trainee: Trainee, task: Task, config: bytes_gpt.GPTConfig, steps: int) -> None:
         self.trainee = trainee
         self.loss = 0.0
         self._task = task
@@ -191,9 +191,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def configured(chosen: argparse.Namespace) -> bytes_gpt.Config:
+def configured(chosen: argparse.Namespace) -> bytes_gpt.GPTConfig:
     settings = {**PRESETS[chosen.preset], "batch": chosen.batch * hvd.size()}
-    return bytes_gpt.Config(**settings, **({"context": chosen.context} if chosen.context else {}))
+    return bytes_gpt.GPTConfig(**settings, **({"context": chosen.context} if chosen.context else {}))
 
 
 def builders(
@@ -239,23 +239,23 @@ def builders(
     }
 
 
-def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[Speedup], int]:
+def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[StepSpeedup], int]:
     """Return the rows, the speedups of ours over DDP, and the model's number of parameters; the same on all ranks."""
     config = configured(chosen)
     task = bytes_gpt.task(config)
-    competitors: dict[str, Competitor] = {}
+    competitors: dict[str, StepCompetitor] = {}
     flags = chosen.reports, chosen.shard_states, chosen.overlap, chosen.commits
     for name, build in builders(chosen.compression, *flags).items():
         torch.manual_seed(config.seed)
         trainee = build(task.build().to(device))
         if chosen.overlap:
             trainee.clip_norm = None
-        competitors[name] = Competitor(trainee, task, config, chosen.steps)
+        competitors[name] = StepCompetitor(trainee, task, config, chosen.steps)
     settled = 3 + WINDOW * (1 + len(chosen.compression)) if AUTO in chosen.compression else 0
     for _ in range(-(-settled // chosen.steps)):
         competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
-    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_machine(device), protocol)
+    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_waits(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
     beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
@@ -279,7 +279,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
         )
     parameters = sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters())
     speedups = [
-        Speedup(ours, peer, median[peer] / median[ours], speedup_interval(seconds[ours], seconds[peer]))
+        StepSpeedup(ours, peer, median[peer] / median[ours], speedup_interval(seconds[ours], seconds[peer]))
         for ours in seconds
         if ours.startswith(OURS)
         for peer in (DDP, DDP_FP16, DDP_ZERO)
@@ -288,7 +288,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     return rows, speedups, parameters
 
 
-def format_table(rows: Sequence[StepRow], speedups: Sequence[Speedup], meta: dict[str, Any]) -> list[str]:
+def format_table(rows: Sequence[StepRow], speedups: Sequence[StepSpeedup], meta: dict[str, Any]) -> list[str]:
     width = max(8, *(len(row.competitor) for row in rows))
     shape = f"{meta['batch']} sequences of {meta['context']} bytes a rank"
     return [

@@ -33,7 +33,7 @@ _MOST_KNOWN = 4096
 _POSTED = 4
 
 #: Seconds between two checks of a wait, unless news comes first. The second value applies while progress() moves messages.
-_LOOK_S, _PROGRESS_S = 0.1, 0.001
+_POLL_S, _PROGRESS_POLL_S = 0.1, 0.001
 
 _TOPIC = "calls"
 
@@ -165,7 +165,7 @@ class Agreement:
                 return not missing or is_clear or in_vain()
 
             while not is_over() and (left_s := until - time.monotonic()) > 0:
-                self._watch.wait_for(is_over, min(left_s, _PROGRESS_S if progress() else _LOOK_S))
+                self._watch.wait_for(is_over, min(left_s, _PROGRESS_POLL_S if progress() else _POLL_S))
 
         wait(deadline, for_all=False)
         if compared()[2]:

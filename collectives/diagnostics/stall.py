@@ -25,7 +25,7 @@ _log = logging.getLogger("gradwire")
 _ASKED, _ANSWERED = "where is everyone", "whereabouts"
 
 #: Seconds between two checks of how long an operation has waited.
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 #: How old an answer may be. So ranks that wait at the same time need only one question.
 _FRESH_S = 0.3
@@ -161,22 +161,22 @@ class Stalls:
 
     def _look(self, position: Position, now: float, warning_s: float) -> float:
         """Log a warning if it is due. Return in how many seconds to check again."""
-        look_s = min(_LOOK_S, warning_s / 4)
+        poll_s = min(_POLL_S, warning_s / 4)
         last, self._last = self._last, position
         if not position.is_same_wait(last):
             self._since, self._warn_after_s, self._asked_at = now, warning_s, None
-            return look_s
+            return poll_s
         if (left_s := self._since + self._warn_after_s - now) > 0:
-            return min(look_s, left_s)
+            return min(poll_s, left_s)
         if self._asked_at is None:
             self._asked_at = self.ask()
         if now < self._asked_at + _ANSWER_S and self._answered(self._asked_at) != self._watch.others:
-            return min(look_s, _ANSWER_S / 10)
+            return min(poll_s, _ANSWER_S / 10)
         _log.warning("%s", self._warning(position, now - self._since, self._asked_at))
         self._asked_at = None
         while self._warn_after_s <= now - self._since:
             self._warn_after_s *= 2
-        return look_s
+        return poll_s
 
     def _warning(self, position: Position, waited_s: float, asked_at: float) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))

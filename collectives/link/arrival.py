@@ -15,11 +15,11 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.asking import Asking
+from gradwire.collectives.link.asking import POLL_S, Asking
 from gradwire.collectives.link.handshake import dial, set_up
 from gradwire.collectives.link.hub import Admission, Card, Failure, Hub
 from gradwire.collectives.link.own_address import check_addresses
-from gradwire.collectives.link.presence import LOOK_AGAIN_S, Presence, TurnedAway
+from gradwire.collectives.link.presence import Presence, TurnedAway
 
 _Answer = TypeVar("_Answer")
 
@@ -63,7 +63,7 @@ def arrive(
             except TurnedAway as refused:
                 if not refused.again:
                     raise
-                time.sleep(LOOK_AGAIN_S)
+                time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Arrival:
                 rank = self.hub_rank if self.hub_rank in range(self.size) else None
                 detail = "no rank of this job accepts connections" if rank is None else f"rank {rank} did not arrive"
                 raise LinkError(rank, timed_out=True, detail=detail)
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(POLL_S)
 
     def _make_hub(self) -> tuple[Hub | None, Card]:
         """Return a hub in this process, and its card. If it cannot listen, return None and a card with the reason."""

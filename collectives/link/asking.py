@@ -21,8 +21,8 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.names import look_up
 
-#: Seconds between two calls of check() while a call waits for the store.
-_LOOK_AGAIN_S = 0.03
+#: Seconds between two checks of anything that ranks wait for while they connect.
+POLL_S = 0.03
 
 #: How long the store may take at least for an answer: after its deadline, a rank still asks which ranks are missing.
 _LAST_ANSWER_S = 1.0
@@ -53,7 +53,7 @@ class Asking:
         answer = self._thread.submit(call)
         until = max(deadline, time.monotonic() + _LAST_ANSWER_S)
         try:
-            while not wait([answer], _LOOK_AGAIN_S).done:
+            while not wait([answer], POLL_S).done:
                 if self._check is not None:
                     self._check()
                 if time.monotonic() >= until:
@@ -81,7 +81,7 @@ def unblock(answer: Future[Any], hang_up: Callable[[float], object]) -> None:
     end = time.monotonic() + _UNBLOCK_S
     while not answer.done() and time.monotonic() < end:
         hang_up(end)
-        wait([answer], _LOOK_AGAIN_S)
+        wait([answer], POLL_S)
 
 
 def hang_up(store: Store, deadline: float) -> None:

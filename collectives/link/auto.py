@@ -28,13 +28,14 @@ from gradwire.collectives.plan.program import Program
 #: How long all processes of a machine may take to compile the kernels or load them, one after the other.
 _ALL_COMPILE_S = 120.0
 
+#: Seconds between two checks whether a message through one part is done, while sends through the other part are moved.
 _POLL_S = 0.0001
 
 #: How long receives through one part may make no progress while this rank waits for the other part.
 _SLICE_S = 0.05
 
 #: How long next_sender() polls the link between hosts before it polls shared memory again.
-_LOOK_S = 0.001
+_FAR_SLICE_S = 0.001
 
 _log = logging.getLogger("gradwire")
 
@@ -213,7 +214,7 @@ class RoutingTransport(Transport):
             return self._near.next_sender(tag, deadline)
         while True:
             now = time.monotonic()
-            looks = [(self._near, now), (self._far, min(deadline, now + _LOOK_S))]
+            looks = [(self._near, now), (self._far, min(deadline, now + _FAR_SLICE_S))]
             for part, until in reversed(looks) if self._last_sender_is_near else looks:
                 if (sender := part.next_sender(tag, until)) is not None:
                     self._last_sender_is_near = part is self._near

@@ -13,6 +13,9 @@ import torch
 from gradwire.collectives.kernels.wire import KIND_BITS as KIND_BITS  # links and messages import it from here
 from gradwire.collectives.plan.program import Program
 
+#: Seconds between two checks whether a message is done, where nothing wakes the thread that waits for it.
+DONE_POLL_S = 0.0005
+
 #: One message: the other rank, and the contiguous 1-D tensor that is sent or filled.
 Message = tuple[int, torch.Tensor]
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.link.asking import POLL_S
 from gradwire.collectives.link.handshake import MOST_UNVERIFIED, give_up_on_silence, listen, set_up
 from gradwire.collectives.link.watch import Neighbour, poll_of
 
@@ -25,9 +26,6 @@ Card = dict[str, Any]
 
 #: How long a rank may take to answer that it runs.
 ANSWER_S = 0.5
-
-#: How long the hub waits after it could not accept a connection.
-_LOOK_AGAIN_S = 0.02
 
 #: How long a hub that closes waits until its last messages have been read.
 _FLUSH_S = 0.2
@@ -171,7 +169,7 @@ class Hub:
         try:
             connection, _ = self._listener.accept()
         except OSError:  # the connection has ended, or this process has no descriptor left
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(POLL_S)
             return
         connection.setblocking(False)
         set_up(connection)

@@ -18,15 +18,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
 from gradwire.collectives.link.arrival import arrive
-from gradwire.collectives.link.asking import Asking
+from gradwire.collectives.link.asking import POLL_S, Asking
 from gradwire.collectives.link.hub import Failure
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import Presence
 from gradwire.collectives.plan.topology import Topology, machine_id
 from gradwire.collectives.torch_internals import default_store, store_of_one
 
-#: The first and the longest pause between two checks whether all ranks have arrived.
-_LOOK_AGAIN_S, _LONGEST_LOOK_AGAIN_S = 0.0002, 0.03
+#: The first pause between two checks whether all ranks have arrived; the next ones are longer, up to POLL_S.
+_FIRST_POLL_S = 0.0002
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 _ROUNDING_S = 0.005
@@ -108,7 +108,7 @@ class Membership:
             ask(lambda: store.set(keys[self.rank], mine.hex()), deadline)
             if ask(lambda: store.add(f"{name}/number", 1), deadline) == self.size:
                 ask(lambda: store.set(complete, ""), deadline)
-            look_again_s = _LOOK_AGAIN_S
+            poll_s = _FIRST_POLL_S
             while not ask(lambda: store.check([complete]), deadline):
                 try:
                     self.check()
@@ -129,8 +129,8 @@ class Membership:
                     if missing:
                         detail = f"{ranks_text(missing)} did not arrive"
                         raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
-                time.sleep(look_again_s)
-                look_again_s = min(2 * look_again_s, _LONGEST_LOOK_AGAIN_S)
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, POLL_S)
             return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys), deadline)]
 
     def compiles(self, name: str, deadline: float) -> None:
@@ -176,7 +176,7 @@ class Membership:
                 return Failure.loss_of(ended).as_link_error()
             if time.monotonic() >= deadline:
                 break
-            time.sleep(_LONGEST_LOOK_AGAIN_S)
+            time.sleep(POLL_S)
         return None
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.asking import POLL_S
 
 #: More than the largest packet on Ethernet, including jumbo frames of 9,216 bytes.
 PROBE_BYTES = 16 << 10
@@ -27,9 +28,6 @@ REMEDY = "give the interfaces of both hosts the MTU of what lies between them (i
 
 #: How long sent bytes may stay unacknowledged. Linux retransmits them four times in that time.
 _REPEATS_S = 3.0
-
-#: Seconds between two looks at the unacknowledged bytes, and between two calls of check().
-_LOOK_S = 0.03
 
 #: Segments small enough for every path of IPv6, whose links carry at least 1,280 bytes (RFC 8200, 2017, section 5).
 _SMALL_SEGMENT_BYTES = 1024
@@ -69,7 +67,7 @@ def check_paths(
         poll = select.poll()
         for path in waiting.values():
             poll.register(path.connection, select.POLLIN | (select.POLLOUT if path.unsent else 0))
-        ready = dict(poll.poll(1000 * _LOOK_S))
+        ready = dict(poll.poll(1000 * POLL_S))
         now = time.monotonic()
         for peer, path in waiting.items():
             try:

@@ -11,17 +11,15 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.forks import in_forked_child
+from gradwire.collectives.link.asking import POLL_S
 from gradwire.collectives.link.hub import ANSWER_S, Card, Failure, Hub
 from gradwire.collectives.link.watch import Neighbour, poll_of
-
-#: The longest wait for a message of the hub before the caller can check other conditions.
-LOOK_AGAIN_S = 0.02
 
 
 class TurnedAway(LinkError):
@@ -57,7 +55,7 @@ class Presence:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._say(kind="arrived", token=hub_card["token"], card=card)
-        _all.add(self)
+        in_forked_child(self, Presence.disown)
 
     def gone(self) -> set[int]:
         """Return the ranks whose process has ended; if there are none, the ranks that have left, as ranks do once they
@@ -91,7 +89,7 @@ class Presence:
             if failure is not None or self._silent:
                 # This rank may have answered late, but it runs.
                 return [rank for rank in (failure.ranks if failure else self._silent[-1]) if rank != self.rank]
-            self._wait(LOOK_AGAIN_S)
+            self._wait(POLL_S)
         return [self._hub_rank]
 
     def await_all(self, deadline: float) -> Iterator[None]:
@@ -113,7 +111,7 @@ class Presence:
                 missing = self.silent()
                 detail = f"{ranks_text(missing)} did not arrive" if missing else "the ranks arrived too late"
                 raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
-            self._wait(LOOK_AGAIN_S)
+            self._wait(POLL_S)
             yield
 
     def close(self) -> None:
@@ -171,14 +169,3 @@ class Presence:
             self._failures.setdefault(message["scope"], Failure.from_record(message))
         elif kind == "do you run":
             self._neighbour.say(kind="runs")
-
-
-_all: weakref.WeakSet[Presence] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for presence in list(_all):
-        presence.disown()
-
-
-os.register_at_fork(after_in_child=_after_fork)

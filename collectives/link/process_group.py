@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gradwire.collectives import torch_internals
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.base import KIND_BITS, Message, Pending, Posted, Request, Transport, Whole
+from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Message, Pending, Posted, Request, Transport, Whole
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.reduction import finish
@@ -31,7 +31,6 @@ from gradwire.collectives.torch_internals import Backend
 #: A tag that no operation uses, for a receive that no rank answers.
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
-_POLL_S = 0.0005
 
 #: gloo counts whole milliseconds, so its timeout may end a wait a little before the deadline.
 _ROUNDING_S = 0.005
@@ -149,7 +148,7 @@ class _StreamPending:
         while not self.work.is_completed():
             if time.monotonic() >= deadline:
                 raise LinkError(None, timed_out=True, detail="no completion from NCCL")
-            time.sleep(_POLL_S)
+            time.sleep(DONE_POLL_S)
         with _link_errors():
             self.work.wait()
 

@@ -29,7 +29,7 @@ _FIRST_ROWS = 256
 FIRST_LOOK = 256
 
 #: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
-_LOOK_S = 0.05
+_SLICE_S = 0.05
 
 #: How often a wait polls before it sleeps: about 300 us, but not at all beside work that needs the core.
 _TRIES, _TRIES_BESIDE_WORK = 600, 0
@@ -131,7 +131,7 @@ class TcpTransport(Table):
         kernels = self._kernels
         while True:
             left_s = deadline - time.monotonic()
-            milliseconds = math.ceil(1000 * min(max(left_s, 0.0), _LOOK_S))
+            milliseconds = math.ceil(1000 * min(max(left_s, 0.0), _SLICE_S))
             first = (self._last_sender + 1) % self.size
             self._run(kernels.next_sender, (self._address, tag, first, milliseconds), deadline)
             peer = int(self._context[kernels.PEER])

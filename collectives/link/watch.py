@@ -34,10 +34,10 @@ _LONGEST_NEWS = 1 << 24
 _FLUSH_S, _FLUSH_AFTER_FAILURE_S = 2.0, 0.2
 
 #: Seconds between two checks of the losses that a launcher has noted.
-_LOOK_AT_NOTES_S = 0.1
+_NOTES_POLL_S = 0.1
 
 #: Seconds between two checks whether sent messages are acknowledged.
-_LOOK_AGAIN_S = 0.01
+_POLL_S = 0.01
 
 
 class Neighbour:
@@ -159,7 +159,7 @@ class Watch:
         def report() -> float:
             for rank in self.others.intersection(noted()):
                 self._send("done" if rank in self.left else "given up", rank)
-            return _LOOK_AT_NOTES_S
+            return _NOTES_POLL_S
 
         self.on_news(report)
 
@@ -197,7 +197,7 @@ class Watch:
                 unreachable = [peer for peer, each in neighbours if peer in self.reports and each.is_unconfirmed()]
             if not unreachable or time.monotonic() >= deadline:
                 break
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         for peer in unreachable:
             self._send("alive", peer, by=self.rank)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import ExceptHook
 from gradwire.collectives.errors import CollectiveError
+from gradwire.collectives.forks import in_forked_child
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.run.operations import Operations, weakly
@@ -44,7 +45,7 @@ class ClosableOperations(Operations):
         atexit.register(self._at_exit)
         weakref.finalize(self, _abandon, os.getpid(), self._queue, watch, self._at_exit).atexit = False
         self._hook = ExceptHook.register(self)
-        _all.add(self)
+        in_forked_child(self, ClosableOperations.disown)
 
     def leave(self, why: str) -> None:
         """Report to the other ranks the exception that is about to end this rank."""
@@ -159,15 +160,3 @@ def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], N
     atexit.unregister(at_exit)
     queue.close(0.0)
     watch.close()
-
-
-#: Those of this process, which a forked child disowns.
-_all: weakref.WeakSet[ClosableOperations] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for operations in list(_all):
-        operations.disown()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -19,7 +19,7 @@ from gradwire.collectives.link.watch import Watch
 _JOINED, _CALLS = "joined", "calls for those who have joined"
 
 
-class Call(str):
+class DescribedCall(str):
     """The text of a call, the same on all ranks, with the data that a joined rank needs to make the same call with zeros.
 
     verb: a method of Communicator. tensors: its tensors, each as shape, dtype and kind of device. joinable: whether the result
@@ -34,7 +34,7 @@ class Call(str):
 
     def __new__(
         cls, text: str, verb: str, tensors: Sequence[Any] = (), joinable: bool = False, **arguments: Any
-    ) -> Call:
+    ) -> DescribedCall:
         call = super().__new__(cls, text)
         call.verb, call.tensors, call.joinable, call.arguments = verb, tensors, joinable, arguments
         return call
@@ -52,7 +52,7 @@ class Joined:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self.allows: Callable[[str], bool] = lambda call: isinstance(call, Call) and call.joinable
+        self.allows: Callable[[str], bool] = lambda call: isinstance(call, DescribedCall) and call.joinable
         self.refused = -1
         self.absent: tuple[int, ...] = ()
         self.on_change: Callable[[], object] | None = None
@@ -131,7 +131,7 @@ def _since_met(entries: list[list[Any]]) -> list[list[Any]]:
 
 def _entry_of(number: int, call: str, is_allowed: bool) -> list[Any]:
     """Return the entry of an operation in a post."""
-    if isinstance(call, Call):
+    if isinstance(call, DescribedCall):
         given = json.dumps([call.verb, call.tensors, call.arguments], default=_as_json)
         return [number, str(call), *json.loads(given), is_allowed]
     return [number, call, "", [], {}, False]

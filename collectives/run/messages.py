@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
-from gradwire.collectives.link.base import KIND_BITS, Pending, Transport
+from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Pending, Transport
 from gradwire.collectives.reduction import DTYPES, carried
 from gradwire.collectives.run.operations import LAST_WORDS_S, Operations
 from gradwire.collectives.run.staging import Buffer
@@ -19,8 +19,6 @@ MOST_TAG = 2**16 - 1
 
 #: The highest tag of a message: above all tags of operations, and below the tag that link/process_group.py reserves.
 _HIGHEST = 2**31 - 2
-
-_POLL_S = 0.0005
 
 #: How many messages are sent before finished ones are dropped.
 _FIRST_CHECK = 64
@@ -65,7 +63,7 @@ class MessageWork:
             while not self.is_completed():
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeout(seconds, (), rank=self._transport.rank, operation=self._call)
-                time.sleep(_POLL_S)
+                time.sleep(DONE_POLL_S)
         if self._beginning is not None:
             self._beginning.wait()
         if not self._is_over and self._peer is not None:

@@ -35,7 +35,7 @@ LAST_WORDS_S = 0.5
 _REMEMBERED = 16
 
 #: How often compare_calls() checks the running operation, and how long one must have run before it is posted.
-_LOOK_S, _LONG_S = 0.25, 0.2
+_POLL_S, _LONG_S = 0.25, 0.2
 
 #: The factor of a multiplicative hash (Knuth 1973, 6.4): successive numbers get tags that are far apart.
 _SPREAD = 0x9E3779B1
@@ -69,6 +69,9 @@ class Turn:
 class _InVainError(LinkError):
     """An operation was not begun, because it could not have finished."""
 
+    def __init__(self, why: str = "known before it began") -> None:
+        super().__init__(None, timed_out=False, detail=why)
+
 
 class Operations:
     """Runs operations in the order of issue. watch: ClosableOperations closes it. timeout_s: seconds that each operation may
@@ -91,9 +94,8 @@ class Operations:
         self._running = -1
         self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
         self._where: str | int = ""  # place of the running call in the user's code, or its thread
-        self._peers: frozenset[int] = frozenset()  # the other ranks of the running message
         self._call = ""  # the last call that run_now did not run
-        self._message: tuple[str, frozenset[int]] | None = None  # the awaited message
+        self._message: tuple[str, frozenset[int]] | None = None  # the running message, and its other ranks
         self._vain_since = math.inf
         self._interrupted = False
         self._beside_work = False
@@ -120,7 +122,7 @@ class Operations:
         raise the failure."""
 
         def in_vain(turn: Turn) -> None:
-            raise _InVainError(None, timed_out=False, detail="known before it began")
+            raise _InVainError
 
         self._agreement.take(ANY_CALL)
         self.submit(ANY_CALL, in_vain, async_op=False)
@@ -147,8 +149,8 @@ class Operations:
         arbitrary for calls from several threads. signature: the part of `call` that decides whether the call is known; None
         means all of it. timeout_s: seconds that this operation may take from its start; None: the attribute
         timeout_s."""
-        signature = signature or call
         self._check(call)
+        signature = signature or call
         if not async_op:
             turn = object()
             try:
@@ -297,7 +299,6 @@ class Operations:
         try:
             self.wait_beside_work(beside_work)
             self._vain_since = math.inf
-            self._peers = peers
             self._message = (call, peers)
             end = deadline
             if self._watch.has_news:
@@ -311,7 +312,6 @@ class Operations:
         except BaseException as error:
             raise self._failed(error, call, timeout_s, deadline, peers) from None
         finally:
-            self._peers = frozenset()
             self._message = None
 
     def wait_beside_work(self, beside_work: bool) -> None:
@@ -384,16 +384,15 @@ class Operations:
         """Raise LinkError if news already shows that an operation cannot finish. Else announce it to ranks that have joined."""
         watch = self._watch
         if watch.failure:
-            raise _InVainError(
-                None, timed_out=False, detail=f"this rank receives no news of the others: {watch.failure}"
-            )
+            raise _InVainError(f"this rank receives no news of the others: {watch.failure}")
         if watch.lost or self._absent(sequence):
-            raise _InVainError(None, timed_out=False, detail="known before it began")
+            raise _InVainError
         self.joined.announce(sequence, self._recent_calls().items())
 
     def on_news(self) -> float | None:
         """End the wait of the running operation if it cannot succeed. Return in how many seconds to check again, or None."""
-        running, peers = self._running, self._peers
+        running, message = self._running, self._message
+        peers = frozenset() if message is None else message[1]
         self.joined.note_news()
         if running >= 0:
             self.joined.announce(running, self._recent_calls().items())
@@ -429,7 +428,7 @@ class Operations:
             self._agreement.post(call_of(running))
         if self._agreement.differs_from(calls, call_of):
             self._interrupt()
-        return _LOOK_S
+        return _POLL_S
 
     def _interrupt(self) -> None:
         self._interrupted = True

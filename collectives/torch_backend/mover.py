@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from gradwire.collectives.run.messages import MessageWork
 
 #: Seconds between two passes over the messages: at first, and at most, after passes in which no message has finished.
-_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.02
+_POLL_S, _LONGEST_POLL_S = 0.001, 0.02
 
 
 class Mover:
@@ -59,20 +59,20 @@ class Mover:
                 callback()
 
     def _serve(self) -> None:
-        look_s = _LOOK_S
+        poll_s = _POLL_S
         while True:
             with self._changed:
                 if not self._under_way:
-                    look_s = _LOOK_S
+                    poll_s = _POLL_S
                 self._changed.wait_for(lambda: self._under_way or self._closed)
                 if self._closed:
                     return
                 works = list(self._under_way)
-            time.sleep(look_s)  # most messages are done before, because the caller waits for them
-            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+            time.sleep(poll_s)  # most messages are done before, because the caller waits for them
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
             for work in works:
                 if work.is_completed():
-                    look_s = _LOOK_S
+                    poll_s = _POLL_S
                     for callback in self._finished(work):
                         callback()
             del works

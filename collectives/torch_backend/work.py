@@ -14,7 +14,7 @@ from torch.futures import Future
 WhenDone = Callable[[Callable[[], None]], object]
 
 
-class Part(Protocol):
+class CommunicatorWork(Protocol):
     """A handle that a Communicator returns."""
 
     def wait(self, timeout: timedelta | None = None) -> object: ...
@@ -38,7 +38,7 @@ class GradwireWork(dist.Work):
     def __init__(
         self,
         results: Sequence[torch.Tensor],
-        parts: Sequence[Part] = (),
+        parts: Sequence[CommunicatorWork] = (),
         when_done: WhenDone = at_once,
         source: Callable[[], int | None] | None = None,
     ) -> None:

@@ -3,10 +3,10 @@
 The description is the same on all ranks and marks the operation's messages; the body runs when the operation's turn comes.
 """
 
-from gradwire.collectives.verbs.messages import Messages
+from gradwire.collectives.verbs.messages import PointToPoint
 from gradwire.collectives.verbs.objects import Objects
 from gradwire.collectives.verbs.shares import Halves
 
 
-class Verbs(Halves, Objects, Messages):
+class Verbs(Halves, Objects, PointToPoint):
     """The methods that move tensors and objects between the ranks of a group."""

@@ -13,7 +13,7 @@ from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.link.base import Whole
 from gradwire.collectives.reduction import Reduction
 from gradwire.collectives.run.engine import Engine
-from gradwire.collectives.run.joined import Call
+from gradwire.collectives.run.joined import DescribedCall
 from gradwire.collectives.run.operations import Turn
 from gradwire.collectives.run.staging import Buffer
 from gradwire.collectives.run.work import Work
@@ -67,7 +67,7 @@ def allreduce_compressed(
         f"allreduce({arguments.described(tensor)}{place}, {reduction}, {chosen}, {each.identity}{corrected})"
         for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
     )
-    call = Call(
+    call = DescribedCall(
         text,
         "allreduce",
         [arguments.sketch(tensor)],

@@ -11,7 +11,7 @@ from gradwire.collectives.run.messages import MessageWork
 from gradwire.collectives.verbs.base import Ranks
 
 
-class Messages(Ranks):
+class PointToPoint(Ranks):
     """The verbs that only two ranks call."""
 
     @overload

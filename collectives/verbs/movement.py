@@ -14,7 +14,7 @@ from gradwire.collectives.errors import Mismatch
 from gradwire.collectives.link.base import Whole
 from gradwire.collectives.plan.spans import Layout, consecutive, only
 from gradwire.collectives.run.engine import Engine
-from gradwire.collectives.run.joined import Call
+from gradwire.collectives.run.joined import DescribedCall
 from gradwire.collectives.run.operations import Turn
 from gradwire.collectives.run.staging import apart
 from gradwire.collectives.run.work import Work
@@ -57,7 +57,7 @@ class Movement(Ranks):
         whole = engine.whole("allgather", chosen, input, input.numel())
         text = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
         tensors = [arguments.sketch(input, [length]) for length in lengths]
-        call = Call(text, "allgather", tensors, algorithm=algorithm)
+        call = DescribedCall(text, "allgather", tensors, algorithm=algorithm)
         mine, *theirs = arguments.held([input, *parts], async_op)
 
         def body(turn: Turn) -> None:
@@ -92,7 +92,7 @@ class Movement(Ranks):
         chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes)
         whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
         text = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
-        call = Call(text, "broadcast", [arguments.sketch(tensor)], src=src, algorithm=algorithm)
+        call = DescribedCall(text, "broadcast", [arguments.sketch(tensor)], src=src, algorithm=algorithm)
         (held,) = arguments.held([tensor], async_op)
 
         def body(turn: Turn) -> None:
@@ -164,7 +164,7 @@ class Movement(Ranks):
         whole = engine.whole(verb, chosen, one, one.numel() * (1 if gathers else len(parts)), root=root)
         text = f"{verb}({arguments.described(one)}, {root_name}={root}, {chosen})"
         given: dict[str, Any] = {root_name: root, "algorithm": algorithm}
-        call = Call(text, verb, [arguments.sketch(one)], **given)
+        call = DescribedCall(text, verb, [arguments.sketch(one)], **given)
         mine, *theirs = arguments.held([one, *parts], async_op)
         tensors = ([mine], theirs) if gathers else (theirs, [mine])
 
@@ -233,7 +233,7 @@ class Movement(Ranks):
         if input_splits is not None:  # a joined rank sends nothing
             given["output_splits"] = given["input_splits"] = [0] * engine.size
         tensors = [arguments.sketch(input, [0] if input_splits is not None else None)]
-        call = Call(text, "alltoall", tensors, **given)
+        call = DescribedCall(text, "alltoall", tensors, **given)
         mine, theirs = arguments.held([input, output], async_op)
 
         def layouts() -> tuple[Layout, Layout]:
@@ -261,7 +261,7 @@ class Movement(Ranks):
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise ValueError(f"rank {engine.rank}: barrier: timeout_s={timeout_s} must be positive and finite")
         chosen = engine.plans.choose("barrier", algorithm, 1)
-        call = Call(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
+        call = DescribedCall(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
         nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
         whole = engine.whole("barrier", chosen, nothing, 0)
 

@@ -16,7 +16,7 @@ from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.link.base import Whole
 from gradwire.collectives.plan.spans import Layout, consecutive
 from gradwire.collectives.reduction import Op, finish
-from gradwire.collectives.run.joined import Call
+from gradwire.collectives.run.joined import DescribedCall
 from gradwire.collectives.run.operations import Turn
 from gradwire.collectives.run.prepared import PreparedOperation
 from gradwire.collectives.run.work import Work
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Planned(NamedTuple):
     """A checked and planned allreduce. whole: the verb that the link has prepared, if it runs the allreduce by itself."""
 
-    call: Call
+    call: DescribedCall
     body: Callable[[Turn], None]
     whole: Whole | None
 
@@ -184,7 +184,7 @@ class Reductions(Ranks):
         text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {shape}{name}, {chosen})"
         shapes = [first, *([length] for length in lengths[1:])]
         tensors = [arguments.sketch(output, shape) for shape in shapes]
-        call = Call(text, "reduce_scatter", tensors, op=name, algorithm=algorithm)
+        call = DescribedCall(text, "reduce_scatter", tensors, op=name, algorithm=algorithm)
         mine, *theirs = arguments.held([output, *parts], async_op)
 
         def body(turn: Turn) -> None:
@@ -218,7 +218,7 @@ class Reductions(Ranks):
         chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes)
         whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
         text = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
-        call = Call(text, "reduce", [arguments.sketch(tensor)], op=name, dst=dst, algorithm=algorithm)
+        call = DescribedCall(text, "reduce", [arguments.sketch(tensor)], op=name, dst=dst, algorithm=algorithm)
         (held,) = arguments.held([tensor], async_op)
 
         def body(turn: Turn) -> None:
@@ -264,11 +264,11 @@ class Reductions(Ranks):
         # The state of a trial may differ among ranks here, because earlier calls may still be in flight.
         names = [choice if trial is None else algorithm for choice, trial in zip(chosen, trials, strict=True)]
         text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(names)})"
-        call = Call(text, verb)
+        call = DescribedCall(text, verb)
         if spans is None:
             sketches = [arguments.sketch(tensor) for tensor in tensors]
             joinable = reduction.op in ("sum", "average")
-            call = Call(text, verb, sketches, joinable=joinable, algorithm=algorithm, **vars(reduction))
+            call = DescribedCall(text, verb, sketches, joinable=joinable, algorithm=algorithm, **vars(reduction))
 
         def ready(index: int) -> Whole | None:
             group = groups[index]

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.collectives import arguments
 from gradwire.collectives.plan.spans import Layout, consecutive
 from gradwire.collectives.reduction import Op
-from gradwire.collectives.run.joined import Call
+from gradwire.collectives.run.joined import DescribedCall
 from gradwire.collectives.run.operations import Turn
 from gradwire.collectives.run.plans import Shares
 from gradwire.collectives.run.prepared import PreparedOperation
@@ -84,7 +84,7 @@ class Halves(Reductions):
             return None
         shares = self._shares_of(tensor)
         algorithm = shares.algorithm
-        call = Call(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
+        call = DescribedCall(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
         whole = None if algorithm is None else engine.whole("gather_shares", algorithm, tensor, tensor.numel())
         if whole is not None:
             engine.remember(tensor, "gather_shares", call, whole)

@@ -24,7 +24,7 @@ def _loaded(family: str, kernel: str, architecture: str) -> tuple[ptx.Kernel, li
 
 
 class MachineLaunch:
-    """A gradwire.collectives.kernels.cuda.source.Launch for tensors in the memory of the CPU. launched: the kernels, in order."""
+    """A KernelLaunch (kernels/cuda/source.py) for tensors in the memory of the CPU. launched: the kernels, in order."""
 
     def __init__(self, architecture: str = "compute_80", order: Order = Order.TOGETHER) -> None:
         self.architecture, self.order = architecture, order

@@ -16,7 +16,7 @@ import torch
 
 import gradwire as hvd
 from gradwire.trainer.examples import loop
-from gradwire.trainer.examples.bytes_gpt import Config, read_text, task
+from gradwire.trainer.examples.bytes_gpt import GPTConfig, read_text, task
 from gradwire.trainer.examples.config import LoopConfig, parse
 from gradwire.trainer.examples.loop import Run
 from gradwire.trainer.examples.report import OURS
@@ -88,7 +88,7 @@ def run(example: str, out: Path, *arguments: str, processes: int | None = 2) -> 
 @in_world
 def train(out: Path, text: str, steps: int, **settings: Any) -> int:
     """Return the exit status of a small GPT's training. As run() does it, on processes that have started already."""
-    config = Config(text=Path(text), steps=steps, out=out, device="cpu", **{**SMALL_GPT, **settings})
+    config = GPTConfig(text=Path(text), steps=steps, out=out, device="cpu", **{**SMALL_GPT, **settings})
     return Run(task(config), config)()
 
 
@@ -162,7 +162,7 @@ def test_alone_until_the_time_is_up(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_the_clock_starts_when_training_does(tmp_path: Path) -> None:
     """Steps of a second each in a run of three, where what is allreduced before the first takes a minute to compile."""
-    config = Config(seconds=3.0, batch=4, layers=1, width=4, out=tmp_path, device="cpu")
+    config = GPTConfig(seconds=3.0, batch=4, layers=1, width=4, out=tmp_path, device="cpu")
     run, now, begun = Run(task(config), config), 0.0, False
     allreduce, turn = hvd.allreduce, run._turn
 
@@ -234,7 +234,7 @@ def test_only_a_default_batch_is_rounded_up_to_the_ranks(
 @on_ranks(2)
 def test_replicas_that_differ_fail_the_run(tmp_path: Path) -> None:
     """Spoil the model of rank 1 in the end."""
-    config = Config(steps=2, batch=4, layers=1, width=4, out=tmp_path, device="cpu")
+    config = GPTConfig(steps=2, batch=4, layers=1, width=4, out=tmp_path, device="cpu")
     run = Run(task(config), config)
     save = run._save
 

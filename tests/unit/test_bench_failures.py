@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.failures.kills import Kill
-from gradwire.bench.failures.outcome import BLOCK_STEPS, Run, compare, described
+from gradwire.bench.failures.kills import KillRecord
+from gradwire.bench.failures.outcome import BLOCK_STEPS, Outcome, compare, described
 from gradwire.bench.failures.run import earlier, parse_arguments
 from gradwire.bench.failures.ways import kill_all, processes_of
 from tests.harness import wait_until
@@ -31,17 +31,17 @@ def test_a_run_by_its_log(tmp_path: Path) -> None:
     again = [(60.0 + step - 40, step, 1.0) for step in range(41, 101)]
     last = [(270.0, 101, 1.0)]
     log = log_of(tmp_path / "log", [*forth, *again, *last], '\n{"time": 13')
-    run = described("disk", 0, log, BEGAN, SECONDS, [Kill(50.5, of_host=False, of_rank_0=True)])
+    run = described("disk", 0, log, BEGAN, SECONDS, [KillRecord(50.5, of_host=False, of_rank_0=True)])
     assert (run.steps, run.hangs) == (101, 1)
     assert run.outages_s == [60.0 + 52 - 40 - 50.5]
     assert run.losses == [(40 * 2.0 + 10 * 1.0) / BLOCK_STEPS, 1.0]
     assert (run.reached[0], run.reached[-1]) == (0, 101)
     assert run.reached == sorted(run.reached)
-    undisturbed = Run("undisturbed", 0, steps=202, losses=[1.0, 0.8, 0.7])
+    undisturbed = Outcome("undisturbed", 0, steps=202, losses=[1.0, 0.8, 0.7])
     compare([undisturbed, run])
     assert run.goodput == 0.5
     assert run.loss_over == pytest.approx(0.25)
-    assert Run.from_record(json.loads(json.dumps(asdict(run)))) == run
+    assert Outcome.from_record(json.loads(json.dumps(asdict(run)))) == run
 
 
 def test_a_job_that_does_not_end_hangs(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_job_that_does_not_end_hangs(tmp_path: Path) -> None:
 def test_ways_of_other_settings_commits_and_machines_are_not_put_into_one_file(tmp_path: Path) -> None:
     path = tmp_path / "failures.json"
     meta = {"minutes": 2.0, "commit": "abc", "device": "EPYC, 2 cores"}
-    path.write_text(json.dumps({"meta": meta, "rows": [asdict(Run("undisturbed", 0, steps=9))]}))
+    path.write_text(json.dumps({"meta": meta, "rows": [asdict(Outcome("undisturbed", 0, steps=9))]}))
     assert [run.steps for run in earlier(path, meta, ["disk"])] == [9]
     assert earlier(path, meta | {"minutes": 20.0}, ["undisturbed"]) == []
     for name, other in {"minutes": 20.0, "commit": "abd", "device": "Xeon, 2 cores"}.items():

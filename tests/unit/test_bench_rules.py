@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from gradwire.bench.rules.competitors import CODED, RULES, UNLIKE, Entry, entry
+from gradwire.bench.rules.competitors import CODED, RULES, UNLIKE, CompetitorSpec, competitor_spec
 from gradwire.bench.rules.plot import draw
 from gradwire.bench.rules.run import parse_arguments, reached
 from gradwire.bench.rules.table import RuleRow, format_header, format_row
@@ -16,14 +16,14 @@ from gradwire.bench.rules.training import Point, Slowness
 
 
 def test_a_competitor_is_a_rule_with_a_codec_and_a_share() -> None:
-    assert entry("ddp") == Entry("ddp", "ddp", "none", 1.0)
-    assert entry("diloco+chunktopk@0.6") == Entry("diloco+chunktopk@0.6", "diloco", "chunktopk", 0.6)
+    assert competitor_spec("ddp") == CompetitorSpec("ddp", "ddp", "none", 1.0)
+    assert competitor_spec("diloco+chunktopk@0.6") == CompetitorSpec("diloco+chunktopk@0.6", "diloco", "chunktopk", 0.6)
 
 
 @pytest.mark.parametrize("text", ["", "dpp", "ddp+int8", "diloco+int9", "diloco+", "ddp@", "ddp@x", "ddp@0", "ddp@nan"])
 def test_what_is_no_competitor_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        entry(text)
+        competitor_spec(text)
 
 
 def test_sets_name_rules() -> None:

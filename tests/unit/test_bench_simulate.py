@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.bench.simulate import run
-from gradwire.bench.simulate.exchange import Exchange, described
+from gradwire.bench.simulate.exchange import AllreducePredictor, described
 from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.presets import DEVICES, compare, network
 from gradwire.bench.simulate.scenario import Scenario, Servers, predict
-from gradwire.bench.simulate.training import EXCHANGES, Failures, Jitter
+from gradwire.bench.simulate.training import EXCHANGES, FailureModel, Jitter
 from gradwire.collectives.compression.dense import Float16, Int8
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
@@ -46,21 +46,21 @@ def scenario(model: str = "resnet50", gbit: float = 10, per_host: int = 1, **oth
 def test_the_ranks_of_one_host_take_as_long_as_all(
     ranks: int, per_host: int, algorithm: str, tolerance: float, numel: int
 ) -> None:
-    exchange = Exchange(world(ranks, per_host), algorithm)
+    exchange = AllreducePredictor(world(ranks, per_host), algorithm)
     everyone = price(exchange.costs, [exchange.legs(rank, algorithm, numel) for rank in range(ranks)])
     assert exchange.seconds(numel) == pytest.approx(everyone, rel=tolerance)
 
 
 @pytest.mark.parametrize("codec", [Int8(), Float16()])
 def test_codes_take_the_bytes_that_the_codec_says(codec: Int8 | Float16) -> None:
-    exchange = Exchange(world(8, 1), codec=codec)
+    exchange = AllreducePredictor(world(8, 1), codec=codec)
     call = exchange.call(1 << 22)
     assert call.wire_bytes == pytest.approx(2 * 7 / 8 * codec.wire_bytes(1 << 22), rel=0.01)
     assert call.algorithm == ("two_shot" if isinstance(codec, Int8) else "rsag")
 
 
 def test_codes_of_one_host_take_as_long_as_those_of_all() -> None:
-    exchange = Exchange(world(8, 1), codec=Int8())
+    exchange = AllreducePredictor(world(8, 1), codec=Int8())
     everyone = [exchange.legs(rank, "two_shot", 1 << 18) for rank in range(8)]
     assert exchange.seconds(1 << 18) == pytest.approx(price(exchange.costs, everyone), rel=0.15)
 
@@ -107,11 +107,11 @@ def test_servers_without_jitter_take_a_step_and_most_of_an_exchange() -> None:
 
 
 def test_failures_cost_what_was_computed_since_the_last_checkpoint() -> None:
-    seldom, often = (Failures(hours, checkpoint_s=600).useful(100) for hours in (1e6, 1e2))
+    seldom, often = (FailureModel(hours, checkpoint_s=600).useful(100) for hours in (1e6, 1e2))
     assert 0.99 < seldom < 1
     # An hour between failures: half of 10 minutes is lost, and 5 minutes for the restart.
     assert often == pytest.approx((60 - 5) / (60 + 5), rel=0.03)
-    assert Failures(1e2, checkpoint_s=600).useful(100, spare=5) > often
+    assert FailureModel(1e2, checkpoint_s=600).useful(100, spare=5) > often
 
 
 def test_models_have_the_parameters_that_their_authors_say() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradwire.bench.training import step
-from gradwire.bench.training.step import Speedup, StepRow, builders, configured, format_table, parse_arguments
+from gradwire.bench.training.step import StepRow, StepSpeedup, builders, configured, format_table, parse_arguments
 
 META = {
     "preset": "13m",
@@ -69,7 +69,7 @@ def test_batch_and_context_are_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_columns_are_as_wide_as_their_longest_name() -> None:
     rows = [row("gradwire"), row("gradwire+threshold"), row("ddp")]
-    speedups = [Speedup("gradwire+threshold", "ddp", 3.333, (3.1, 3.52)), Speedup("gradwire", "ddp", 1.0, None)]
+    speedups = [StepSpeedup("gradwire+threshold", "ddp", 3.333, (3.1, 3.52)), StepSpeedup("gradwire", "ddp", 1.0, None)]
     lines = format_table(rows, speedups, {**META, "network": None})
     assert (
         "12.90 M parameters, 1 sequences of 64 bytes a rank, world size 4 backend gloo, 9 turns of 2 steps" in lines[0]

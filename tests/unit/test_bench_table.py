@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.bench.micro.cases import Job
+from gradwire.bench.micro.cases import BenchJob
 from gradwire.bench.micro.table import (
     Row,
     compare,
@@ -19,7 +19,7 @@ from gradwire.bench.micro.table import (
 from gradwire.bench.timing import speedup_interval
 
 ROW = Row("allreduce", "ring", "none", "float32", "sum", 4, 4096, 1234.5, 2000.0, 0.0033, 0.005, 6144, 0)
-JOB = Job(0, 4, 1024, torch.float32, "sum", -1, torch.device("cpu"))
+JOB = BenchJob(0, 4, 1024, torch.float32, "sum", -1, torch.device("cpu"))
 
 
 def test_columns_begin_with_those_of_nccl_tests() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradwire.bench.timing import Machine, Protocol, median_and_p99, take_turns
+from gradwire.bench.timing import Protocol, RankWaits, median_and_p99, take_turns
 
 
 class Recorder:
@@ -13,7 +13,7 @@ class Recorder:
         self.events: list[str] = []
         self.now = 0.0
         monkeypatch.setattr("gradwire.bench.timing.time.perf_counter", lambda: self.now)
-        self.machine = Machine(lambda: self.events.append("barrier"), lambda: self.events.append("synchronize"))
+        self.waits = RankWaits(lambda: self.events.append("barrier"), lambda: self.events.append("synchronize"))
 
     def competitor(self, name: str, seconds: float) -> None:
         self.events.append(name)
@@ -22,7 +22,7 @@ class Recorder:
     def take_turns(self, protocol: Protocol) -> tuple[np.ndarray, list[int]]:
         names = {"a": 1.0, "b": 10.0, "c": 100.0}
         competitors = [lambda n=name, s=seconds: self.competitor(n, s) for name, seconds in names.items()]
-        return take_turns(competitors, lambda: self.events.append("reset"), lambda: 2, self.machine, protocol)
+        return take_turns(competitors, lambda: self.events.append("reset"), lambda: 2, self.waits, protocol)
 
     @property
     def order(self) -> str:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gradwire.bench.micro import verification
-from gradwire.bench.micro.cases import CASES, Buffers, Case, Job, torch_takes
+from gradwire.bench.micro.cases import CASES, BenchJob, Buffers, Case, torch_takes
 from gradwire.bench.micro.options import DTYPES, OPS
 from gradwire.bench.micro.verification import (
     PERIOD,
@@ -23,8 +23,8 @@ BY_DEFINITION = {**verification.REDUCTIONS, "average": verification.REDUCTIONS["
 REDUCTIONS = [(op, dtype) for op in OPS for dtype in DTYPES.values() if not (op == "average" and dtype == torch.bool)]
 
 
-def job(dtype: torch.dtype, op: str, rank: int = 0, size: int = 3, count: int = 10) -> Job:
-    return Job(rank, size, count, dtype, op, root=0, device=CPU)
+def job(dtype: torch.dtype, op: str, rank: int = 0, size: int = 3, count: int = 10) -> BenchJob:
+    return BenchJob(rank, size, count, dtype, op, root=0, device=CPU)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.int8, 127)])
@@ -106,7 +106,7 @@ def test_gloo_is_not_asked_for_dtypes_it_lacks() -> None:
 
 def world(case: Case, size: int, dtype: torch.dtype, op: str, count: int) -> list[Buffers]:
     root = size - 1 if case.rooted else -1
-    world = [case.prepare(Job(rank, size, count, dtype, op, root, CPU)) for rank in range(size)]
+    world = [case.prepare(BenchJob(rank, size, count, dtype, op, root, CPU)) for rank in range(size)]
     for buffers in world:
         buffers.reset()
     return world
@@ -177,7 +177,7 @@ def test_busbw_factors(name: str, size: int, factor: float) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_bytes_are_of_the_whole_array(case: Case, size: int, dtype: torch.dtype) -> None:
     """Check that bytes are never more than asked for, and less only by what cannot be shared out evenly."""
-    job = Job(0, size, case.count(1000, size, dtype), dtype, "max", 0, CPU)
+    job = BenchJob(0, size, case.count(1000, size, dtype), dtype, "max", 0, CPU)
     assert 1000 - size * dtype.itemsize < case.nbytes(job) <= 1000
     buffers = case.prepare(job)
     assert case.nbytes(job) == max(buffers.input.nbytes, buffers.output.nbytes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.cli.__main__ import main
-from gradwire.trainer.cli.failure import Failure, LastWords, cause_among, exit_status, failure_lines
+from gradwire.trainer.cli.failure import JobFailure, LastWords, cause_among, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
 from gradwire.trainer.cli.job import commands
 from gradwire.trainer.cli.options import Elastic, Job, parse_job
@@ -220,32 +220,34 @@ def test_last_words() -> None:
 
 
 def test_a_line_for_each_failure_and_the_cause_first() -> None:
-    lost = Failure("a", 0, 1, "gradwire.collectives.errors.PeerLost: rank 0: lost rank 1")
-    ended = Failure("b", 2, -15, "")
-    cause = Failure("b", 1, 3, "ValueError: boom")
+    lost = JobFailure("a", 0, 1, "gradwire.collectives.errors.PeerLost: rank 0: lost rank 1")
+    ended = JobFailure("b", 2, -15, "")
+    cause = JobFailure("b", 1, 3, "ValueError: boom")
     assert failure_lines([lost, cause, ended]) == [
         "gradwire: rank 1 on host b ended with exit code 3: ValueError: boom",
         "gradwire: ranks 0, 2 ended because of that",
     ]
     assert exit_status([lost, cause, ended]) == 3
-    assert failure_lines([Failure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
-    assert exit_status([Failure("b", 1, -9, "")]) == 137
-    assert exit_status([Failure("b", 1, -15, "ValueError: boom"), ended]) == 1
+    assert failure_lines([JobFailure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
+    assert exit_status([JobFailure("b", 1, -9, "")]) == 137
+    assert exit_status([JobFailure("b", 1, -15, "ValueError: boom"), ended]) == 1
     assert failure_lines([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
-    assert exit_status([Failure("c", None, None, "by ssh: no route")]) == 1
-    assert failure_lines([Failure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
+    assert exit_status([JobFailure("c", None, None, "by ssh: no route")]) == 1
+    assert failure_lines([JobFailure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
 
 
 def test_failures_that_are_alike_share_a_line() -> None:
     failures = [
-        Failure(host, rank, 1, f"[rank{rank}]: ValueError: rank {rank}: every must be a whole number >= 1, not 0")
+        JobFailure(host, rank, 1, f"[rank{rank}]: ValueError: rank {rank}: every must be a whole number >= 1, not 0")
         for rank, host in enumerate("aabb")
     ]
     assert failure_lines(failures) == [
         "gradwire: ranks 0, 1 on host a and ranks 2, 3 on host b ended with exit code 1: "
         "ValueError: every must be a whole number >= 1, not 0"
     ]
-    assert failure_lines([*failures[:2], Failure("b", 2, 1, "KeyError: 3"), Failure("b", 3, 2, "KeyError: 3")]) == [
+    assert failure_lines(
+        [*failures[:2], JobFailure("b", 2, 1, "KeyError: 3"), JobFailure("b", 3, 2, "KeyError: 3")]
+    ) == [
         "gradwire: ranks 0, 1 on host a ended with exit code 1: ValueError: every must be a whole number >= 1, not 0",
         "gradwire: rank 2 on host b ended with exit code 1: KeyError: 3",
         "gradwire: rank 3 on host b ended with exit code 2: KeyError: 3",
@@ -253,13 +255,13 @@ def test_failures_that_are_alike_share_a_line() -> None:
     assert failure_lines(failures[3:]) == [
         f"gradwire: rank 3 on host b ended with exit code 1: {failures[3].words}"  # as it stands in its own output
     ]
-    ended = Failure("b", 3, -15, failures[3].words)  # by torch's agent, on its way out by the same error
+    ended = JobFailure("b", 3, -15, failures[3].words)  # by torch's agent, on its way out by the same error
     assert failure_lines([*failures[:3], ended]) == failure_lines(failures)
-    lost = [Failure("a", rank, 1, f"PeerLost: rank {rank}: allreduce(): lost rank 2") for rank in range(2)]
+    lost = [JobFailure("a", rank, 1, f"PeerLost: rank {rank}: allreduce(): lost rank 2") for rank in range(2)]
     assert failure_lines(lost) == [
         "gradwire: ranks 0, 1 on host a ended with exit code 1: PeerLost: allreduce(): lost rank 2"
     ]
-    unreached = [Failure(host, None, None, "by ssh: no route") for host in "cd"]
+    unreached = [JobFailure(host, None, None, "by ssh: no route") for host in "cd"]
     assert failure_lines(unreached) == ["gradwire: host c: by ssh: no route", "gradwire: host d: by ssh: no route"]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
-from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, Policy
+from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, JobPolicy
 from gradwire.trainer.cli.elastic.ranks import next_epoch
 from gradwire.trainer.cli.elastic.workers import HOST_FAILURES, LONGEST_PAUSE_S, LOST_PAUSE_S
 from gradwire.trainer.cli.options import Elastic
@@ -24,9 +24,9 @@ LOST = Departure(is_update=False, reason="PeerLost")
 UPDATE = Departure(is_update=True)
 
 
-def begun(wanted: Elastic, hosts: dict[str, int]) -> Policy:
+def begun(wanted: Elastic, hosts: dict[str, int]) -> JobPolicy:
     """Return a policy whose first epoch has begun at 0 s, with all workers that it starts."""
-    policy = Policy(wanted, START_S)
+    policy = JobPolicy(wanted, START_S)
     policy.set_hosts(hosts)
     for action in policy.decide(0):
         assert isinstance(action, Start)
@@ -234,7 +234,7 @@ def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
 
 
 def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
-    policy = Policy(Elastic(min_ranks=2, ranks=3, max_ranks=3), START_S)
+    policy = JobPolicy(Elastic(min_ranks=2, ranks=3, max_ranks=3), START_S)
     policy.set_hosts({"a": 3})
     assert policy.decide(0) == [Start(0, 0, 0), Start(1, 0, 1), Start(2, 0, 2)]
     policy.arrived(0)
@@ -245,7 +245,7 @@ def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
 
 
 def test_nobody_replaces_what_fails_before_any_has_arrived() -> None:
-    policy = Policy(Elastic(ranks=2, max_ranks=2), START_S)
+    policy = JobPolicy(Elastic(ranks=2, max_ranks=2), START_S)
     policy.set_hosts({"a": 2})
     assert len(policy.decide(0)) == 2
     policy.exited(0, 1, now=2)
@@ -298,7 +298,7 @@ class Jobs(RuleBasedStateMachine):
         most = None if more is None else least + more
         script = SCRIPT if comes_and_goes else None
         self.wanted = Elastic(least, most, most, script, limit)
-        self.policy = Policy(self.wanted, START_S)
+        self.policy = JobPolicy(self.wanted, START_S)
         self.now = 0.0
         self.slots: dict[int, tuple[int, int]] = {}
         self.running: set[int] = set()

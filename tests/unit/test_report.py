@@ -6,7 +6,7 @@ import math
 import pytest
 from matplotlib.colors import to_rgba
 
-from gradwire.trainer.examples.report import BASELINE, OURS, Record, Report, progress, running_means
+from gradwire.trainer.examples.report import BASELINE, OURS, Record, RunReport, progress, running_means
 
 
 def record(steps: int, validated: list[int]) -> Record:
@@ -15,8 +15,8 @@ def record(steps: int, validated: list[int]) -> Record:
     return Record(losses, [0.01] * steps, 0.1, [(step, losses[step - 1], 0.5) for step in validated])
 
 
-def report(**records: Record) -> Report:
-    return Report("an example", "token", 100, 2, accuracy=False, records=records)
+def report(**records: Record) -> RunReport:
+    return RunReport("an example", "token", 100, 2, accuracy=False, records=records)
 
 
 @pytest.mark.parametrize(

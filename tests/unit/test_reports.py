@@ -28,7 +28,7 @@ from gradwire.collectives.diagnostics.timeline import (
 from gradwire.collectives.kernels.reference import hashing as reference
 from gradwire.trainer.gradients.moments import Moment
 from gradwire.trainer.gradients.replicas import hash_of
-from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, Wanted
+from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from tests.pages import ROOT
 
@@ -384,7 +384,7 @@ def test_a_report_says_plainly_which_bytes_are_which() -> None:
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, object], kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
-        Wanted(**given)  # type: ignore[arg-type]
+        WantedReports(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

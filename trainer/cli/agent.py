@@ -27,12 +27,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 READY, REPORT = b"[agent]<ready>", b"[agent]<report>: "
 
 #: How often the agent checks for new output of ranks.
-_LOOK_S = 0.05
+_POLL_S = 0.05
 #: The time that torch's agent has to end the ranks (it kills them after 30 s) and itself.
 _END_S = 40.0
 
 
-class _Output:
+class _OutputCopier:
     """Copies the output of ranks from their files to stdout, line by line, each prefixed with rank and stream."""
 
     def __init__(self, folder: Path, first_rank: int) -> None:
@@ -57,7 +57,7 @@ class _Output:
 
     def _follow(self) -> None:
         with suppress(BrokenPipeError):  # the launcher has ended, so stdin ends too
-            while not self._ended.wait(_LOOK_S):
+            while not self._ended.wait(_POLL_S):
                 self._copy()
 
     def _copy(self) -> None:
@@ -113,7 +113,7 @@ def main() -> int:
     _end_with_the_launcher()
     say(READY)
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = _Output(Path(folder), flags.first_rank)
+        output = _OutputCopier(Path(folder), flags.first_rank)
         try:
             report = _run(flags, folder)
         finally:

@@ -51,7 +51,7 @@ def cause_among(lines: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """Holds the reason why a job failed on one host, as far as known. rank: in an elastic job, the number of the
     worker; None if the host itself failed. words: the text of the process's LastWords."""
 
@@ -94,7 +94,7 @@ def ending(exit_code: int) -> str:
     return f"was killed by {name} ({-exit_code})"
 
 
-def _line(alike: Sequence[Failure], noun: str) -> str:
+def _line(alike: Sequence[JobFailure], noun: str) -> str:
     """Return the report of one failure, or of several with equal `common`."""
     first = alike[0]
     by_host: dict[str, list[int]] = {}
@@ -108,11 +108,11 @@ def _line(alike: Sequence[Failure], noun: str) -> str:
     return f"{who}{how}: {words}" if words else f"{who}{how}"
 
 
-def failure_lines(failures: list[Failure], noun: str = "rank") -> list[str]:
+def failure_lines(failures: list[JobFailure], noun: str = "rank") -> list[str]:
     """Return the lines that report failures. Failures with equal `common` share a line, and so do those that are only
     consequences. noun: "rank" or "worker"."""
     causes = [failure for failure in failures if not failure.is_consequence] or failures
-    alike: dict[tuple[str | None, int | None, str], list[Failure]] = {}
+    alike: dict[tuple[str | None, int | None, str], list[JobFailure]] = {}
     for failure in causes:
         alike.setdefault(failure.common, []).append(failure)
     lines = [f"gradwire: {_line(group, noun)}" for group in alike.values()]
@@ -125,7 +125,7 @@ def _numbered(ranks: Sequence[int], noun: str) -> str:
     return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
-def exit_status(failures: list[Failure]) -> int:
+def exit_status(failures: list[JobFailure]) -> int:
     """Return the exit status of a job, by the convention of shells: the status of its first failure."""
     causes = sorted(failures, key=lambda failure: failure.is_consequence)
     code = next((code for failure in causes if (code := failure.common[1])), 1)

@@ -13,14 +13,15 @@ from typing import Any
 
 from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.cli.agent import READY, REPORT
-from gradwire.trainer.cli.failure import Failure, exit_status, failure_lines
+from gradwire.trainer.cli.failure import JobFailure, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
 from gradwire.trainer.cli.output import Output
 from gradwire.trainer.cli.reach import AgentProcess, command_on
 from gradwire.trainer.cli.signals import signals_heard
 
-_LOOK_S = 0.1
+#: The longest time between two checks of signals and deadlines.
+_POLL_S = 0.1
 #: The time that the ranks of other hosts have to raise their own errors about a lost rank before the launcher ends them.
 _GRACE_S = 5.0
 #: The time that agents have to end their ranks (torch's agent kills them after 30 s) before the launcher kills the agents.
@@ -29,7 +30,7 @@ _END_S = 45.0
 _MASTER_PORT = 29500
 
 
-class _Run:
+class _JobRun:
     """Runs one job: reads the output of its agents until they have ended, and ends them if one fails."""
 
     def __init__(self, job: Job) -> None:
@@ -38,7 +39,7 @@ class _Run:
         self._running: list[AgentProcess] = []
         self._reports: dict[AgentProcess, dict[str, Any]] = {}
         self._output = Output(job.output_folder, len(str(sum(host.slots for host in job.hosts) - 1)))
-        self._failures: list[Failure] = []
+        self._failures: list[JobFailure] = []
         self._end_at: float | None = None  # when to ask the agents to end
         self._kill_at: float | None = None
 
@@ -67,14 +68,14 @@ class _Run:
         try:
             agent = AgentProcess(host, command, environment)
         except OSError as error:
-            self._fail(Failure(host.name, None, None, f"cannot start {command[0]}: {error.strerror}"), 0)
+            self._fail(JobFailure(host.name, None, None, f"cannot start {command[0]}: {error.strerror}"), 0)
             return
         self._agents.append(agent)
         self._running.append(agent)
 
     def _follow(self, start_by: float, signals: list[int]) -> None:
         while self._running:
-            wait([stream.fileno() for agent in self._running for stream in agent.streams.values()], _LOOK_S)
+            wait([stream.fileno() for agent in self._running for stream in agent.streams.values()], _POLL_S)
             now = time.monotonic()
             for agent in [*self._running]:
                 has_ended = agent.process.poll() is not None  # before its last lines are read, so that none is missed
@@ -85,7 +86,7 @@ class _Run:
             if now > start_by and self._end_at is None:
                 # The agent of this host needs no deadline: the launcher sees its end, and a busy host starts it slowly.
                 for agent in [a for a in self._running if not a.is_ready and not a.host.is_here]:
-                    self._fail(Failure(agent.host.name, None, None, agent.why_late(self._job.start_timeout_s)), 0)
+                    self._fail(JobFailure(agent.host.name, None, None, agent.why_late(self._job.start_timeout_s)), 0)
             if signals:
                 self._end_at = now
             if self._end_at is not None and now >= self._end_at and self._kill_at is None:
@@ -101,34 +102,30 @@ class _Run:
 
     def _hear(self, agent: AgentProcess) -> None:
         """Read the new lines of an agent."""
-        for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
-            if stream == "stdout" and self._output.take(line):
-                continue
-            if stream == "stdout" and line.startswith(READY):
+        for line in agent.reports(self._output.take, prints=self._job.verbose):
+            if line.startswith(READY):
                 agent.is_ready = True
-            elif stream == "stdout" and line.startswith(REPORT):
+            elif line.startswith(REPORT):
                 self._reports[agent] = json.loads(line[len(REPORT) :])
-            else:
-                agent.keep_other(line, prints=self._job.verbose)
 
     def _ended(self, agent: AgentProcess) -> None:
         """Note why an agent ended, if it failed and was not asked to end."""
         report = self._reports.get(agent)
         for rank, exit_code in (report or {}).get("failures", []):
-            self._fail(Failure(agent.host.name, rank, exit_code, self._output.words(rank)), _GRACE_S)
+            self._fail(JobFailure(agent.host.name, rank, exit_code, self._output.words(rank)), _GRACE_S)
         if self._kill_at is not None or (report is not None and (not report or "failures" in report)):
             return
         name, code = agent.host.name, agent.process.returncode
         if report is not None and "error" in report:
             self._fail(
-                Failure(name, None, None, f"the ranks did not start: {report['error'].splitlines()[0]}"), _GRACE_S
+                JobFailure(name, None, None, f"the ranks did not start: {report['error'].splitlines()[0]}"), _GRACE_S
             )
         elif not agent.is_ready and not agent.host.is_here:
-            self._fail(Failure(name, None, None, agent.why_lost), 0)
+            self._fail(JobFailure(name, None, None, agent.why_lost), 0)
         else:
-            self._fail(Failure(name, None, code, agent.words.text), _GRACE_S)
+            self._fail(JobFailure(name, None, code, agent.words.text), _GRACE_S)
 
-    def _fail(self, failure: Failure, grace_s: float) -> None:
+    def _fail(self, failure: JobFailure, grace_s: float) -> None:
         self._failures.append(failure)
         end_at = time.monotonic() + grace_s
         self._end_at = end_at if self._end_at is None else min(self._end_at, end_at)
@@ -166,4 +163,4 @@ def run_job(job: Job) -> int:
     Raises ValueError if the output folder cannot be made, if a variable of -x is not set, or, with other hosts, if this
     host has no address for them; LinkError if it cannot look up MASTER_ADDR in time.
     """
-    return _Run(job).run()
+    return _JobRun(job).run()

@@ -190,7 +190,7 @@ class _WithoutMeaning(argparse.Action):
         namespace.without_meaning = [*namespace.without_meaning, option_string]
 
 
-class _Refused(argparse.Action):
+class _UnsupportedFlag(argparse.Action):
     """Exits with the reason why a flag is not supported."""
 
     def __call__(
@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(without_meaning=[])
     add(*_SWITCHES.split(), nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
     add(*_VALUES.split(), dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
-    add(*_REFUSED, nargs="?", dest="refused", action=_Refused, help=argparse.SUPPRESS)
+    add(*_REFUSED, nargs="?", dest="refused", action=_UnsupportedFlag, help=argparse.SUPPRESS)
     return parser
 
 

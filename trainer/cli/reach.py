@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import IO
 
@@ -22,6 +22,10 @@ _NOT = (HOST_ID,)
 
 #: ssh ends after ten seconds without an answer from the host, which is sooner than the ranks' connections fail.
 _SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
+
+
+#: The beginning of a line that an agent itself writes.
+_OWN = b"[agent]<"
 
 
 class AgentProcess:
@@ -47,7 +51,20 @@ class AgentProcess:
         for stream in self.streams.values():
             os.set_blocking(stream.fileno(), False)
 
-    def read(self, name: str) -> list[bytes]:
+    def reports(self, take: Callable[[bytes], bool], *, prints: bool) -> Iterator[bytes]:
+        """Read all new lines, and yield those that the agent itself writes. take: takes a line, and returns whether a rank
+        printed it. Other lines are of torch or ssh: they are kept for errors, and printed if `prints`."""
+        for name in ("stdout", "stderr"):
+            for line in self._read(name):
+                if name == "stdout" and line.startswith(_OWN):
+                    yield line
+                elif name == "stderr" or not take(line):
+                    text = line.decode(errors="replace")
+                    self.words.read(text)
+                    if prints:
+                        print(f"[{self.host.name}]: {text}", file=sys.stderr, flush=True)
+
+    def _read(self, name: str) -> list[bytes]:
         """Return all new lines of a stream."""
         if name not in self.streams:
             return []
@@ -59,13 +76,6 @@ class AgentProcess:
             pieces.append(b"\n")  # the end of the stream ends the last line
         *lines, self._rests[name] = b"".join(pieces).split(b"\n")
         return lines
-
-    def keep_other(self, line: bytes, *, prints: bool) -> None:
-        """Keep a line that torch or ssh printed, and print it if `prints`."""
-        text = line.decode(errors="replace")
-        self.words.read(text)
-        if prints:
-            print(f"[{self.host.name}]: {text}", file=sys.stderr, flush=True)
 
     @property
     def why_lost(self) -> str:

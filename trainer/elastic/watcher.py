@@ -14,7 +14,8 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 """The folder of files in memory, which survive the process that wrote them."""
 
-_LOOK_S = 0.5
+#: Seconds between two checks whether the agent has ended.
+_POLL_S = 0.5
 
 
 def started_at(pid: int) -> int:
@@ -42,7 +43,7 @@ def main() -> None:
         except OSError:
             return
         while started_at(pid) == start:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         remove(prefix)
 
 

@@ -32,7 +32,7 @@ PRESETS = {"13m": {"layers": 4, "width": 512, "heads": 8, "batch": 8, "lr": 1e-3
 
 
 @dataclass(frozen=True)
-class Config(LoopConfig):
+class GPTConfig(LoopConfig):
     text: Annotated[Path | None, "a text, or a folder of *.py, *.txt and *.md to read"] = None
     layers: Annotated[int, "blocks of the model"] = 4
     width: Annotated[int, "of the residual stream"] = 128
@@ -83,7 +83,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps bytes (batch, time) to logits of the next byte (batch, time, 256); input and output embeddings are tied."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Embedding(config.context, config.width)
@@ -99,7 +99,7 @@ class GPT(nn.Module):
         return F.linear(self.norm(self.blocks(x)), self.embedding.weight)
 
 
-def task(config: Config) -> Task:
+def task(config: GPTConfig) -> Task:
     text = read_text(config.text)
     pieces = text.tensor_split(PIECES)
     held_out = torch.cat(pieces[::HELD_OUT_EVERY])
@@ -127,7 +127,7 @@ def task(config: Config) -> Task:
 
 
 def main() -> None:
-    default = Config(out=Path("runs/bytes_gpt"))
+    default = GPTConfig(out=Path("runs/bytes_gpt"))
     config = parse(default, __doc__.partition("\n")[0], positional="text", presets=PRESETS).until(seconds=60.0)
     hvd.init()
     status = Run(task(config), config)()

@@ -28,13 +28,13 @@ SPLIT_SEED = 0
 
 
 @dataclass(frozen=True)
-class Config(LoopConfig):
+class CNNConfig(LoopConfig):
     layers: Annotated[int, "convolutions of each of the two stages"] = 2
     width: Annotated[int, "channels of the first stage; the second has twice as many"] = 32
     dropout: Annotated[float, "before the last layer"] = 0.1
 
 
-def network(config: Config) -> nn.Sequential:
+def network(config: CNNConfig) -> nn.Sequential:
     """Return a network that maps images (batch, 1, 8, 8) to logits (batch, 10)."""
     parts: list[nn.Module] = []
     channels = 1
@@ -46,7 +46,7 @@ def network(config: Config) -> nn.Sequential:
     return nn.Sequential(*parts, nn.Flatten(), nn.Dropout(config.dropout), nn.Linear(channels * 4, 10))
 
 
-def task(config: Config) -> Task:
+def task(config: CNNConfig) -> Task:
     digits = load_digits()
     order = np.random.default_rng(SPLIT_SEED).permutation(len(digits.target))
     images = torch.from_numpy(digits.images[order]).float().unsqueeze(1) / 16
@@ -69,7 +69,7 @@ def task(config: Config) -> Task:
 
 
 def main() -> None:
-    default = Config(batch=64, lr=3e-3, out=Path("runs/digits_cnn"))
+    default = CNNConfig(batch=64, lr=3e-3, out=Path("runs/digits_cnn"))
     config = parse(default, __doc__.partition("\n")[0]).until(steps=400)
     hvd.init()
     status = Run(task(config), config)()

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as hvd
 from gradwire.trainer.examples.checkpoint import Checkpoint
 from gradwire.trainer.examples.config import LoopConfig
-from gradwire.trainer.examples.report import BASELINE, OURS, Record, Report, count, progress
+from gradwire.trainer.examples.report import BASELINE, OURS, Record, RunReport, count, progress
 from gradwire.trainer.gradients.checkpoint_format import KEY
 
 BLOCK_S = 0.5
@@ -321,7 +321,7 @@ class Run:
             digests = hvd.allgather_object(digest(trainee.module))
             trainee.record.replicas_identical = len(set(digests)) == 1
         if hvd.rank() == 0:
-            Report(
+            RunReport(
                 title=self.task.title,
                 item=self.task.item,
                 items_per_step=self.task.items_per_step,

@@ -90,7 +90,7 @@ def progress(rank: int, item: str, items_per_step: int) -> Iterator[Callable[[fl
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """Presents the outcome of a run of one model, or of two side by side."""
 
     title: str

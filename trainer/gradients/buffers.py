@@ -16,7 +16,7 @@ from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.trainer.gradients.arguments import Sum
-from gradwire.trainer.gradients.combination import Combination, Operations
+from gradwire.trainer.gradients.combination import Combination, OperationChain
 from gradwire.trainer.gradients.compression import Encoding
 from gradwire.trainer.gradients.layout import BucketPlan
 
@@ -26,7 +26,7 @@ that no exchange has returned yet, in the units of the result, flat, in the orde
 the parameter."""
 
 
-class PlainBuffer(Operations):
+class PlainBuffer(OperationChain):
     """Combines numbers over the ranks in one operation, uncompressed or by a codec without error feedback. codec: encodes the
     values; None leaves them uncompressed."""
 

@@ -144,7 +144,7 @@ class Traffic:
         return nbytes * (self._communicator.size - 1)
 
 
-class Operations(ABC):
+class OperationChain(ABC):
     """Runs operations one after the other.
 
     chained: whether there may be more than one operation. wait() and complete() wait for one operation before they begin the

@@ -17,7 +17,7 @@ from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, w
 from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.bucketing import Bucketing
-from gradwire.trainer.gradients.combination import Operations
+from gradwire.trainer.gradients.combination import OperationChain
 from gradwire.trainer.gradients.moments import Moments
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import uncompiled
@@ -250,7 +250,7 @@ class GradientExchange:
             self._completing = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
             self._thread.submit(self._completing.run)
 
-    def _operations(self) -> list[Operations]:
+    def _operations(self) -> list[OperationChain]:
         """Return the operations of the exchange, in the order in which all ranks begin them."""
         buckets, sparse = self._bucketing.buckets, self._bucketing.sparse
         return [*(bucket.buffer for bucket in buckets), *self._bucketing.presence, *([sparse] if sparse.items else [])]

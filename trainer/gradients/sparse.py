@@ -9,14 +9,14 @@ from torch import Tensor
 
 from gradwire.collectives import Work
 from gradwire.trainer.gradients.arguments import Sum
-from gradwire.trainer.gradients.combination import Combination, Operations
+from gradwire.trainer.gradients.combination import Combination, OperationChain
 from gradwire.trainer.gradients.compression import Cast, Encoding
 from gradwire.trainer.world.world import here
 
 ABSENT = -1
 
 
-class SparseGradients(Operations):
+class SparseGradients(OperationChain):
     """Combines the sparse gradients of some parameters: every rank gathers the indices and values of all ranks, and adds them.
 
     items: numbers of the parameters. A rank may have any number of rows, or no gradient. Of a dense gradient, the nonzero rows

@@ -13,36 +13,20 @@ Only those of allreduce and alltoall are the adjoints, which are the gradients o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator, Work
 from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.reduction import Reduction
 from gradwire.trainer.gradients.arguments import Adasum, Average, Sum
 from gradwire.trainer.rules.adasum import adasum_
 
 Rows = list[int]
 """How many rows of dimension 0 each rank has of a tensor."""
-
-
-class Reduction(NamedTuple):
-    """An op, and the factors by which tensors are multiplied before and after it."""
-
-    op: str
-    prescale: float = 1.0
-    postscale: float = 1.0
-
-    def scales_integers(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether the factors are not 1 and the tensor has integers, which a Communicator does not multiply."""
-        return (self.prescale, self.postscale) != (1, 1) and any(is_integer(tensor) for tensor in tensors)
-
-    def undivided(self, size: int) -> tuple[str, int]:
-        """Return another op, and the divisor that makes its result that of this op, so that an average of integers times a
-        factor is truncated only once."""
-        return (Sum, size) if self.op == Average else (self.op, 1)
 
 
 class Allreduce(torch.autograd.Function):
@@ -54,7 +38,6 @@ class Allreduce(torch.autograd.Function):
         ctx: Any, communicator: Communicator, reduction: Reduction, codecs: list[Codec | None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = communicator, reduction, codecs
-        op, prescale, postscale = reduction
         outputs = [copied(tensor) for tensor in tensors]
         pairs = list(zip(outputs, codecs, strict=True))
         if plain := [output for output, codec in pairs if codec is None]:
@@ -62,7 +45,14 @@ class Allreduce(torch.autograd.Function):
             finish()
         for number, (output, codec) in enumerate(pairs):
             if codec is not None:
-                communicator.allreduce(output, op, prescale=prescale, postscale=postscale, codec=codec, seed=number)
+                communicator.allreduce(
+                    output,
+                    reduction.op,
+                    prescale=reduction.prescale,
+                    postscale=reduction.postscale,
+                    codec=codec,
+                    seed=number,
+                )
         return tuple(outputs)
 
     @staticmethod
@@ -99,9 +89,9 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        communicator, (op, prescale, postscale), rows = ctx.call
-        check_differentiable("reducescatter", op)
-        scale = prescale * postscale * (communicator.size if op == Sum else 1)
+        communicator, reduction, rows = ctx.call
+        check_differentiable("reducescatter", reduction.op)
+        scale = reduction.prescale * reduction.postscale * (communicator.size if reduction.op == Sum else 1)
         _, gathered = begin_allgather(communicator, rows, gradients)
         return (None, None, None, *(scaled(gradient, scale) for gradient in gathered))
 
@@ -160,15 +150,15 @@ def begin_allreduce(
 
     Adasum is done when this returns, because each of its steps needs the one before.
     """
-    op, prescale, postscale = reduction
+    op, prescale, postscale = reduction.op, reduction.prescale, reduction.postscale
     if op == Adasum:
         adasum_(communicator, tensors, prescale, postscale)
         return [], lambda: None
-    if not reduction.scales_integers(tensors):
+    if not _scales_integers(reduction, tensors):
         work = communicator.grouped_allreduce(tensors, op, prescale=prescale, postscale=postscale, async_op=async_op)
         return [] if work is None else [work], lambda: None
     contributions = [copied(tensor) if prescale == 1 else scaled(tensor, prescale) for tensor in tensors]
-    op, divisor = reduction.undivided(communicator.size)
+    op, divisor = _undivided(op, communicator.size)
     work = communicator.grouped_allreduce(contributions, op, async_op=async_op)
 
     def finish() -> None:
@@ -199,15 +189,28 @@ def begin_reducescatter(
 ) -> tuple[list[Work], Callable[[], list[Tensor]]]:
     """Begin to reduce tensors and divide their rows. Return the running Works, and a function that returns this rank's rows
     when they are done."""
-    (op, prescale, postscale), divisor = reduction, 1
-    if reduction.scales_integers(tensors):
-        op, divisor = reduction.undivided(communicator.size)
+    op, divisor = reduction.op, 1
+    if _scales_integers(reduction, tensors):
+        op, divisor = _undivided(op, communicator.size)
     works, outputs = [], []
     for given, tensor in zip(rows, tensors, strict=True):
         outputs.append(tensor.new_empty((given[communicator.rank], *tensor.shape[1:])))
-        chunks = list(scaled(tensor, prescale).split(given))
+        chunks = list(scaled(tensor, reduction.prescale).split(given))
         works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
-    return [work for work in works if work is not None], lambda: [scaled(o, postscale, divisor) for o in outputs]
+    return [work for work in works if work is not None], lambda: [
+        scaled(output, reduction.postscale, divisor) for output in outputs
+    ]
+
+
+def _scales_integers(reduction: Reduction, tensors: Sequence[Tensor]) -> bool:
+    """Return whether the factors are not 1 and a tensor has integers, which a Communicator does not multiply."""
+    return reduction.is_scaled and any(is_integer(tensor) for tensor in tensors)
+
+
+def _undivided(op: str, size: int) -> tuple[str, int]:
+    """Return another op, and the divisor that makes its result that of this op, so that an average of integers times a factor
+    is truncated only once."""
+    return (Sum, size) if op == Average else (op, 1)
 
 
 def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _REFUSED = "refused names"
 
 
-class Call:
+class NamedCall:
     """A call, which reserves its name until its result is returned, and adds the name to errors.
 
     A name is reserved for one verb of one Communicator. It is released at the end of the `with` block, or if a Handle continues
@@ -83,7 +83,7 @@ class Call:
 class Handle(Generic[T]):
     """The handle of a running operation: the *_async verbs return it, and poll() and synchronize() take it."""
 
-    def __init__(self, call: Call, works: Sequence[Work], finish: Callable[[], T]) -> None:
+    def __init__(self, call: NamedCall, works: Sequence[Work], finish: Callable[[], T]) -> None:
         """Take what a Communicator's verbs returned with async_op=True. finish: is called once, when these are done, and
         returns the result."""
         call.goes_on = True

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from gradwire.collectives import CollectiveTimeout, Communicator
-from gradwire.collectives.absence import Wanted
+from gradwire.collectives.absence import WantedOperation
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.optimizer import DistributedOptimizer
@@ -44,10 +44,10 @@ def join(device: int = -1) -> int:
 
 
 #: How long to wait for news before checking for it.
-_LOOK_AGAIN_S = 0.1
+_POLL_S = 0.1
 
 #: How long at most, since a Watch may have ended, which is no news.
-_LOOK_FOR_FAILURES_S = 1.0
+_LONGEST_POLL_S = 1.0
 
 
 class _Join:
@@ -102,9 +102,9 @@ class _Join:
             if left_s <= 0 and not running:
                 missing = set(range(self._everyone.size)) - absence.firsts.keys()
                 raise CollectiveTimeout(absence.timeout_s, missing, rank=self._everyone.rank, operation="join()")
-            self._changed.wait(min(max(left_s, _LOOK_AGAIN_S), _LOOK_FOR_FAILURES_S))
+            self._changed.wait(min(max(left_s, _POLL_S), _LONGEST_POLL_S))
 
-    def _begin(self, communicator: Communicator, wanted: Wanted) -> Future[None]:
+    def _begin(self, communicator: Communicator, wanted: WantedOperation) -> Future[None]:
         """Begin to take part in an operation, on a thread."""
         if communicator not in self._threads:
             self._threads[communicator] = DaemonThread("gradwire-join")
@@ -112,7 +112,7 @@ class _Join:
         future.add_done_callback(lambda _: self._changed.set())
         return future
 
-    def _take_part(self, communicator: Communicator, wanted: Wanted) -> None:
+    def _take_part(self, communicator: Communicator, wanted: WantedOperation) -> None:
         """Take part in an operation, with the optimizer's stand_in() if it has one for it."""
         with torch.cuda.device(self._cuda):
             optimizer = self._optimizers.get(communicator)
@@ -140,7 +140,7 @@ class _Join:
         while not absence.everyone_left:
             if absence.is_broken or absence.has_leavers or time.monotonic() > deadline:
                 return  # a rank does not use it any more
-            self._changed.wait(_LOOK_AGAIN_S)
+            self._changed.wait(_POLL_S)
             self._changed.clear()
         optimizer.begin_window()
         firsts = absence.firsts

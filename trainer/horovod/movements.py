@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.arguments import Average, Sum, check_group, check_tensor
 from gradwire.trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
-from gradwire.trainer.horovod.handles import Call, Handle
+from gradwire.trainer.horovod.handles import Handle, NamedCall
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
 from gradwire.trainer.world.world import communicator_of, here, root_in
 
@@ -57,7 +57,7 @@ def broadcast(
     The gradient is Horovod's: on root_rank the average of all ranks' gradients of their results, elsewhere 0.
     """
     communicator = communicator_of(process_set)
-    with Call("broadcast", name, communicator):
+    with NamedCall("broadcast", name, communicator):
         output: Tensor = Broadcast.apply(communicator, root_in(communicator, root_rank), check_tensor(tensor))
         return output
 
@@ -81,7 +81,7 @@ def broadcast_async_(
 ) -> Handle[Tensor]:
     """Run broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
     communicator = communicator_of(process_set)
-    with (call := Call("broadcast", name, communicator)):
+    with (call := NamedCall("broadcast", name, communicator)):
         work = communicator.broadcast(check_tensor(tensor).detach(), root_in(communicator, root_rank), async_op=True)
         return Handle(call, [work], lambda: tensor)
 
@@ -100,7 +100,7 @@ def alltoall(
     The gradient of a row is that of the same row on the rank that received it.
     """
     communicator = communicator_of(process_set)
-    with Call("alltoall", name, communicator):
+    with NamedCall("alltoall", name, communicator):
         sent, received = _exchange_splits(communicator, tensor, splits)
         output: Tensor = Alltoall.apply(communicator, sent, received, tensor)
         return output if splits is None else (output, _received_splits(received, splits))
@@ -115,7 +115,7 @@ def alltoall_async(
     """Run alltoall() in the background, except for the splits, which are exchanged before this returns; synchronize()
     returns the pair, also without splits."""
     communicator = communicator_of(process_set)
-    with (call := Call("alltoall", name, communicator)):
+    with (call := NamedCall("alltoall", name, communicator)):
         sent, received = _exchange_splits(communicator, tensor, splits)
         output = tensor.new_empty((sum(received), *tensor.shape[1:]))
         work = communicator.alltoall(output, tensor.detach(), received, sent, async_op=True)
@@ -143,7 +143,7 @@ def sparse_allreduce_async(
     """
     communicator = communicator_of(process_set)
     size = communicator.size
-    with (call := Call("sparse_allreduce", name, communicator)):
+    with (call := NamedCall("sparse_allreduce", name, communicator)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.sparse_coo:
             given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{here()}sparse_allreduce_async needs a tensor of layout torch.sparse_coo, not {given}")
@@ -177,13 +177,13 @@ def sparse_allreduce_async(
 def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Return once all ranks have called it."""
     communicator = communicator_of(process_set)
-    with Call("barrier", None, communicator):
+    with NamedCall("barrier", None, communicator):
         communicator.barrier()
 
 
 def _allgather(verb: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSetLike) -> list[Tensor]:
     communicator = communicator_of(process_set)
-    with Call(verb, name, communicator):
+    with NamedCall(verb, name, communicator):
         tensors = check_group(communicator.rank, verb, tensors)
         return list(Allgather.apply(communicator, _rows_by_rank(communicator, verb, tensors), *tensors))
 
@@ -197,7 +197,7 @@ def _allgather_async(
 ) -> Handle[T]:
     """Return the handle of an allgather, whose result is `result` of the gathered tensors."""
     communicator = communicator_of(process_set)
-    with (call := Call(verb, name, communicator)):
+    with (call := NamedCall(verb, name, communicator)):
         tensors = check_group(communicator.rank, verb, tensors)
         rows = _rows_by_rank(communicator, verb, tensors)
         works, outputs = begin_allgather(communicator, rows, tensors, async_op=True)

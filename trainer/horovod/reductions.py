@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.reduction import check_arithmetic
+from gradwire.collectives.reduction import Reduction, check_arithmetic
 from gradwire.trainer.gradients.arguments import (
     OPS_BY_ELEMENT,
     Adasum,
@@ -24,14 +24,13 @@ from gradwire.trainer.gradients.compression import Cast, Compression, Compressor
 from gradwire.trainer.horovod.functional import (
     Allreduce,
     ReduceScatter,
-    Reduction,
     Rows,
     begin_allreduce,
     begin_reducescatter,
     copied,
     is_integer,
 )
-from gradwire.trainer.horovod.handles import Call, Handle
+from gradwire.trainer.horovod.handles import Handle, NamedCall
 from gradwire.trainer.rules.adasum import check_adasum
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
 from gradwire.trainer.world.world import communicator_of, here
@@ -243,7 +242,7 @@ def grouped_reducescatter_async(
 
 def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor) -> list[Tensor]:
     communicator = communicator_of(given.process_set)
-    with Call(given.verb, given.name, communicator):
+    with NamedCall(given.verb, given.name, communicator):
         reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         meant = verb_codec(compression)
         tensors = _checked(communicator, given.verb, tensors, reduction)
@@ -258,7 +257,7 @@ def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor
 def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]) -> Handle[T]:
     """Return the handle of an allreduce, whose result is `result` of the reduced tensors."""
     communicator = communicator_of(given.process_set)
-    with (call := Call(given.verb, given.name, communicator)):
+    with (call := NamedCall(given.verb, given.name, communicator)):
         reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         tensors = _checked(communicator, given.verb, tensors, reduction)
         works, finish = begin_allreduce(communicator, reduction, [each.detach() for each in tensors], async_op=True)
@@ -272,7 +271,7 @@ def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable
 
 def _reducescatter(given: _Given, tensors: Sequence[Tensor], compression: Cast) -> list[Tensor]:
     communicator = communicator_of(given.process_set)
-    with Call(given.verb, given.name, communicator):
+    with NamedCall(given.verb, given.name, communicator):
         tensors, reduction, rows = _scatterable(communicator, given, tensors)
         if not isinstance(compression, Cast):
             raise ValueError(
@@ -294,7 +293,7 @@ def _reducescatter_async(
 ) -> Handle[T]:
     """Return the handle of a reducescatter, whose result is `result` of this rank's rows."""
     communicator = communicator_of(given.process_set)
-    with (call := Call(given.verb, given.name, communicator)):
+    with (call := NamedCall(given.verb, given.name, communicator)):
         tensors, reduction, rows = _scatterable(communicator, given, tensors)
         works, finish = begin_reducescatter(communicator, reduction, rows, tensors, async_op=True)
         return Handle(call, works, lambda: result(finish()))
@@ -322,7 +321,7 @@ def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], r
     """Return the tensors of a reduction. Raises TypeError or ValueError for those that cannot be reduced by its op, and factors
     that do not fit their dtypes."""
     checked = check_group(communicator.rank, verb, tensors)
-    op, *factors = reduction
+    op, factors = reduction.op, (reduction.prescale, reduction.postscale)
     are_numbers = all(isinstance(factor, int | float) for factor in factors)
     for tensor in checked:
         prescale, postscale = (1.0, 1.0) if are_numbers and is_integer(tensor) else factors

@@ -30,6 +30,10 @@ class WrappingOptimizer(torch.optim.Optimizer):
     state: defaultdict[Tensor, Any] = _shared("state")
     defaults: dict[str, Any] = _shared("defaults")
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does."""
+        self.optimizer.zero_grad(set_to_none)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 

@@ -68,7 +68,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedReports:
     """The reports that a DistributedOptimizer must make. Raises TypeError and ValueError for invalid arguments.
 
     on_step: called with a StepMetrics after each step. check_replicas_every: steps, 0 for never. straggler_report_every:
@@ -94,7 +94,7 @@ class Reports:
     exchange. step: the number of steps so far."""
 
     def __init__(
-        self, rule: Rule, wanted: Wanted, all_names: Callable[[], dict[Tensor, str]], compared_on: Communicator
+        self, rule: Rule, wanted: WantedReports, all_names: Callable[[], dict[Tensor, str]], compared_on: Communicator
     ) -> None:
         self.step = 0
         self._rule = rule

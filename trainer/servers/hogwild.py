@@ -111,10 +111,6 @@ class Hogwild(WrappingOptimizer):
                 )
         return self.optimizer.step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this rank, as torch does."""
-        self.optimizer.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: the shared memory is laid out when the optimizer is made."""
         raise ValueError(f"{here()}parameters cannot be added to a Hogwild optimizer once it is made")

@@ -25,9 +25,9 @@ from gradwire.trainer.servers.connection import open_pairs, text_of
 from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, answer
 from gradwire.trainer.servers.pushed import Packing, encodings_of
 from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, roles_of
-from gradwire.trainer.servers.serving import Part, Serving
+from gradwire.trainer.servers.serving import ServerAndClients, Serving
 from gradwire.trainer.servers.updater import Updater, cut
-from gradwire.trainer.servers.worker import Member, Worker
+from gradwire.trainer.servers.worker import Member, PushPullWorker
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import current_world, here
 
@@ -39,7 +39,7 @@ _REPORT_S = 3.0
 an update for all workers, a worker for its server, the members of a group for their first rank. The shortest wait raises first,
 and its error names the rank that does not answer."""
 
-_LOOK_S = 1.0
+_SLICE_S = 1.0
 """How many seconds Ctrl-C takes at most to interrupt serve()."""
 
 
@@ -108,10 +108,10 @@ class ParameterServer(WrappingOptimizer):
         names = [named.get(parameter, f"parameter {number}") for number, parameter in enumerate(parameters)]
         encodings = encodings_of(compression)
         self._timeout_s = current_world().settings.timeout_s
-        self._part = Part(self._timeout_s)
+        self._part = ServerAndClients(self._timeout_s)
         self._communicator = self._open(process_set)
         self._updater: Updater | None = None
-        self._worker: Worker | Member | None = None
+        self._worker: PushPullWorker | Member | None = None
         self._failure: BaseException | None = None
         self._taken_over: dict[str, int] | None = None  # hashes of the servers' parameters, until the first step
         self.optimizer = optimizer
@@ -191,7 +191,7 @@ class ParameterServer(WrappingOptimizer):
                 settings = None if server in trains else self.optimizer
                 parts.append((RemoteUpdater(rank, server, packing, pairs[rank], settings), numbers))
         self._part.clients += [client for client, _ in parts]
-        worker_here = Worker(rank, parameters, parts) if rank in roles.workers else None
+        worker_here = PushPullWorker(rank, parameters, parts) if rank in roles.workers else None
         self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
 
     @property
@@ -245,12 +245,8 @@ class ParameterServer(WrappingOptimizer):
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
         self._check_unchanged()
-        while (server := self._part.serving) is not None and not server.join(time.monotonic() + _LOOK_S):
+        while (server := self._part.serving) is not None and not server.join(time.monotonic() + _SLICE_S):
             pass
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does."""
-        self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: the parameters are divided among the servers when the optimizer is made."""
@@ -352,8 +348,9 @@ class ParameterServer(WrappingOptimizer):
             )
         self._taken_over = None
 
-    def _training(self) -> Worker | Member:
-        """Return the Worker or Member of this rank. Raises RuntimeError on a rank that only serves, and after close()."""
+    def _training(self) -> PushPullWorker | Member:
+        """Return this rank's PushPullWorker or Member. Raises RuntimeError on a rank that only serves, and after
+        close()."""
         self._check_open()
         if self._worker is None:
             raise RuntimeError(f"{here()}this rank serves only: call serve(), then close()")

@@ -225,7 +225,7 @@ class LocalClient(Generic[_Held]):
         self._served.leave(self.server)
 
 
-class Part:
+class ServerAndClients:
     """Holds this rank's server and clients until close(). timeout_s: the timeout_s of init().
 
     Attributes: communicators, which close() closes in reverse order; clients, one for each server that this rank uses; serving,

@@ -1,4 +1,4 @@
-"""Worker: pushes gradients to parameter servers and pulls parameters. Member: shares one Worker with a group of ranks."""
+"""PushPullWorker: pushes gradients to servers and pulls parameters. Member: shares one with a group of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater
 from gradwire.trainer.servers.pushed import Sender
 
 
-class Worker:
+class PushPullWorker:
     """Pushes gradients to all servers, and pulls parameters.
 
     rank: this rank, which also seeds the codecs. parameters: all parameters. parts: for each server, its client and the numbers
@@ -74,12 +74,17 @@ class Worker:
 class Member:
     """Averages gradients in a group of ranks; the first rank of the group pushes and pulls for all (Kurth et al. 2017).
 
-    rank: this rank's number in the process set. communicator: joins the ranks of the group. worker: the Worker on the first
-    rank of the group; None on the others. servers: the number of servers.
+    rank: this rank's number in the process set. communicator: joins the ranks of the group. worker: the PushPullWorker on
+    the first rank of the group; None on the others. servers: the number of servers.
     """
 
     def __init__(
-        self, rank: int, communicator: Communicator, parameters: Sequence[Tensor], worker: Worker | None, servers: int
+        self,
+        rank: int,
+        communicator: Communicator,
+        parameters: Sequence[Tensor],
+        worker: PushPullWorker | None,
+        servers: int,
     ) -> None:
         self._rank = rank
         self._communicator = communicator
@@ -139,7 +144,7 @@ class Member:
         return self._worker.counts()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Worker's state; an empty dict on ranks without a Worker."""
+        """Return the state of the PushPullWorker; an empty dict on ranks without one."""
         return {} if self._worker is None else self._worker.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], version: int) -> None:

@@ -32,7 +32,8 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _Answer = TypeVar("_Answer")
 
 _PREFIX = "gradwire.elastic"
-_LOOK_AGAIN_S = 0.005
+#: Seconds between two checks whether the launcher has begun an epoch.
+_POLL_S = 0.005
 #: How long a rank waits once an epoch has begun without it. An agent that the launcher can still reach ends the rank sooner.
 _LEFT_OUT_S = 30.0
 
@@ -175,7 +176,7 @@ class Epochs:
                 raise TimeoutError(
                     f"the launcher has begun no world after {after}{'' if worker is None else f' with worker {worker}'}"
                 )
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
 
     def _read(self, key: str) -> Any:
         record = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)

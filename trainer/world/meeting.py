@@ -42,7 +42,7 @@ from gradwire.trainer.world.torch_group import destroy_group, init_group
 
 #: How long torch may take after its deadline to raise its own error, which names the missing ranks.
 _GRACE_S = 2.0
-_KNOCK_AGAIN_S = 0.05
+_POLL_S = 0.05
 
 #: The limit of one attempt to connect to the store, and how long no process listens before the store counts as ended.
 _ATTEMPT_S, _GONE_S = 1.0, 1.0
@@ -219,11 +219,11 @@ def _knock(address: str, port: int, deadline: float) -> None:
     name may take longer: this runs in _bounded(), which then stops waiting for it."""
     while True:
         try:
-            socket.create_connection((address, port), max(_KNOCK_AGAIN_S, deadline - time.monotonic())).close()
+            socket.create_connection((address, port), max(_POLL_S, deadline - time.monotonic())).close()
         except OSError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(_KNOCK_AGAIN_S)
+            time.sleep(_POLL_S)
         else:
             return
 
@@ -246,7 +246,7 @@ def _bounded(
     future = thread.submit(call)
     thread.close()
     try:
-        while not wait([future], min(_KNOCK_AGAIN_S, max(0.0, deadline - time.monotonic()))).done:
+        while not wait([future], min(_POLL_S, max(0.0, deadline - time.monotonic()))).done:
             if check is not None:
                 check()
             if time.monotonic() >= deadline:

@@ -13,7 +13,7 @@ from gradwire.trainer.world.epochs import WORKER, Departure, Epoch, Epochs, epoc
 _LOCAL_RANK = "LOCAL_RANK"
 _LONGEST_REASON = 2000
 #: The interval between two reads of the lost workers from the store, and how long close() waits for the last read.
-_ASK_S, _ANSWER_S = 0.1, 1.0
+_POLL_S, _ANSWER_S = 0.1, 1.0
 
 
 class Worker:
@@ -116,7 +116,7 @@ class Losses:
             self._thread.join(_ANSWER_S)
 
     def _ask(self) -> None:
-        while not self._is_over.wait(_ASK_S):
+        while not self._is_over.wait(_POLL_S):
             try:
                 lost = self._epochs.lost(self._epoch.number)
             except RuntimeError as error:

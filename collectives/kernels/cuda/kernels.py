@@ -9,13 +9,13 @@ import torch
 
 from gradwire.collectives.kernels.cuda.launch import CupyLaunch
 from gradwire.collectives.kernels.cuda.quantize import Quantizers
-from gradwire.collectives.kernels.cuda.sparse import Sparse
+from gradwire.collectives.kernels.cuda.sparse import SparseKernels
 from gradwire.collectives.kernels.reference import quantize, sparse
 
 _CAPABILITY = (8, 0)  # the lowest that has the instructions of the kernels
 
 
-class CudaKernels(Quantizers, Sparse):
+class CudaKernels(Quantizers, SparseKernels):
     """The functions of reference.quantize and reference.sparse on CUDA tensors.
 
     They neither synchronise nor copy through the host. They can be captured in a CUDA graph after a first call outside the
@@ -47,7 +47,7 @@ def cuda_kernels() -> CudaKernels | TorchKernels | str:
 
 
 def _cupy_launch(major: str) -> CupyLaunch | str:
-    """Return a Launch by CuPy, or a line of text why there is none: no CuPy for CUDA `major`, or a GPU that is too old."""
+    """Return a KernelLaunch by CuPy, or a line of text why there is none: no CuPy for CUDA `major`, or a GPU too old."""
     for number in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(number)
         if capability < _CAPABILITY:

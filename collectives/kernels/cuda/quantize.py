@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
+from gradwire.collectives.kernels.cuda.source import THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.reference import quantize as reference
 
 #: One tensor, or several that one launch processes.
@@ -87,7 +87,7 @@ def _codec(
 class Quantizers:
     """Runs the dense codecs. The reference handles blocks whose length is not a power of two from 16 to 1024."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: KernelLaunch) -> None:
         self._launch = launch
 
     fp16_encode, fp16_decode = _codec("fp16", "Fp16")

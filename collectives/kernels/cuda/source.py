@@ -21,7 +21,7 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 THREADS = 256
 
 
-class Launch(Protocol):
+class KernelLaunch(Protocol):
     """The protocol of a function that launches kernels."""
 
     def __call__(

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwire.collectives.kernels.cuda.source import THREADS, Launch, literal
+from gradwire.collectives.kernels.cuda.source import THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.reference.sparse import CHUNK, powersgd_multiply, powersgd_orthonormalize
 
 # The same as in sums.cuh.
@@ -26,12 +26,12 @@ _SELECTION = np.dtype(
 _HEADER = 16  # bytes of a threshold's wire before its indices
 
 
-class Sparse:
+class SparseKernels:
     """Runs the sparse codecs. The host does not read how many numbers are sent. Decoders ignore indices outside of `out`."""
 
     blocks: ClassVar[int] = _MOST_BLOCKS  # the most in a launch over all numbers
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: KernelLaunch) -> None:
         self._launch = launch
 
     def topk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:

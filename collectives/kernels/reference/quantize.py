@@ -135,12 +135,12 @@ def int4_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) 
     put(out, scaled(codes, scales_of(wire, code_bytes, len(codes), torch.bfloat16), out.numel()), add, scale)
 
 
-class Float8(NamedTuple):
+class Float8Format(NamedTuple):
     dtype: torch.dtype
     largest: float
 
 
-FLOAT8 = {"e4m3": Float8(torch.float8_e4m3fn, 448.0), "e5m2": Float8(torch.float8_e5m2, 57344.0)}
+FLOAT8 = {"e4m3": Float8Format(torch.float8_e4m3fn, 448.0), "e5m2": Float8Format(torch.float8_e5m2, 57344.0)}
 
 
 # fp8: scale = maximum / largest number of the format; code = the format's number nearest to c * (largest / maximum).

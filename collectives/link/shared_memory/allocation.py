@@ -26,7 +26,7 @@ _log = logging.getLogger("gradwire")
 _GENERATION, _DESCRIPTOR, _NBYTES = range(3)
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor: the slot in its rank's table, the offset in bytes from the beginning of the allocation in
     this slot, and the version of the table that first listed the allocation."""
 
@@ -35,8 +35,8 @@ class Place(NamedTuple):
     born: int
 
 
-#: The Place of a tensor that is not in the table.
-ELSEWHERE = Place(-1, 0, 0)
+#: The TensorPlace of a tensor that is not in the table.
+ELSEWHERE = TensorPlace(-1, 0, 0)
 
 
 class Allocations:
@@ -84,13 +84,13 @@ class Allocations:
             self._publish(version)
         return segment.tensor(shape, dtype, self._free, slot, segment, segment.address)
 
-    def place(self, tensor: torch.Tensor) -> Place:
-        """Return the Place of a contiguous tensor of this rank."""
+    def place(self, tensor: torch.Tensor) -> TensorPlace:
+        """Return the TensorPlace of a contiguous tensor of this rank."""
         self._reap()
         start = tensor.untyped_storage().data_ptr()
         if (found := self._by_address.get(start)) is None:
             return ELSEWHERE
-        return Place(found[0], tensor.data_ptr() - start, found[1])
+        return TensorPlace(found[0], tensor.data_ptr() - start, found[1])
 
     def follow(self) -> None:
         """Map new tensors of other ranks, and unmap freed ones. Every rank calls it after an operation with news."""

@@ -36,7 +36,7 @@ _LONGEST_LINE = 1 << 16
 _STRANGE = "the other side is not gradwire check"
 
 
-class _Line:
+class _JsonLines:
     """Sends and receives lines of JSON on a connection, with a deadline for each answer, and one for the whole test."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -129,7 +129,7 @@ def links(host: str, port: int) -> Iterator[Finding]:
         yield Finding("failed", f"to {there}: {_why(error)}", do)
         return
     with connection:
-        line = _Line(connection)
+        line = _JsonLines(connection)
         try:
             line.write(_GREETING)
             if line.read() != _GREETING:
@@ -144,7 +144,7 @@ def links(host: str, port: int) -> Iterator[Finding]:
             yield Finding("failed", f"{there}: {_text(error)}", f"run there: {command}")
 
 
-def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterator[Finding]:
+def _both_directions(line: _JsonLines, host: str, address: str, port: int) -> Iterator[Finding]:
     open_there = line.read()
     blocked = {number: why for number in open_there if (why := _knock(address, number))}
     yield _direction(f"to {host}", open_there, blocked, f"open the ports of {host} in its firewall")
@@ -165,7 +165,7 @@ def _both_directions(line: _Line, host: str, address: str, port: int) -> Iterato
             yield Finding("note", f"{host} sees this host as {seen}, but ranks here would announce {given}", do)
 
 
-def _measured(line: _Line, host: str) -> Iterator[Finding]:
+def _measured(line: _JsonLines, host: str) -> Iterator[Finding]:
     turns = []
     for _ in range(_PINGS):
         start = time.perf_counter()
@@ -208,7 +208,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
             name = _plain(peer[0])
             with connection:
                 try:
-                    _answer(_Line(connection), name)
+                    _answer(_JsonLines(connection), name)
                 except OSError as error:  # perhaps another program connected
                     why = f"{name} connected, but: {_text(error)}"
                 else:
@@ -218,7 +218,7 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
         yield Finding("failed", f"within {timeout_s:g} s {why}", do)
 
 
-def _answer(line: _Line, peer: str) -> None:
+def _answer(line: _JsonLines, peer: str) -> None:
     """Take part in one test."""
     if line.read() != _GREETING:
         raise ConnectionError(_STRANGE)

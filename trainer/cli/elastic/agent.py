@@ -31,11 +31,11 @@ _OUTPUT_S = 1.0
 #: ended: more than a pipe holds.
 _PIECE_BYTES, _LAST_PIECES = 1 << 16, 64
 #: The longest time between two checks of all workers, in case no signal announces an end.
-_LOOK_S = 60.0
+_POLL_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-class _Stream:
+class _WorkerOutput:
     """The stdout or stderr of a worker."""
 
     def __init__(self, worker: int, name: str, pipe: IO[bytes]) -> None:
@@ -68,13 +68,13 @@ class _Stream:
             self._rest = b""
 
 
-class _Agent:
+class _HostAgent:
     """Runs the workers of this host."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        self._streams: dict[int, list[_Stream]] = {}
+        self._streams: dict[int, list[_WorkerOutput]] = {}
         self._kill_at: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._libc = ctypes.CDLL(None)
@@ -99,7 +99,7 @@ class _Agent:
         end_at = None
         while end_at is None or (self._selector.get_map().keys() - {stdin, woken} and time.monotonic() < end_at):
             deadline = min([*self._kill_at.values(), math.inf if end_at is None else end_at])
-            for key, _ in self._selector.select(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
+            for key, _ in self._selector.select(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
                 key.data()
             if self._is_ending:
                 for worker in self._workers:
@@ -160,11 +160,11 @@ class _Agent:
         self._streams[worker] = []
         for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
-            stream = _Stream(worker, name, pipe)
+            stream = _WorkerOutput(worker, name, pipe)
             self._streams[worker].append(stream)
             self._selector.register(pipe, selectors.EVENT_READ, lambda stream=stream: self._copy(stream))
 
-    def _copy(self, stream: _Stream, pieces: int = 1) -> None:
+    def _copy(self, stream: _WorkerOutput, pieces: int = 1) -> None:
         if not stream.pipe.closed and not stream.copy(pieces):
             self._selector.unregister(stream.pipe)
             stream.pipe.close()
@@ -208,7 +208,7 @@ def main() -> None:
     """Run the workers of this host."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"  # lines are to appear when they are printed
-    _Agent(sys.argv[1:]).run()
+    _HostAgent(sys.argv[1:]).run()
 
 
 if __name__ == "__main__":

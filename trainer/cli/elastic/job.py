@@ -22,8 +22,8 @@ from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.cli.elastic import agent as agent_script
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
 from gradwire.trainer.cli.elastic.discovery import Discovery
-from gradwire.trainer.cli.elastic.policy import Policy
-from gradwire.trainer.cli.failure import Failure, exit_status, failure_lines
+from gradwire.trainer.cli.elastic.policy import JobPolicy
+from gradwire.trainer.cli.failure import JobFailure, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Elastic, Job
 from gradwire.trainer.cli.output import Output
@@ -33,7 +33,7 @@ from gradwire.trainer.world.epochs import WORKER, Epochs
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 
 #: How often the launcher reads the store during an epoch, and while the epoch is about to change.
-_LOOK_S, _LOOK_CLOSELY_S = 0.1, 0.01
+_POLL_S, _CHANGING_POLL_S = 0.1, 0.01
 #: The time that agents have to end their workers (they kill them after 30 s) before the launcher kills the agents.
 _END_S = 45.0
 #: The timeout of an operation of the store.
@@ -45,7 +45,7 @@ _OF_OTHERS = ("RANK", "WORLD_SIZE", _LOCAL_RANK, "LOCAL_WORLD_SIZE", "GROUP_RANK
 _OF_TORCHRUN = "TORCHELASTIC_"
 
 
-class _Run:
+class _ElasticJobRun:
     """Runs one job. Raises ValueError and LinkError as run_elastic_job() does."""
 
     def __init__(self, job: Job, wanted: Elastic) -> None:
@@ -67,12 +67,12 @@ class _Run:
             AGENT_STORE: "True",
         }
         self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)
-        self._policy = Policy(wanted, time.monotonic() + job.start_timeout_s)
+        self._policy = JobPolicy(wanted, time.monotonic() + job.start_timeout_s)
         self._known: dict[str, Host] = {}
         self._agents: dict[int, AgentProcess] = {}
         self._late_at: dict[int, float] = {}
         self._exit_codes: dict[int, int] = {}
-        self._lost: dict[int, Failure] = {}
+        self._lost: dict[int, JobFailure] = {}
         self._told_lost: tuple[int, tuple[int, ...]] = -1, ()
         self._end: End | None = None
         self._is_ending = False
@@ -83,7 +83,7 @@ class _Run:
         with signals_heard() as signals:
             try:
                 while self._end is None and not signals:
-                    self._hear(_LOOK_CLOSELY_S if self._policy.is_changing else _LOOK_S)
+                    self._hear(_CHANGING_POLL_S if self._policy.is_changing else _POLL_S)
                     self._look()
                     for action in self._policy.decide(time.monotonic()):
                         self._do(action)
@@ -104,16 +104,12 @@ class _Run:
         now = time.monotonic()
         for node, agent in [*self._agents.items()]:
             has_ended = agent.process.poll() is not None  # before its last lines are read, so that none is missed
-            for stream, line in [(name, line) for name in ("stdout", "stderr") for line in agent.read(name)]:
-                if stream == "stdout" and self._output.take(line):
-                    continue
-                if stream == "stdout" and line.startswith(agent_script.READY):
+            for line in agent.reports(self._output.take, prints=self._job.verbose):
+                if line.startswith(agent_script.READY):
                     agent.is_ready = True
-                elif stream == "stdout" and line.startswith(agent_script.EXITED):
+                elif line.startswith(agent_script.EXITED):
                     worker, self._exit_codes[worker] = map(int, line[len(agent_script.EXITED) :].split())
                     self._policy.exited(worker, self._exit_codes[worker], now)
-                else:
-                    agent.keep_other(line, prints=self._job.verbose)
             if has_ended:
                 is_ssh = not agent.is_ready and not agent.host.is_here
                 self._lose(node, agent.why_lost if is_ssh else agent.words.text or "its agent has ended")
@@ -197,7 +193,7 @@ class _Run:
             agent.leave()
         host = self._policy.workers.hosts[node]
         if not self._is_ending and not host.is_released:
-            self._lost |= dict.fromkeys(self._policy.workers.running_on(node), Failure(host.name, None, None, why))
+            self._lost |= dict.fromkeys(self._policy.workers.running_on(node), JobFailure(host.name, None, None, why))
             self._policy.host_lost(node, why, time.monotonic())
 
     def _end_all(self, signals: list[int]) -> None:
@@ -212,7 +208,7 @@ class _Run:
         for agent in self._agents.values():
             agent.ask_to_end()
         while self._agents and len(signals) < 2:
-            self._hear(_LOOK_S)
+            self._hear(_POLL_S)
             if time.monotonic() >= end_at:
                 for agent in self._agents.values():
                     agent.process.kill()
@@ -229,12 +225,12 @@ class _Run:
             _say(self._end.reason)
         return exit_status(failures) if failures else int(bool(self._end.reason))
 
-    def _failure(self, worker: int) -> Failure:
+    def _failure(self, worker: int) -> JobFailure:
         """Return the failure of a worker, or of its host."""
         if worker in self._lost:
             return self._lost[worker]
         host = self._policy.workers.host_of(worker)
-        return Failure(host.name, worker, self._exit_codes.get(worker, -signal.SIGKILL), self._output.words(worker))
+        return JobFailure(host.name, worker, self._exit_codes.get(worker, -signal.SIGKILL), self._output.words(worker))
 
 
 def run_elastic_job(job: Job, wanted: Elastic) -> int:
@@ -244,7 +240,7 @@ def run_elastic_job(job: Job, wanted: Elastic) -> int:
     output folder cannot be made, or the discovery script cannot be started; LinkError if this host cannot look up
     MASTER_ADDR in time.
     """
-    return _Run(job, wanted).run()
+    return _ElasticJobRun(job, wanted).run()
 
 
 def _store(address: str, port: int | None) -> TCPStore:

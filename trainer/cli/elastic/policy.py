@@ -1,7 +1,7 @@
 """The decisions of an elastic job: when epochs begin and end, and which workers start and end.
 
-The launcher reports events to a Policy, and carries out the actions that the policy returns. The policy starts no process and
-reads no clock.
+The launcher reports events to a JobPolicy, and carries out the actions that the policy returns. The policy starts no
+process and reads no clock.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Happened:
     news: list[str] = field(default_factory=list)
 
 
-class Policy:
+class JobPolicy:
     """Decides for one job. All times are seconds of the same clock. start_by: when the first epoch may begin with fewer
     workers than wanted."""
 

@@ -13,11 +13,11 @@ LOST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 120.0
 
 
 @dataclass
-class Host:
+class ElasticHost:
     """A host of the job. slots: how many workers it may have now. is_failed: whether it gets no more workers. failures:
     the number of failures in a row of workers that had not become ranks. is_lost: whether its agent has ended and the
     host is not used before again_at, pause_s after the loss. is_released: whether its agent was asked to end; a host of
-    the same name is then a new Host."""
+    the same name is then a new ElasticHost."""
 
     name: str
     slots: int
@@ -30,7 +30,7 @@ class Host:
 
 
 @dataclass
-class Worker:
+class WorkerState:
     """A worker of the job. has_arrived: whether it is ready to become a rank. was_rank: whether it has become one.
     is_alive: whether it has neither ended nor counts as lost. is_running: whether its process occupies the slot.
     is_leaving: whether its host or slot is no longer part of the job."""
@@ -54,8 +54,8 @@ class Workers:
     limit."""
 
     def __init__(self, most: int | None) -> None:
-        self.of: dict[int, Worker] = {}
-        self.hosts: dict[int, Host] = {}
+        self.of: dict[int, WorkerState] = {}
+        self.hosts: dict[int, ElasticHost] = {}
         self._most = most
 
     def set_hosts(self, slots: Mapping[str, int]) -> None:
@@ -64,12 +64,12 @@ class Workers:
         for host in self.hosts.values():
             host.slots = slots.get(host.name, 0)
         for name in [name for name in slots if name not in known]:
-            self.hosts[len(self.hosts)] = Host(name, slots[name])
+            self.hosts[len(self.hosts)] = ElasticHost(name, slots[name])
         for worker in self.of.values():
             is_there = worker.slot < self.hosts[worker.node].slots
             worker.is_leaving = not is_there or (worker.is_leaving and self._most_more == 0)
 
-    def host_of(self, worker: int) -> Host:
+    def host_of(self, worker: int) -> ElasticHost:
         """Return the host of a worker."""
         return self.hosts[self.of[worker].node]
 
@@ -98,7 +98,7 @@ class Workers:
     def start(self, node: int, slot: int) -> int:
         """Note that a worker is started, and return its number."""
         number = len(self.of)
-        self.of[number] = Worker(node, slot)
+        self.of[number] = WorkerState(node, slot)
         return number
 
     def fail(self, number: int) -> str:

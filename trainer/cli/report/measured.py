@@ -25,7 +25,7 @@ _ON_BUS = {"allreduce": 2.0} | dict.fromkeys(
 
 
 @dataclass(frozen=True)
-class Training:
+class OptimizerSteps:
     """Holds the steps of one optimizer.
 
     ranks: those that have written steps, of `size`. seconds, seconds_waited: (ranks, steps), of all steps but the
@@ -69,16 +69,16 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """Holds all measurements. processes: by rank, the header of its operations. size: the number of ranks."""
 
     processes: dict[int, dict[str, Any]]
     size: int
-    trainings: list[Training]
+    trainings: list[OptimizerSteps]
     operations: list[Operation]
 
 
-def read(folder: Path) -> Measured:
+def read(folder: Path) -> Measurements:
     """Return the measurements in a folder."""
     journals = list(_journals(folder, OPERATIONS))
     processes: dict[int, dict[str, Any]] = {}
@@ -93,7 +93,7 @@ def read(folder: Path) -> Measured:
         made[rank] += 1
     trainings = [_training(found, len(ranks)) for (_, ranks), found in sorted(optimizers.items())]
     size = max((header["size"] for header in processes.values()), default=0)
-    return Measured(dict(sorted(processes.items())), size, trainings, _operations(journals))
+    return Measurements(dict(sorted(processes.items())), size, trainings, _operations(journals))
 
 
 def _journals(folder: Path, kind: str) -> Iterator[tuple[dict[str, Any], Lines]]:
@@ -105,7 +105,7 @@ def _journals(folder: Path, kind: str) -> Iterator[tuple[dict[str, Any], Lines]]
             yield lines[0], lines[1:]
 
 
-def _training(found: dict[int, Lines], size: int) -> Training:
+def _training(found: dict[int, Lines], size: int) -> OptimizerSteps:
     """Return the steps of an optimizer, given the lines of each rank that has written any."""
     ranks = sorted(found)
     table = np.full((len(ranks), max(map(len, found.values())), 6), np.nan)
@@ -119,7 +119,7 @@ def _training(found: dict[int, Lines], size: int) -> Training:
         waits = np.array([[of_rank[number] for number in common] for of_rank in by_number])
         late = lateness(waits)
         stragglers = stragglers_of(int(common[-1]), waits, seconds[np.isfinite(seconds)])
-    return Training(ranks, size, seconds, waited, table[..., 2], table[..., 3], late, stragglers)
+    return OptimizerSteps(ranks, size, seconds, waited, table[..., 2], table[..., 3], late, stragglers)
 
 
 def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operation]:

@@ -13,13 +13,15 @@ from gradwire import __version__
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.cli.failure import ending
 from gradwire.trainer.cli.report.charts import over_steps, who_was_late
-from gradwire.trainer.cli.report.measured import Measured, Operation, Training
+from gradwire.trainer.cli.report.measured import Measurements, Operation, OptimizerSteps
 
 #: Operations with less than this share of the time of all operations are not shown.
 _SHOWN_SHARE = 0.005
 
 
-def page(command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measured) -> str:
+def page(
+    command: str, facts: Iterable[str], exit_code: int, cause: str, last_lines: str, measured: Measurements
+) -> str:
     """Return the page. facts: texts about the whole run. exit_code: of the command, negative for a signal. cause,
     last_lines: the error that a failed command printed, and the end of its stderr."""
     content = [_failure(exit_code, cause, last_lines)] if exit_code else []
@@ -50,7 +52,7 @@ def _failure(exit_code: int, cause: str, last_lines: str) -> str:
     )
 
 
-def _cards(measured: Measured) -> str:
+def _cards(measured: Measurements) -> str:
     first = measured.trainings[0]
     hosts = {process["host"] for process in measured.processes.values()}
     shown = {
@@ -64,7 +66,7 @@ def _cards(measured: Measured) -> str:
     return f'<div class="cards">{"".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())}</div>'
 
 
-def _steps(training: Training, of: str) -> str:
+def _steps(training: OptimizerSteps, of: str) -> str:
     rows = []
     for name, values in (("step", training.seconds), ("of it waiting", training.seconds_waited)):
         quantiles = np.nanpercentile(values, (5, 50, 90, 99, 100)).tolist()
@@ -82,7 +84,7 @@ def _steps(training: Training, of: str) -> str:
     return _section(f"Steps{of}", said, legend, over_steps(first, training.seconds, training.seconds_waited), total)
 
 
-def _stragglers(training: Training, of: str) -> str:
+def _stragglers(training: OptimizerSteps, of: str) -> str:
     found = training.stragglers
     if found is None:
         return _section(
@@ -107,7 +109,7 @@ def _stragglers(training: Training, of: str) -> str:
     return _section(f"Stragglers{of}", said, legend, who_was_late(training.late_s, training.ranks), table)
 
 
-def _bytes(training: Training, of: str) -> str:
+def _bytes(training: OptimizerSteps, of: str) -> str:
     sent, whole = float(np.nansum(training.bytes_sent)), float(np.nansum(training.bytes_uncompressed))
     fewer = (
         "nothing to send"
@@ -145,7 +147,7 @@ def _operations(operations: Sequence[Operation]) -> str:
     return _section("Operations", said, _table(head, rows, texts=4))
 
 
-def _ranks(measured: Measured) -> str:
+def _ranks(measured: Measurements) -> str:
     rows = [
         [str(rank), each["host"], each["device"], str(each["threads"]), "; ".join(each["routes"]) or "-"]
         for rank, each in measured.processes.items()
@@ -174,7 +176,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -
     return f'<div class="wide"><table>{row(head, "th")}{"".join(row(cells, "td") for cells in rows)}</table></div>'
 
 
-def _wait_share(training: Training) -> float:
+def _wait_share(training: OptimizerSteps) -> float:
     return float(np.nansum(training.seconds_waited) / np.nansum(training.seconds))
 
 

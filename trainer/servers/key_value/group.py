@@ -15,7 +15,7 @@ from gradwire.trainer.servers.connection import Flat, open_pairs
 from gradwire.trainer.servers.key_value.keys import Keys
 from gradwire.trainer.servers.key_value.messages import LocalKeys, RemoteKeys, answer
 from gradwire.trainer.servers.roles import checked_ranks
-from gradwire.trainer.servers.serving import Part, Serving
+from gradwire.trainer.servers.serving import ServerAndClients, Serving
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here
 
@@ -37,7 +37,7 @@ class KeyGroup:
         self.size = 1 if self.communicator is None else self.communicator.size
         self.keys: Keys | None = None
         self.clients: dict[int, RemoteKeys | LocalKeys] = {}
-        self.part = Part(current_settings().timeout_s)
+        self.part = ServerAndClients(current_settings().timeout_s)
         if self.communicator is not None:
             self.part.communicators.append(self.communicator)
         try:
