@@ -29,7 +29,7 @@ from gradwire.bench.micro.table import (
     format_trailer,
     measured_row,
 )
-from gradwire.bench.micro.verification import count_wrong
+from gradwire.bench.micro.verification import check_size, count_wrong
 from gradwire.bench.results import device_name, software_and_machine, write_json
 from gradwire.bench.timing import (
     Protocol,
@@ -192,7 +192,7 @@ def plan(
     """Return the jobs to measure, and their algorithms.
 
     Raises:
-        ValueError: an algorithm is not legal, the root is not a rank, or no job is left.
+        ValueError: an algorithm is not legal, the root is not a rank, no job is left, or a sum over the ranks cannot be exact.
     """
     if chosen.root >= comm.size:
         raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
@@ -201,6 +201,9 @@ def plan(
     jobs = [job for job in jobs if any(has(algorithm, job) for algorithm in algorithms)]
     if not jobs:
         raise ValueError("these dtypes and ops leave nothing to measure")
+    if case.reduces:
+        for job in jobs:
+            check_size(job.size, job.op, job.dtype)
     return jobs, algorithms
 
 

@@ -14,6 +14,7 @@ import torch
 PERIOD = 4093
 LARGEST = 1 << 20
 FACTORS = (2, 3, 5)
+_ADDING = ("sum", "average")
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda every: every.sum(0),
     "min": lambda every: every.amin(0),
@@ -32,6 +33,16 @@ def exact_limit(dtype: torch.dtype) -> int:
     if dtype == torch.bool:
         return 1
     return round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def check_size(size: int, op: str, dtype: torch.dtype) -> None:
+    """Raise ValueError if a sum over `size` ranks cannot be exact in `dtype`, even if every rank contributes 1."""
+    limit = exact_limit(dtype)
+    if op in _ADDING and dtype != torch.bool and size > limit:
+        raise ValueError(
+            f"{op} of {dtype} over {size} ranks would overflow or round, and could not be checked: at most {limit} ranks are "
+            f"allowed with {dtype}"
+        )
 
 
 def own_tile(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -58,17 +69,16 @@ def contribution_tile(rank: int, size: int, op: str, dtype: torch.dtype) -> torc
         int64 of shape (PERIOD,).
 
     Raises:
-        ValueError: `dtype` cannot hold a sum over `size` ranks exactly.
+        ValueError: a sum over `size` ranks cannot be exact in `dtype`.
     """
+    check_size(size, op, dtype)
     owner = _random(size, seed=1)
     if dtype == torch.bool:
         owned = owner == rank
         return (owned if op in ("sum", "max") else ~owned).long()
     if op == "product":
         return torch.where(owner == rank, torch.tensor(FACTORS)[_random(len(FACTORS), seed=2)], 1)
-    share = min(exact_limit(dtype) // size, LARGEST)
-    if share < 1:
-        raise ValueError(f"{dtype} cannot hold a sum over {size} ranks exactly")
+    share = min(exact_limit(dtype) // (size if op in _ADDING else 1), LARGEST)
     turns = min(size, (share + 1) // 2)
     return 1 + _random(share - turns + 1, seed=0) + (owner + rank) % turns
 

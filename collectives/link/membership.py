@@ -299,8 +299,11 @@ def coming_together(
             cause = membership.cause(_CAUSE_S if cause is None else _CAUSE_ELSEWHERE_S) or cause
         if membership is not None:
             membership.report(Failure.of(cause or error, rank))
-        timed_out = timed_out if cause is None else cause.timed_out
-        raise _error_of(cause or error, rank, timeout_s, operation, timed_out=timed_out) from error
+        if cause is None:
+            raise _error_of(error, rank, timeout_s, operation, timed_out=timed_out) from error
+        if cause is not error:
+            cause.__cause__ = error
+        raise _error_of(cause, rank, timeout_s, operation, timed_out=cause.timed_out) from cause
     except BaseException as error:
         if membership is not None:
             membership.report(Failure.of(error, rank))

@@ -1,5 +1,6 @@
 """Start, or continue an earlier run, with the same command: torchrun --nproc-per-node 2 resume.py"""
 
+import re
 from pathlib import Path
 
 import torch
@@ -13,14 +14,16 @@ model = torch.nn.Linear(64, 8)
 optimizer = hvd.LocalUpdates(torch.optim.AdamW(model.parameters(), lr=1e-2), every=7, warmup_steps=10)
 folder = Path(f"checkpoints/rank{hvd.rank()}of{hvd.size()}")  # other computers need not see this folder
 folder.mkdir(parents=True, exist_ok=True)
-found = hvd.allgather_object({int(path.stem) for path in folder.glob("*.pt")})
-begun = max(set.intersection(*found), default=0)  # the newest step that all ranks have saved
+files = {tuple(map(int, re.findall(r"\d+", str(path)))): path for path in Path("checkpoints").glob("rank*of*/*.pt")}
+found = hvd.allgather_object(set(files))  # for each rank, its files as (rank, world size, step) when they were saved
+usable = [{(step, size) for old, size, step in of_rank if old == rank % size} for rank, of_rank in enumerate(found)]
+begun, size = max(set.intersection(*usable), default=(0, 1))  # the newest step of which each rank has a file
 if begun == 0 and any(found):
-    raise SystemExit(f"no step is in the checkpoints of all ranks, which have {found}")
-for newer in found[hvd.rank()] - set(range(begun + 1)):
-    (folder / f"{newer}.pt").unlink()  # saved by a run that ended before all ranks had saved this step
+    raise SystemExit(f"no step has a file for each of {hvd.size()} ranks; by rank, (rank, world size, step): {found}")
+for path in (path for path in files.values() if int(path.stem) != begun):
+    path.unlink(missing_ok=True)  # an older file, or one of a run that ended before all ranks had saved this step
 if begun:
-    saved = torch.load(folder / f"{begun}.pt", weights_only=True)
+    saved = torch.load(files[hvd.rank() % size, size, begun], weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
 if hvd.rank() == 0:

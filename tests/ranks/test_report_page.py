@@ -107,12 +107,17 @@ def test_what_cannot_be_run_is_refused(
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
+def leave(folder: Path, world: int, *ranks: tuple[int, list[int], int]) -> None:
+    """Write what killed ranks leave of the steps of an optimizer. ranks: the rank, the ranks of the exchange, and the steps."""
+    for rank, group, lines in ranks:
+        header = json.dumps({"rank": rank, "ranks": group, "world": world, "made": float(world)})
+        rows = [json.dumps([0.5, 0.2, 100, 400, step, 0.3 - 0.1 * rank]) for step in range(lines)]
+        (folder / f"steps-{world}-{rank}.jsonl").write_text("\n".join([header, *rows, "[0.5, 0."]))
+
+
 def test_what_a_killed_rank_has_left_counts(tmp_path: Path) -> None:
     """It has fewer steps, and half a line; and there is another optimizer, of another two ranks."""
-    for rank, group, lines in ((0, [0, 1], 4), (1, [0, 1], 3), (2, [2, 3], 1)):
-        header = json.dumps({"rank": rank, "ranks": group, "made": 1.0})
-        rows = [json.dumps([0.5, 0.2, 100, 400, step, 0.3 - 0.1 * rank]) for step in range(lines)]
-        (tmp_path / f"steps-{rank}.jsonl").write_text("\n".join([header, *rows, "[0.5, 0."]))
+    leave(tmp_path, 0, (0, [0, 1], 4), (1, [0, 1], 3), (2, [2, 3], 1))
     first, second = read(tmp_path).trainings
     assert (first.ranks, first.size, first.steps) == ([0, 1], 2, 4)
     assert first.stragglers is not None
@@ -121,3 +126,19 @@ def test_what_a_killed_rank_has_left_counts(tmp_path: Path) -> None:
     assert (second.ranks, second.size, second.steps, second.stragglers) == ([2], 2, 1, None)
     said = text_of(page("c", [], -9, "", "", read(tmp_path)))
     assert "all ranks together 700 B in all steps: 4.00 times fewer bytes than the 2.80 kB" in said
+
+
+def test_worlds_of_an_elastic_job_are_told_apart(tmp_path: Path) -> None:
+    """In the last world, a process that joined made its first optimizer, and the others made their third."""
+    leave(tmp_path, 0, (0, [0, 1, 2], 2), (1, [0, 1, 2], 2), (2, [0, 1, 2], 1))
+    leave(tmp_path, 1, (0, [0, 1], 3), (1, [0, 1], 3))
+    leave(tmp_path, 2, (0, [0, 1, 2], 5), (1, [0, 1, 2], 5), (2, [0, 1, 2], 5))
+    measured = read(tmp_path)
+    assert [(each.world, each.number, each.ranks) for each in measured.trainings] == [
+        (0, 1, [0, 1, 2]),
+        (1, 1, [0, 1]),
+        (2, 1, [0, 1, 2]),
+    ]
+    made = page("c", [], 0, "", "", measured)
+    assert re.findall("<h2>(Steps.*?)</h2>", made) == [f"Steps in world {world}" for world in range(3)]
+    assert "5 steps in world 2 500 ms median step" in text_of(made)

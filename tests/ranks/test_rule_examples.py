@@ -16,7 +16,7 @@ RULES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in N
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_example_is_short(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 45
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 48
 
 
 def run(name: str, folder: Path) -> str:
@@ -91,12 +91,27 @@ def test_a_run_that_broke_goes_on_with_the_same_command(tmp_path: Path) -> None:
     for name in ("model.pt", "checkpoints/rank0of2/60.pt", "checkpoints/rank1of2/60.pt"):
         expected, got = (torch.load(folder / name, weights_only=True) for folder in (whole, broken))
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    for path in broken.glob("checkpoints/rank0of2/*.pt"):
-        path.rename(path.with_stem("40"))
-    with pytest.raises(
-        AssertionError, match=r"no step is in the checkpoints of all ranks, which have \[\{40\}, \{60\}\]"
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks_or_says_why_not(tmp_path: Path) -> None:
+    def go_on(steps: int, processes: int) -> str:
+        script = (EXAMPLES / "resume.py").read_text()
+        assert "SAVE_EVERY = 66," in script
+        return launch_text(script.replace("SAVE_EVERY = 66,", f"SAVE_EVERY = {steps},"), tmp_path, processes)
+
+    said = [go_on(24, 1), go_on(45, 3), go_on(66, 2)]
+    for each, first in zip(
+        said, ("starts at step 1", "continues after step 20", "continues after step 40"), strict=True
     ):
-        launch_text(script, broken)
+        assert first in each
+    losses = [float(loss) for each in said for loss in re.findall(r"loss ([0-9.]+), saved", each)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert {size for size in (1, 2, 3) if any(tmp_path.glob(f"checkpoints/rank*of{size}/*.pt"))} == {2, 3}
+    for path in tmp_path.glob("checkpoints/rank0of*/*.pt"):
+        path.rename(path.with_stem("80"))
+    with pytest.raises(AssertionError, match=r"no step has a file for each of 2 ranks; by rank, .*\(0, 2, 80\)"):
+        go_on(90, 2)
 
 
 def steps_in(folder: Path) -> set[str]:

@@ -39,14 +39,14 @@ class Slope(nn.Module):
         return sum((each * torch.randn(each.shape, generator=generator)).sum() for each in self.parameters())
 
 
-def owed(optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
-    """Return what each parameter lacks, on all ranks alike. Collective."""
+def residuals(optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
+    """Return the residual of each parameter, on all ranks alike. Collective."""
     part = optimizer.state_dict()[SHARDS]
     whole = []
     for parameter, ranges, mine in zip(
         (each for group in optimizer.param_groups for each in group["params"]),
         part["ranges"],
-        part["owed"],
+        part["residuals"],
         strict=True,
     ):
         flat = torch.zeros(parameter.numel())
@@ -88,8 +88,8 @@ def test_what_codes_lose_stays_with_the_piece(algorithm: str, compression: Any, 
                 net.loss(hvd.rank()).backward()
                 optimizer.step()
         assert_same_on_all_ranks(twin.parameters())
-        for mine, theirs, lacking in zip(model.parameters(), twin.parameters(), owed(coded), strict=True):
-            torch.testing.assert_close(theirs + lacking, mine, rtol=1e-5, atol=1e-6)
+        for mine, theirs, residual in zip(model.parameters(), twin.parameters(), residuals(coded), strict=True):
+            torch.testing.assert_close(theirs + residual, mine, rtol=1e-5, atol=1e-6)
         moved = model.matrix - Slope().matrix
         assert 0 < (twin.matrix - model.matrix).norm() / moved.norm() < 1, "codes lose something, but not all"
         assert hvd.size() == 1 or ratio < coded.stats.ratio < 2, "gradients travel as they are, half of all bytes"
@@ -128,13 +128,13 @@ OPTIONS: dict[str, Any] = {"compression": "int8", "parameter_compression": Int8(
 
 @in_world
 def save_and_go_on() -> tuple[Any, Any, list[Tensor]]:
-    """Return model and optimizer as they were saved midway, and what the parameters lacked then."""
+    """Return model and optimizer as they were saved midway, and the residuals then."""
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=True, **OPTIONS)
         train(model, optimizer, range(3), schedule=False)
         weights, state = through_a_file([model.state_dict(), optimizer.state_dict()])
-        lacking = owed(optimizer)
+        saved = residuals(optimizer)
         train(model, optimizer, range(3, 6), schedule=False)
         optimizer.close()
     with exchanged_by("ring") as communicator:
@@ -146,7 +146,7 @@ def save_and_go_on() -> tuple[Any, Any, list[Tensor]]:
         train(again, optimizer, range(3, 6), schedule=False)
         optimizer.close()
     assert_equal(model.parameters(), again.parameters())
-    return weights, state, lacking
+    return weights, state, saved
 
 
 @in_world
@@ -159,7 +159,7 @@ def go_on_elsewhere(parts: list[tuple[Any, Any, list[Tensor]]]) -> None:
         optimizer = wrapped(model, communicator, "adam", shard=True, **OPTIONS)
         model.load_state_dict(parts[0][0])
         optimizer.load_state_dict(mine, also=also)
-        assert_equal(owed(optimizer), parts[0][2])
+        assert_equal(residuals(optimizer), parts[0][2])
         train(model, optimizer, range(3, 5), schedule=False)
         assert_same_on_all_ranks(model.parameters())
         optimizer.close()
@@ -170,10 +170,12 @@ def go_on_elsewhere(parts: list[tuple[Any, Any, list[Tensor]]]) -> None:
         other.close()
 
 
-def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere_with_all_that_is_owed(ranks: Worlds) -> None:
+def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere_with_all_residuals(ranks: Worlds) -> None:
     parts = ranks(3).run(save_and_go_on)
-    for now in (2, 4):
-        ranks(now).run(go_on_elsewhere, parts)
+    ranks(2).run(go_on_elsewhere, parts)
+    for _, state, _ in parts:  # as version 0.2.0 saved them
+        state[SHARDS] |= {"version": 2, "owed": state[SHARDS].pop("residuals")}
+    ranks(4).run(go_on_elsewhere, parts)
 
 
 @on_ranks(2)

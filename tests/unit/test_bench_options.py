@@ -1,6 +1,7 @@
 """Flags of a collective's benchmark, nccl-tests' sizes among them, and what they make it measure."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from gradwire.bench import options
 from gradwire.bench.micro.cases import CASES
 from gradwire.bench.micro.options import DTYPES, OPS, parse_arguments, size_range
-from gradwire.bench.micro.run import choose_algorithms, plan_jobs
+from gradwire.bench.micro.run import choose_algorithms, plan, plan_jobs
 from gradwire.collectives.notation import format_size, parse_size
 
 
@@ -62,6 +63,16 @@ def test_algorithms_default_to_all_with_the_peers_beside_auto() -> None:
     assert choose_algorithms(["tree", "auto"], legal) == ["tree", "auto"]
     with pytest.raises(ValueError, match="'rong' is not one of auto, native, torch, ring, tree"):
         choose_algorithms(["rong"], legal)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "reduce_scatter"])
+def test_sums_that_the_ranks_would_round_are_refused_before_anything_is_measured(name: str) -> None:
+    world = Mock(rank=0, size=128, algorithms=lambda verb: ("ring",))
+    chosen = parse_arguments(name, ["-d", "int8"])
+    with pytest.raises(ValueError, match=r"sum of torch.int8 over 128 ranks .*: at most 127 ranks are allowed"):
+        plan(CASES[name], chosen, world, torch.device("cpu"))
+    chosen.op = ["max"]
+    assert len(plan(CASES[name], chosen, world, torch.device("cpu"))[0]) == 1
 
 
 def test_what_is_missing_can_be_installed_as_said(

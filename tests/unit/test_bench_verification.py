@@ -66,8 +66,10 @@ def test_data_that_is_only_moved_differs_between_neighbours(dtype: torch.dtype) 
 
 def test_more_ranks_than_the_dtype_can_add_are_refused() -> None:
     assert contribution_tile(0, 127, "sum", torch.int8).max() == 1
-    with pytest.raises(ValueError, match="cannot hold"):
+    with pytest.raises(ValueError, match=r"sum of torch.int8 over 128 ranks .*: at most 127 ranks are allowed"):
         contribution_tile(0, 128, "sum", torch.int8)
+    for op in ("min", "max", "product"):
+        assert reduced_tile(128, op, torch.int8).max() <= 127
 
 
 @pytest.mark.parametrize("start", [0, 1, PERIOD - 1, PERIOD, 3 * PERIOD + 7])

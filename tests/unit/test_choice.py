@@ -161,11 +161,13 @@ def test_steps_are_not_measured_before_codecs_are_used_nor_across_layouts() -> N
         ("auto", [], "at least one codec"),
         ("auto", ["none"], "at least one codec"),
         ("auto", "int8", "a list of codecs.*not 'int8'"),
-        ("auto", ["int9"], "no codec is called 'int9'; known are none, fp16"),
+        ("auto", ["int9"], "no codec is called 'int9'; known are none, fp16.*powersgd$"),
+        ("int9", None, "no codec is called 'int9'; known are none, fp16.*powersgd, auto$"),
+        (7, None, r"or its name \(none, fp16.*powersgd, auto\), not 7"),
         ("auto", ["int8", PowerSGD()], "what 'powersgd' takes cannot be predicted"),
     ],
 )
-def test_what_makes_no_sense_is_refused(compression: str, allow: Any, said: str) -> None:
+def test_what_makes_no_sense_is_refused(compression: Any, allow: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         wanted(compression, allow)
 

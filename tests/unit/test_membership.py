@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -126,6 +127,15 @@ def test_what_fails_at_once_is_not_said_to_have_taken_long(
         raise error
     assert type(caught.value) is kind
     assert caught.value.ranks == ranks
+    assert caught.value.__cause__ is error
+
+
+def test_an_error_that_another_rank_has_caused_leads_to_both() -> None:
+    first, own = LinkError(1, timed_out=False, detail="rank 1 has ended", ended=True), OSError("refused")
+    membership = Mock(**{"cause.return_value": first})
+    with pytest.raises(PeerLost, match="lost rank 1") as caught, coming_together(2, 5.0, membership):
+        raise own
+    assert (caught.value.__cause__, first.__cause__) == (first, own)
 
 
 def test_the_secret_is_not_printed() -> None:

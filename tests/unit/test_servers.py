@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.collectives import CollectiveTimeout, PeerLost
+from gradwire.collectives import CollectiveError, CollectiveTimeout, PeerLost
 from gradwire.trainer.servers import messages
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import QuorumLost
@@ -101,11 +101,27 @@ def kinds_sent(pair: Mock) -> list[int]:
     return [int(call.args[0][0]) for call in pair.send.call_args_list]
 
 
+def lost_by(pair: Mock, answer: Mock) -> CollectiveError:
+    """Return the error with which a server removes worker 1."""
+    served = Mock(rank=0)
+    assert Serving("server", served, answer, {1: pair}).join(time.monotonic() + FAR_S)
+    ((worker, error),) = [call.args for call in served.lose.call_args_list]
+    assert worker == 1
+    return error
+
+
 def test_a_server_that_fails_lets_its_worker_know_by_closing() -> None:
     pair = pair_of(lambda tensor, rank: tensor.fill_(OWN))
-    server = Serving("server", updater_of(SYNCHRONOUS), Mock(side_effect=ZeroDivisionError), {1: pair})
-    assert server.join(time.monotonic() + FAR_S)
+    error = lost_by(pair, Mock(side_effect=ZeroDivisionError))
+    assert isinstance(error.__cause__, ZeroDivisionError)
     assert pair.close.called
+
+
+def test_a_server_that_loses_a_worker_keeps_the_error_of_their_communicator() -> None:
+    late = CollectiveTimeout(3.0, [0], rank=1, operation="recv", detail="rank 0 is in load()")
+    error = lost_by(pair_of(late), Mock())
+    assert isinstance(error, CollectiveTimeout)
+    assert (error.waiting_for, error.__cause__) == ((1,), late)
 
 
 def test_a_worker_says_that_it_leaves() -> None:

@@ -258,8 +258,8 @@ def test_a_rule_that_fails_leaves_nothing_open(
     opened = []
     open_communicator = World.open_communicator
 
-    def noted(world: World, group: Any) -> Communicator:
-        opened.append(open_communicator(world, group))
+    def noted(world: World, group: Any, **options: Any) -> Communicator:
+        opened.append(open_communicator(world, group, **options))
         return opened[-1]
 
     monkeypatch.setattr(World, "open_communicator", noted)

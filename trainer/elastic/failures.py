@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gradwire.trainer.elastic.memory import Agent, NamedMemory, open_own
-from gradwire.trainer.world.epochs import RESTART_COUNT
+from gradwire.trainer.world.epochs import restarts
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.worker import Worker, reason_of
 from gradwire.trainer.world.world import communicator_of, here, rank
@@ -96,11 +96,11 @@ class FailuresOfJob(Failures):
 
     def _before(self) -> tuple[bool, int, int, str]:
         before = json.loads(_read(self._counts) or '{"commit": 0, "restarts": 0, "failures": 0}')
-        return _restarts() > before["restarts"], before["failures"], before["commit"], _read(self._reason)
+        return restarts(os.environ) > before["restarts"], before["failures"], before["commit"], _read(self._reason)
 
     def _keep(self, failures: int, commit: int, *, is_first: bool) -> None:
         if is_first:
-            _write(self._counts, json.dumps({"commit": commit, "restarts": _restarts(), "failures": failures}))
+            _write(self._counts, json.dumps({"commit": commit, "restarts": restarts(os.environ), "failures": failures}))
             _write(self._reason, "")
 
     def _keep_reason(self, reason: str) -> None:
@@ -133,10 +133,6 @@ class FailuresOfEpochs(Failures):
 
     def _end_job(self, reason: str, *, is_first: bool) -> None:
         self._worker.end_job(reason)
-
-
-def _restarts() -> int:
-    return int(os.environ.get(RESTART_COUNT, "0"))
 
 
 def _read(path: Path) -> str:

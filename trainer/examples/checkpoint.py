@@ -11,6 +11,7 @@ import torch
 import gradwire as hvd
 
 COMMON = "checkpoint.pt"
+_UNFINISHED = ".partial"
 
 
 class Checkpoint:
@@ -22,16 +23,16 @@ class Checkpoint:
         self._device = device
 
     def save(self, common: dict[str, Any], mine: dict[str, Any] | None, step: int) -> None:
-        """Save a checkpoint. common: the state of rank 0. mine: this rank's own; None on all ranks or on none.
-        Collective."""
+        """Save a checkpoint, and remove the files of earlier ones, also those that a killed process has not completed.
+        common: the state of rank 0. mine: this rank's own; None on all ranks or on none. Collective."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if mine is not None:
             _write(mine, self._part(hvd.rank(), step))
         hvd.barrier()
         if hvd.rank() == 0:
             _write({**common, "parts": 0 if mine is None else hvd.size(), "step": step}, self.path)
-            for part in self.path.parent.glob("checkpoint.rank*.pt"):
-                if not part.stem.endswith(f".step{step}"):
+            for part in self.path.parent.glob("checkpoint.rank*.step*"):
+                if part.suffix == _UNFINISHED or (part.suffix == ".pt" and not part.stem.endswith(f".step{step}")):
                     part.unlink()
         hvd.barrier()
 
@@ -55,7 +56,7 @@ class Checkpoint:
 
 def _write(state: dict[str, Any], path: Path) -> None:
     """Write a file in whole or not at all."""
-    temporary = path.with_suffix(".partial")
+    temporary = path.with_suffix(_UNFINISHED)
     with temporary.open("wb") as file:
         torch.save(state, file)
         file.flush()

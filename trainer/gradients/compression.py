@@ -167,6 +167,7 @@ def wanted(compression: Compressor, allow: Sequence[Compressor] | None) -> Compr
             raise ValueError(
                 f"{here()}allow is for compression={AUTO!r}, which chooses among them, not for {compression!r}"
             )
+        encoding_of(compression, also=(AUTO,))  # raises ValueError for an invalid one
         return compression
     given = ALLOWED if allow is None else allow
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -185,17 +186,17 @@ def wanted(compression: Compressor, allow: Sequence[Compressor] | None) -> Compr
     return Auto(kinds)
 
 
-def encoding_of(compression: Compressor) -> Cast | Encoding:
+def encoding_of(compression: Compressor, also: Sequence[str] = ()) -> Cast | Encoding:
     """Return the cast or the encoding for a `compression=` argument, which may be a name.
 
     Codecs that need error feedback get it; others get it only if given as ErrorFeedback. Raises ValueError, which lists the
-    names.
+    names. also: further names that the caller accepts, for this list.
     """
     if isinstance(compression, str):
         try:
             compression = getattr(Compression, compression) if compression in NAMES else find_codec(compression)
         except ValueError as error:
-            raise ValueError(f"{here()}{error}") from None
+            raise ValueError(here() + ", ".join([str(error), *also])) from None
     if isinstance(compression, Cast):
         return compression
     if isinstance(compression, ErrorFeedback):
@@ -203,8 +204,8 @@ def encoding_of(compression: Compressor) -> Cast | Encoding:
         return Encoding(codec, isinstance(codec, Codec), compression.warmup_steps)
     if not isinstance(compression, (Codec, MatrixCodec)):
         raise ValueError(
-            f"{here()}compression must be a codec, ErrorFeedback(codec), one of Compression, or its name ({', '.join(NAMES)}), "
-            f"not {compression!r}"
+            f"{here()}compression must be a codec, ErrorFeedback(codec), one of Compression, or its name "
+            f"({', '.join((*NAMES, *also))}), not {compression!r}"
         )
     if isinstance(compression, Codec) and compression.name == "none":
         return Compression.none

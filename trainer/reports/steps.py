@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 from gradwire.collectives.diagnostics.journal import STEPS, Journal
 from gradwire.trainer.rules.rule import Rule
+from gradwire.trainer.world.epochs import restarts
 
 
 class StepJournal:
@@ -14,14 +16,19 @@ class StepJournal:
     the exchange; the bytes sent; the bytes without compression; the number of the exchange, or -1 without one; and the
     seconds from this rank's last gradient to the end of the exchange.
 
-    The header has this rank, the ranks of the exchange, and the time at which the optimizer was made, in seconds since
-    the epoch.
+    The header has this rank, the ranks of the exchange, the number of the world (see restarts()), and the time at which
+    the optimizer was made, in seconds since 1970.
     """
 
     def __init__(self, folder: Path, rule: Rule) -> None:
         communicator = rule.communicator
         ranks = communicator.global_ranks or range(communicator.size)
-        header = {"rank": communicator.global_rank, "ranks": [*ranks], "made": time.time()}
+        header = {
+            "rank": communicator.global_rank,
+            "ranks": [*ranks],
+            "world": restarts(os.environ),
+            "made": time.time(),
+        }
         self._journal = Journal(folder, STEPS, header)
         self._rule = rule
         self._ended_s, self._wait_s, self._stats, self._exchanged = time.perf_counter(), rule.wait_s, rule.stats, -1

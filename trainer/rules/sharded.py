@@ -24,14 +24,16 @@ from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
 from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
-from gradwire.trainer.gradients.shards.ranges import LOST
+from gradwire.trainer.gradients.shards.ranges import RESIDUAL
 from gradwire.trainer.optimizers.foreach import LAMB, LARS
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
 _NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon, LARS, LAMB)
 
-_VERSION = 2
+_VERSION = 3
+_RESIDUALS = {2: "owed", 3: "residuals"}
+"""The key of the residuals in a checkpoint, by the version of its format."""
 
 _CHANGED = (
     "the gradient of {!r} has been changed since backward(), but each rank has its shard of the gradients only: clip with "
@@ -141,7 +143,9 @@ class Sharded(Synchronous):
                 "rank": self.communicator.rank,
                 "shapes": [list(piece.parameter.shape) for piece in pieces],
                 "ranges": [[list(each) for each in piece.ranges] for piece in pieces],
-                "owed": None if self.setup.returning is None else [piece.tensor.clone() for piece in pieces],
+                _RESIDUALS[_VERSION]: None
+                if self.setup.returning is None
+                else [piece.tensor.clone() for piece in pieces],
             },
         }
 
@@ -162,7 +166,7 @@ class Sharded(Synchronous):
             else:
                 held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in mine]
                 found = self._pieces.merged(piece, kept, held)
-            piece.set_lack(found.pop(LOST, None))
+            piece.set_residual(found.pop(RESIDUAL, None))
             if found:
                 state[number] = found
         with self._pieces.in_place_of_parameters():
@@ -176,7 +180,7 @@ class Sharded(Synchronous):
         for rank, label in ((rank, label) for rank, theirs in enumerate(everyones) for label in theirs):
             if isinstance(label, str):
                 raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
-            if label is not None and label["lacks"] and self.setup.returning is None:
+            if label is not None and label["has_residuals"] and self.setup.returning is None:
                 raise ValueError(
                     f"{here()}load_state_dict: saved with parameter_compression, whose residuals need a parameter_compression "
                     "here too"
@@ -199,9 +203,15 @@ class Sharded(Synchronous):
 
 
 def _kept(part: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the optimizer's state of a parameter in a part of a checkpoint; LOST holds the updates that it misses."""
-    lacking = part.get(SHARDS, {}).get("owed")
-    return {**part["state"].get(number, {}), **({} if lacking is None else {LOST: lacking[number]})}
+    """Return the optimizer's state of a parameter in a part of a checkpoint, with the residual under RESIDUAL."""
+    residuals = _residuals(part[SHARDS]) if SHARDS in part else None
+    return {**part["state"].get(number, {}), **({} if residuals is None else {RESIDUAL: residuals[number]})}
+
+
+def _residuals(description: dict[str, Any]) -> list[Tensor] | None:
+    """Return the residuals in the description of pieces; None without parameter_compression."""
+    residuals: list[Tensor] | None = description[_RESIDUALS[description["version"]]]
+    return residuals
 
 
 def _without_rank(label: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -214,7 +224,7 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | s
     if (part := given.get(SHARDS)) is None:
         return None
     try:
-        if part["version"] != _VERSION:
+        if part["version"] not in _RESIDUALS:
             return f"a {SHARDS!r} of version {part['version']}"
         if part["shapes"] != shapes:
             return f"the state of parameters of shapes {part['shapes']}, not {shapes}"
@@ -226,10 +236,10 @@ def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | s
                 if values.numel() != numel:
                     has = values.numel()
                     return f"a damaged state: {name!r} of parameter {number} has {has} elements, not {numel}"
-            if (lacking := state.get(LOST)) is not None:
-                check_finite(f"residual of parameter {number}", lacking)
+            if (residual := state.get(RESIDUAL)) is not None:
+                check_finite(f"residual of parameter {number}", residual)
             names.append([[name, str(values.dtype)] for name, values in by_element.items()])
         label = {key: part[key] for key in ("world_size", "rank")}
-        return {**label, "names": names, "lacks": part["owed"] is not None}
+        return {**label, "names": names, "has_residuals": _residuals(part) is not None}
     except Exception as error:  # the other ranks would wait for this one if they did not get its error
         return f"a damaged state: {type(error).__name__}: {error}"

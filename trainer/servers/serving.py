@@ -98,14 +98,14 @@ class Serving:
             self._served.leave(worker)
         except CollectiveError as error:
             if threading.main_thread().is_alive():  # else this process is exiting, and no worker is at fault
-                self._lose(worker, of_pair(error, (worker, rank), rank, operation))
+                self._lose(worker, of_pair(error, (worker, rank), rank, operation), error)
         except Exception as error:  # else the thread would end, and the worker would wait for an answer
-            self._lose(
-                worker, CollectiveError(f"no answer to rank {worker}: {error!r}", rank=rank, operation=operation)
-            )
+            failure = CollectiveError(f"no answer to rank {worker}: {error!r}", rank=rank, operation=operation)
+            self._lose(worker, failure, error)
             communicator.close()
 
-    def _lose(self, worker: int, error: CollectiveError) -> None:
+    def _lose(self, worker: int, error: CollectiveError, cause: Exception) -> None:
+        error.__cause__ = cause
         _log.warning("gradwire: %s continues without rank %d: %s", self.name, worker, error)
         self._served.lose(worker, error)
 

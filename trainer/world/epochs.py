@@ -38,6 +38,11 @@ _POLL_S = 0.005
 _LEFT_OUT_S = 30.0
 
 
+def restarts(environment: Mapping[str, str]) -> int:
+    """Return how often torchrun has restarted all ranks; in an elastic job, the number of the epoch."""
+    return int(environment.get(RESTART_COUNT, "0"))
+
+
 @dataclass(frozen=True)
 class Epoch:
     """Holds the workers that are the ranks of a world. number: that of the epoch, from 0 on. workers: the number of each

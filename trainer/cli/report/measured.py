@@ -26,15 +26,18 @@ _ON_BUS = {"allreduce": 2.0} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """Holds the steps of one optimizer.
+    """Holds the steps of one optimizer in one world.
 
-    ranks: those that have written steps, of `size`. seconds, seconds_waited: (ranks, steps), of all steps but the
-    first, in which kernels are compiled, unless it is the only one. bytes_sent, bytes_uncompressed: (ranks, steps), of
-    all steps. NaN: the rank has not written the step. late_s: by how many seconds each rank came after the first half
-    of the ranks, (ranks, exchanges), in the exchanges that all of them have written, but the first. stragglers: a
-    summary of late_s; None without data.
+    world: the number of the world, which is 0 unless ranks were lost, joined or were restarted. number: that of the
+    optimizer in this world, from 1 on. ranks: those that have written steps, of `size`. seconds, seconds_waited:
+    (ranks, steps), of all steps but the first, in which kernels are compiled, unless it is the only one. bytes_sent,
+    bytes_uncompressed: (ranks, steps), of all steps. NaN: the rank has not written the step. late_s: by how many
+    seconds each rank came after the first half of the ranks, (ranks, exchanges), in the exchanges that all of them have
+    written, but the first. stragglers: a summary of late_s; None without data.
     """
 
+    world: int
+    number: int
     ranks: list[int]
     size: int
     seconds: Floats
@@ -84,14 +87,18 @@ def read(folder: Path) -> Measurements:
     processes: dict[int, dict[str, Any]] = {}
     for header, _ in sorted(journals, key=lambda journal: journal[0]["size"]):
         processes[header["rank"]] = header  # the last is of the largest Communicator, with all routes
-    made: Counter[int] = Counter()
-    optimizers: dict[tuple[int, tuple[int, ...]], dict[int, Lines]] = defaultdict(dict)
+    made: Counter[tuple[int, int]] = Counter()
+    worlds: dict[int, dict[tuple[int, tuple[int, ...]], dict[int, Lines]]] = defaultdict(lambda: defaultdict(dict))
     for header, lines in sorted(_journals(folder, STEPS), key=lambda journal: journal[0]["made"]):
-        rank = header["rank"]
+        world, rank = header["world"], header["rank"]
         if lines:
-            optimizers[made[rank], tuple(header["ranks"])][rank] = lines
-        made[rank] += 1
-    trainings = [_training(found, len(ranks)) for (_, ranks), found in sorted(optimizers.items())]
+            worlds[world][made[world, rank], tuple(header["ranks"])][rank] = lines
+        made[world, rank] += 1
+    trainings = [
+        _training(world, number, found, len(ranks))
+        for world, optimizers in sorted(worlds.items())
+        for number, ((_, ranks), found) in enumerate(sorted(optimizers.items()), 1)
+    ]
     size = max((header["size"] for header in processes.values()), default=0)
     return Measurements(dict(sorted(processes.items())), size, trainings, _operations(journals))
 
@@ -105,7 +112,7 @@ def _journals(folder: Path, kind: str) -> Iterator[tuple[dict[str, Any], Lines]]
             yield lines[0], lines[1:]
 
 
-def _training(found: dict[int, Lines], size: int) -> OptimizerSteps:
+def _training(world: int, number: int, found: dict[int, Lines], size: int) -> OptimizerSteps:
     """Return the steps of an optimizer, given the lines of each rank that has written any."""
     ranks = sorted(found)
     table = np.full((len(ranks), max(map(len, found.values())), 6), np.nan)
@@ -119,7 +126,7 @@ def _training(found: dict[int, Lines], size: int) -> OptimizerSteps:
         waits = np.array([[of_rank[number] for number in common] for of_rank in by_number])
         late = lateness(waits)
         stragglers = stragglers_of(int(common[-1]), waits, seconds[np.isfinite(seconds)])
-    return OptimizerSteps(ranks, size, seconds, waited, table[..., 2], table[..., 3], late, stragglers)
+    return OptimizerSteps(world, number, ranks, size, seconds, waited, table[..., 2], table[..., 3], late, stragglers)
 
 
 def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operation]:

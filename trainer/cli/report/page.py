@@ -27,8 +27,8 @@ def page(
     content = [_failure(exit_code, cause, last_lines)] if exit_code else []
     if measured.trainings:
         content.append(_cards(measured))
-    for number, training in enumerate(measured.trainings, 1):
-        of = f" of optimizer {number}" if len(measured.trainings) > 1 else ""
+    for training in measured.trainings:
+        of = _which(training, measured)
         content += [_steps(training, of), _stragglers(training, of), _bytes(training, of)]
     if not measured.trainings:
         said = "No step was measured. Steps are those of gradwire.DistributedOptimizer and gradwire.LocalUpdates."
@@ -53,17 +53,24 @@ def _failure(exit_code: int, cause: str, last_lines: str) -> str:
 
 
 def _cards(measured: Measurements) -> str:
-    first = measured.trainings[0]
+    longest = max(measured.trainings, key=lambda training: training.steps)
     hosts = {process["host"] for process in measured.processes.values()}
     shown = {
         "ranks" if measured.size != 1 else "rank": f"{measured.size}",
         "hosts" if len(hosts) != 1 else "host": f"{len(hosts)}",
-        "steps": f"{first.steps:,}",
-        "median step": _time(float(np.nanmedian(first.seconds))),
-        "of all time waiting": f"{_wait_share(first):.1%}",
-        "sent by each rank per step": _size(float(np.nanmean(first.bytes_sent))),
+        f"steps{_which(longest, measured)}": f"{longest.steps:,}",
+        "median step": _time(float(np.nanmedian(longest.seconds))),
+        "of all time waiting": f"{_wait_share(longest):.1%}",
+        "sent by each rank per step": _size(float(np.nanmean(longest.bytes_sent))),
     }
     return f'<div class="cards">{"".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items())}</div>'
+
+
+def _which(training: OptimizerSteps, measured: Measurements) -> str:
+    """Return the optimizer and the world of a training as text, as far as there are several."""
+    several = any(each.number > 1 for each in measured.trainings)
+    optimizer = f" of optimizer {training.number}" if several else ""
+    return optimizer + (f" in world {training.world}" if len({each.world for each in measured.trainings}) > 1 else "")
 
 
 def _steps(training: OptimizerSteps, of: str) -> str:

@@ -14,7 +14,7 @@ from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import Bucket, zeros_for
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.ranges import (
-    LOST,
+    RESIDUAL,
     Piece,
     Ranges,
     length,
@@ -88,15 +88,15 @@ class Pieces:
     def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
         """Make a new piece of a parameter, and move the existing state to it. Collective if an old piece has a state."""
         before = self._of.get(parameter)
-        lacks = self._returning is not None
-        piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], lacks)
+        has_residual = self._returning is not None
+        piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], has_residual)
         state = self._optimizer.state.pop(parameter if before is None else before.tensor, None) or {}
         if before is None:
             state = cut_whole(piece, state)
         else:
-            kept = {**state, LOST: before.tensor} if lacks else state
+            kept = {**state, RESIDUAL: before.tensor} if has_residual else state
             state = self.merged(piece, kept, [Held(before.ranges, kept)])
-        piece.set_lack(state.pop(LOST, None))
+        piece.set_residual(state.pop(RESIDUAL, None))
         if state:
             self._optimizer.state[piece.tensor] = state
 

@@ -12,33 +12,33 @@ from torch import Tensor
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a parameter, from one element up to another, counted in the order of its memory."""
 
-LOST = "gradwire_owed"
-"""The key in the state of a piece for the error of codes: the part of the updates that the parameter misses."""
+RESIDUAL = "gradwire_residual"
+"""The key in the state of a piece for its residual: the error of codes, which is added to the optimizer's next update."""
 
 
 @dataclass
 class Piece:
     """The elements of a parameter that this rank steps. tensor: the elements in `ranges`, with one dimension; a view of the
-    parameter if there is one range and `lacks` is False.
+    parameter if there is one range and `has_residual` is False.
 
-    by_rank: the ranges of all ranks. lacks: whether codes lose a part of the optimizer's updates, which the parameter then
-    misses. If so, the tensor has separate memory, and holds that part between steps.
+    by_rank: the ranges of all ranks. has_residual: whether the optimizer's updates are sent as codes. If so, the tensor has
+    separate memory, and holds the residual between steps.
     """
 
     parameter: Tensor
     by_rank: tuple[Ranges, ...]
     ranges: Ranges
-    lacks: bool
+    has_residual: bool
     tensor: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         memory = memory_of(self.parameter)
-        self.tensor = memory.new_zeros(length(self.ranges)) if self.lacks else in_place(memory, self.ranges)
+        self.tensor = memory.new_zeros(length(self.ranges)) if self.has_residual else in_place(memory, self.ranges)
 
-    def set_lack(self, lost: Tensor | None) -> None:
-        """Set the part of the updates that the parameter misses; None sets zero. Does nothing if `lacks` is False."""
-        if self.lacks:
-            self.tensor.zero_() if lost is None else self.tensor.copy_(lost)
+    def set_residual(self, residual: Tensor | None) -> None:
+        """Set the residual; None sets zero. Does nothing if `has_residual` is False."""
+        if self.has_residual:
+            self.tensor.zero_() if residual is None else self.tensor.copy_(residual)
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class CodedTransfer(Transfer):
 
     def _make_views(self) -> None:
         self._moved: _Pairs = [], []
-        self._lost: _Pairs = [], []
+        self._residuals: _Pairs = [], []
         super()._make_views()
 
     def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
@@ -153,7 +153,7 @@ class CodedTransfer(Transfer):
         self._homes.append(home)
         _pair(self._moved, split(home, piece.ranges), parts_of(whole, piece.ranges))
         _pair(self._taken, parts_of(place, piece.ranges), split(home, piece.ranges))
-        _pair(self._lost, split(home, piece.ranges), parts_of(place, piece.ranges))
+        _pair(self._residuals, split(home, piece.ranges), parts_of(place, piece.ranges))
         _pair(self._given, [whole], [place])
 
     def fill(self) -> None:
@@ -172,7 +172,7 @@ class CodedTransfer(Transfer):
         else:
             self._gather_codes(codec, step)
         _apply(torch._foreach_add_, self._given)
-        _apply(torch._foreach_sub_, self._lost)
+        _apply(torch._foreach_sub_, self._residuals)
 
     def _gather_codes(self, codec: Codec, step: int) -> None:
         """Fill `flat` with the decoded codes of all ranks' shares, including this rank's own. Collective."""
