@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -235,10 +236,10 @@ def membership_in(
 
 
 def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the device types whose tensors a group exchanges. Raises ValueError if it has neither gloo, NCCL nor this
-    package's own backend."""
+    """Return the device types whose tensors a group exchanges; without a GPU, "cuda" is none of them, although torch may be
+    built for it. Raises ValueError if the group has neither gloo, NCCL nor this package's own backend."""
     config = dist.get_backend_config(group).split(",")
-    kinds = {"cpu": "gloo", "cuda": "nccl"}
+    kinds = {"cpu": "gloo"} | ({"cuda": "nccl"} if torch.cuda.is_available() else {})
     device_types = tuple(
         device for device, kind in kinds.items() if {f"{device}:{kind}", f"{device}:{TORCH_BACKEND}"} & set(config)
     )

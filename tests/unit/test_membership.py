@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
 from gradwire.collectives.link import Membership, asking
-from gradwire.collectives.link.membership import coming_together
+from gradwire.collectives.link.membership import coming_together, device_types_of
 from tests.harness import wait_until
 from tests.unit.in_process import run_ranks
 
@@ -136,6 +137,14 @@ def test_an_error_that_another_rank_has_caused_leads_to_both() -> None:
     with pytest.raises(PeerLost, match="lost rank 1") as caught, coming_together(2, 5.0, membership):
         raise own
     assert (caught.value.__cause__, first.__cause__) == (first, own)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_gpu_is_only_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    """PyPI's torch is built for CUDA, and registers the backend for both devices."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gradwire,cuda:gradwire")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert device_types_of(Mock()) == (("cpu", "cuda") if has_gpu else ("cpu",))
 
 
 def test_the_secret_is_not_printed() -> None:
