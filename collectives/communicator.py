@@ -147,6 +147,7 @@ class Communicator(Tuned):
                 tables,
                 segment_bytes,
                 eager=transport.eager,
+                preferred_on_gpu=transport.preferred_on_gpu,
                 share_alignment_bytes=transport.share_alignment_bytes,
             )
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)

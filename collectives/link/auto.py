@@ -166,6 +166,7 @@ class RoutingTransport(Transport):
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.device_types, self.posts_together = group.device_types, group.posts_together
+        self.preferred_on_gpu = group.preferred_on_gpu
         self.quick, self.eager = far.quick, far.eager
         self.receives_from_any = far.receives_from_any or len(neighbours) == group.size
         self.algorithms = group.algorithms

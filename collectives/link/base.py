@@ -91,6 +91,7 @@ class Transport(ABC):
     receives_from_any, whether next_sender() is implemented; waits_again, whether wait() may be called again after its
     deadline has passed; shares_memory, whether this rank shares memory with others of its host; algorithms, by verb,
     those that collective() takes; preferred, by verb, the one of these that 'auto' selects for every size;
+    preferred_on_gpu, the same for CUDA tensors, if the transport moves these itself;
     share_alignment_bytes, for each allreduce algorithm that it also runs in halves (the verbs reduce_shares and
     gather_shares, in place): the buffer is cut at multiples of this into one share per rank, in rank order and of
     near-equal length, as by plan.spans.split_aligned; routes, lines of text: which ranks this rank reaches by which
@@ -108,6 +109,7 @@ class Transport(ABC):
     waits_again: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     preferred: Mapping[str, str] = MappingProxyType({})
+    preferred_on_gpu: Mapping[str, str] = MappingProxyType({})
     share_alignment_bytes: Mapping[str, int] = MappingProxyType({})
     routes: tuple[str, ...] = ()
 

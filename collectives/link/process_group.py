@@ -166,7 +166,11 @@ class ProcessGroupTransport(Transport):
         any_backend = next(iter(backends.values()))
         self.rank, self.size = any_backend.rank(), any_backend.size()
         self.device_types = tuple(backends)
-        self.posts_together = ("cuda",) if "cuda" in backends else ()
+        if "cuda" in backends:
+            self.posts_together = ("cuda",)
+            self.preferred_on_gpu = {
+                "allreduce": "native"
+            }  # one kernel; the executor launches kernels for each message
         names = {"cpu": "CPU tensors: gloo", "cuda": "CUDA tensors: NCCL"}
         self.routes = tuple(names[device] for device in backends)
 

@@ -99,7 +99,7 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
                 given = f"a Transport of rank {transport.rank} of {transport.size}"
                 needed = f"one of rank {rank} of {membership.size} is needed"
                 raise ValueError(f"rank {rank}: link {link!r} returned {given}; {needed}")
-            for verb, name in transport.preferred.items():
+            for verb, name in (*transport.preferred.items(), *transport.preferred_on_gpu.items()):
                 if name not in (offered := transport.algorithms.get(verb, ())):
                     prefers = f"link {link!r} prefers {verb}'s {name!r}"
                     raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(offered)}")

@@ -84,6 +84,7 @@ class Plans:
 
     topology: of the Communicator's ranks. algorithms: the algorithm names of each collective. tables: by verb, the table from
     which 'auto' chooses. After choose_by(), 'auto' chooses by measured costs instead, except for the verbs in by_hand.
+    preferred_on_gpu: see Transport.
     segment_bytes: see Communicator. eager, share_alignment_bytes: see Transport. grouped, in all methods: whether both ends of
     a message must be posted together.
     """
@@ -96,9 +97,11 @@ class Plans:
         segment_bytes: int,
         *,
         eager: bool = False,
+        preferred_on_gpu: Mapping[str, str] = MappingProxyType({}),
         share_alignment_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._eager = eager
+        self._preferred_on_gpu = preferred_on_gpu
         self._share_alignment_bytes = share_alignment_bytes
         self.topology = topology
         self.tables = tables
@@ -139,10 +142,11 @@ class Plans:
             algorithm = self.measured.corrected(nbytes) or algorithm
         return self.choose(collective, algorithm, nbytes)
 
-    def choose(self, collective: str, algorithm: str, nbytes: int) -> str:
-        """Return the algorithm, with 'auto' resolved. Raises ValueError for an unknown collective or algorithm."""
+    def choose(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool = False) -> str:
+        """Return the algorithm, with 'auto' resolved. on_gpu: whether the tensors are CUDA tensors. Raises ValueError for an
+        unknown collective or algorithm."""
         names = self.algorithms(collective)
-        chosen = self._auto(collective, nbytes) if algorithm == "auto" else algorithm
+        chosen = self._auto(collective, nbytes, on_gpu=on_gpu) if algorithm == "auto" else algorithm
         if chosen not in names:
             allowed = ", ".join(("auto", *names))
             raise ValueError(
@@ -156,7 +160,9 @@ class Plans:
         """Return the algorithm that the table alone chooses."""
         return choose(self.tables[collective], nbytes)
 
-    def _auto(self, collective: str, nbytes: int) -> str:
+    def _auto(self, collective: str, nbytes: int, *, on_gpu: bool) -> str:
+        if on_gpu and collective in self._preferred_on_gpu and collective not in self.by_hand:
+            return self._preferred_on_gpu[collective]
         if self.measured is None or collective in self.by_hand:
             return self.usual(collective, nbytes)
         with self._lock:

@@ -220,10 +220,11 @@ def test_a_link_says_what_it_would_have_taken() -> None:
             tensor = contribution(comm.rank, comm.size, SMALL, torch.float32)
             comm.allreduce(tensor)
             assert torch.equal(tensor, reduced(comm.size, SMALL, torch.float32))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessGroupTransport, "preferred", {"allreduce": "nativ"}, raising=False)
-        with pytest.raises(ValueError, match=r"prefers allreduce's 'nativ'; it offers native"):
-            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group")
+    for preferred in ("preferred", "preferred_on_gpu"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ProcessGroupTransport, preferred, {"allreduce": "nativ"}, raising=False)
+            with pytest.raises(ValueError, match=r"prefers allreduce's 'nativ'; it offers native"):
+                Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group")
 
 
 def test_a_link_says_whether_both_ends_are_posted_together(ranks: Worlds) -> None:

@@ -80,3 +80,8 @@ def test_a_group_of_calls_is_not_left_open_by_an_error(fails: int) -> None:
 def test_both_ends_of_a_message_are_posted_together_over_nccl_alone() -> None:
     assert ProcessGroupTransport({"cuda": _Nccl()}).posts_together == ("cuda",)
     assert ProcessGroupTransport({"cpu": _Nccl()}).posts_together == ()
+
+
+def test_nccl_reduces_cuda_tensors_by_itself() -> None:
+    assert ProcessGroupTransport({"cuda": _Nccl()}).preferred_on_gpu == {"allreduce": "native"}
+    assert not ProcessGroupTransport({"cpu": _Nccl()}).preferred_on_gpu

@@ -15,6 +15,7 @@ from gradwire.collectives.plan.selection import (
     parse_table,
 )
 from gradwire.collectives.plan.topology import Topology, host_id
+from gradwire.collectives.run.plans import Plans, legal_algorithms
 
 NAMES = ("ring", "rsag", "native")
 ONE_HOST = Topology(0, ((0, 1, 2, 3),))
@@ -67,6 +68,17 @@ def test_the_environment_overrides_only_what_it_names() -> None:
     assert tables == {"allreduce": (Range("ring", 0, 1024), Range("rsag", 1024, None))}
     with pytest.raises(ValueError, match=r"COLLECTIVES_BROADCAST='ring'.*known are tree, rsag"):
         overrides(allowed, {"COLLECTIVES_BROADCAST": "ring"})
+
+
+def test_a_link_may_prefer_another_algorithm_for_cuda_tensors() -> None:
+    names = legal_algorithms({"allreduce": ("native",)})
+    tables = {"allreduce": parse_table("ring", names["allreduce"], "X")}
+    plans = Plans(ONE_RANK_A_HOST, names, tables, 1 << 20, preferred_on_gpu={"allreduce": "native"})
+    assert plans.choose("allreduce", "auto", 64) == "ring"
+    assert plans.choose("allreduce", "auto", 64, on_gpu=True) == "native"
+    assert plans.choose("allreduce", "rsag", 64, on_gpu=True) == "rsag"
+    plans.by_hand = frozenset({"allreduce"})
+    assert plans.choose("allreduce", "auto", 64, on_gpu=True) == "ring"
 
 
 def test_hosts_are_found_from_what_ranks_report() -> None:
