@@ -107,7 +107,8 @@ def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     """The world keeps what variables say, but for what init() is given; optimizers take their buckets from it."""
     logger = logging.getLogger("gradwire")
     monkeypatch.setattr(logger, "level", logger.level)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that the end of the test also removes what init() sets
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     for name, text in [
         ("FUSION_THRESHOLD", "4096"),
         ("STALL_CHECK_TIME_SECONDS", "7"),
