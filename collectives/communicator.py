@@ -210,14 +210,14 @@ class Communicator(Tuned):
         variables COLLECTIVES_ALLREDUCE, COLLECTIVES_BROADCAST, and so on."""
         return dict(self._engine.plans.tables)
 
-    def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None) -> str:
+    def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None, device: str = "cpu") -> str:
         """Return the algorithm that 'auto' runs for a message of nbytes. For allgather and reduce_scatter, nbytes are the
         bytes of all ranks together. With a codec, return the algorithm for an allreduce of float32 numbers that have nbytes
-        before encoding.
+        before encoding. device: the device type of the tensors.
         """
         made = make_codec(codec) if codec is not None else None
         if made is None or made.name == "none":
-            return self._engine.plans.corrected(collective, "auto", nbytes)
+            return self._engine.plans.corrected(collective, "auto", nbytes, on_gpu=device == "cuda")
         code_bytes = made.wire_bytes(nbytes // 4)
         return self._engine.plans.choose_for_codec(made, "auto", code_bytes, with_feedback=made.needs_feedback)
 

@@ -138,7 +138,10 @@ def measure(
 
     measured: list[MeasuredRow] = []
     for (job, algorithm), times, wrong_elements in zip(turns, slowest, wrong_anywhere, strict=True):
-        sent = None if algorithm in (TORCH, mpi.MPI) else comm.wire_bytes(case.name, case.nbytes(job), algorithm)
+        sent, nbytes = None, case.nbytes(job)
+        if algorithm not in (TORCH, mpi.MPI):
+            runs = comm.chosen(case.name, nbytes, device=device.type) if algorithm == "auto" else algorithm
+            sent = comm.wire_bytes(case.name, nbytes, runs)
         wrong_seen = int(wrong_elements) if protocol.check_iters > 0 else None
         known = {"codec": "none", "wire_bytes": most_bytes(sent, device), "wrong": wrong_seen}
         measured.append(measured_row(case, job, algorithm, times, **known))
@@ -219,7 +222,7 @@ def report(
             rows += [row for _, row, _ in block]
     speedups = []
     for peer in PEERS:
-        compared = compare(measured, "auto", peer, partial(comm.chosen, case.name))
+        compared = compare(measured, "auto", peer, partial(comm.chosen, case.name, device=device.type))
         print("".join(f"{line}\n" for line in format_comparison(compared)), end="")
         speedups += compared
     return rows, speedups

@@ -136,11 +136,11 @@ class Plans:
         with self._lock:
             return self.measured.trial(nbytes)
 
-    def corrected(self, collective: str, algorithm: str, nbytes: int) -> str:
+    def corrected(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool = False) -> str:
         """Return the result of choose(), corrected by the trials so far. Ranks may differ, since some may be a call ahead."""
-        if algorithm == "auto" and collective == "allreduce" and self.measured is not None:
+        if algorithm == "auto" and collective == "allreduce" and self.measured is not None and not on_gpu:
             algorithm = self.measured.corrected(nbytes) or algorithm
-        return self.choose(collective, algorithm, nbytes)
+        return self.choose(collective, algorithm, nbytes, on_gpu=on_gpu)
 
     def choose(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool = False) -> str:
         """Return the algorithm, with 'auto' resolved. on_gpu: whether the tensors are CUDA tensors. Raises ValueError for an

@@ -182,7 +182,8 @@ def _choice(communicator: Communicator, bucket: Bucket) -> BucketChoice:
     if isinstance(codec, Codec):
         algorithm = communicator.chosen("allreduce", 4 * values.numel(), codec)
     else:  # a matrix codec exchanges several sums of different sizes
-        algorithm = "auto" if codec is not None else communicator.chosen("allreduce", values.nbytes)
+        device = values.device.type
+        algorithm = "auto" if codec is not None else communicator.chosen("allreduce", values.nbytes, device=device)
     return BucketChoice(values.nbytes, algorithm, "none" if codec is None else codec.name)
 
 
