@@ -211,7 +211,7 @@ def plan(
 
 
 def report(
-    case: Case, comm: Communicator, measured: Sequence[MeasuredRow], algorithms: Sequence[str]
+    case: Case, comm: Communicator, measured: Sequence[MeasuredRow], algorithms: Sequence[str], device: torch.device
 ) -> tuple[list[Row], list[Speedup]]:
     """Print a block for each algorithm, then the comparisons. Return the rows and speedups in this order."""
     rows: list[Row] = []
@@ -262,7 +262,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
                 tables = partial(compressed.report, comm, measured, chosen.codec)
             else:
                 measured = measure(case, jobs, comm, algorithms, protocol, device, shared=chosen.shared)
-                tables = partial(report, case, comm, measured, algorithms)
+                tables = partial(report, case, comm, measured, algorithms, device)
             if comm.rank == 0:
                 save(chosen, *tables(), meta)
             return 1 if any(row.wrong for _, row, _ in measured) else 0
