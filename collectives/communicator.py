@@ -120,7 +120,7 @@ class Communicator(Tuned):
         #: Which ranks of torch.distributed's default group these are, by their rank here; empty where they are none.
         self.global_ranks = membership.global_ranks
         self.topology = Topology(membership.rank, membership.hosts)
-        settings = [f"segment_bytes={segment_bytes}"]
+        settings = [f"segment_bytes={segment_bytes}", f"tensors on {' and '.join(membership.device_types)}"]
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         if tuning != "0":
             settings.append(f"{TUNING}={tuning if tuned is None else compared(tuned)}")
@@ -219,7 +219,9 @@ class Communicator(Tuned):
         if made is None or made.name == "none":
             return self._engine.plans.corrected(collective, "auto", nbytes, on_gpu=device == "cuda")
         code_bytes = made.wire_bytes(nbytes // 4)
-        return self._engine.plans.choose_for_codec(made, "auto", code_bytes, with_feedback=made.needs_feedback)
+        return self._engine.plans.choose_for_codec(
+            made, "auto", code_bytes, with_feedback=made.needs_feedback, on_gpu=device == "cuda"
+        )
 
     def wire_bytes(
         self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +18,10 @@ def in_forked_child(made: T, action: Callable[[T], object]) -> None:
 
 def _after_fork() -> None:
     for made, action in list(_actions.items()):
-        action(made)
+        try:
+            action(made)
+        except Exception:  # the next object must not keep what belongs to the parent
+            traceback.print_exc()
 
 
 _actions: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKeyDictionary()

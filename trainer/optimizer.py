@@ -59,7 +59,8 @@ class DistributedOptimizer(WrappingOptimizer):
     - Activation checkpoints with use_reentrant=True exchange gradients once per segment. Prefer use_reentrant=False; with op=Sum
       or backward_passes_per_step > 1, use only that.
 
-    optimizer: any torch optimizer. Its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged.
+    optimizer: any torch optimizer. Its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged. Move
+    them to their device first: if all are on the CPU now, later gradients on a GPU are copied through the host.
     named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
     compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
     ErrorFeedback(codec). Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all

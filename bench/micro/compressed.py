@@ -244,18 +244,20 @@ def report(comm: Communicator, measured: Sequence[MeasuredRow], codecs: Codecs) 
         print("\n".join(format_trailer([row for _, row, _ in block])))
         rows += [row for _, row, _ in block]
     torchs = [one for one in measured if one[1].algorithm == TORCH]
+    device = measured[0][0].device.type
     speedups = []
     for label in (NONE, *codecs):
         ours = [one for one in measured if one[1].algorithm == AUTO and one[1].codec == label]
-        compared = compare([*ours, *torchs], AUTO, TORCH, partial(_ridden, comm, label, codecs))
+        compared = compare([*ours, *torchs], AUTO, TORCH, partial(_ridden, comm, label, codecs, device))
         print("\n".join(format_comparison(compared)))
         speedups += compared
     return rows, speedups
 
 
-def _ridden(comm: Communicator, label: str, codecs: Codecs, nbytes: int) -> str:
+def _ridden(comm: Communicator, label: str, codecs: Codecs, device: str, nbytes: int) -> str:
     """Return the codec and algorithm that a line of a comparison names."""
     if label == NONE:
-        return comm.chosen("allreduce", nbytes)
+        return comm.chosen("allreduce", nbytes, device=device)
     codec = codecs[label][0]
-    return f"{label}, {comm.chosen('allreduce', codec.wire_bytes(nbytes // 4)) if codec.summable else shot_of(codec)}"
+    summed = comm.chosen("allreduce", codec.wire_bytes(nbytes // 4), device=device)
+    return f"{label}, {summed if codec.summable else shot_of(codec)}"

@@ -17,8 +17,8 @@ _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, t
 
 
 def under_mpirun() -> bool:
-    """Return whether an mpirun started this process: Open MPI's, or that of MPICH or Intel MPI."""
-    return not {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}.isdisjoint(os.environ)
+    """Return whether an mpirun started this process, that of Open MPI, MPICH or Intel MPI, and not torchrun."""
+    return "RANK" not in os.environ and not {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}.isdisjoint(os.environ)
 
 
 def join_world(timeout_s: float) -> None:

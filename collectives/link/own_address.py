@@ -98,9 +98,10 @@ def _source_towards(host: str, deadline: float) -> str | None:
     """Return the address from which this host would send to another host; None if it cannot reach that host. Raises as
     own_address."""
     with suppress(OSError):
-        address = look_up(host, deadline)[0]
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
+        numeric = look_up(host, deadline)[0]
+        family, _, _, _, target = socket.getaddrinfo(numeric, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
             return str(probe.getsockname()[0])
     return None
 

@@ -136,13 +136,13 @@ class Plans:
         with self._lock:
             return self.measured.trial(nbytes)
 
-    def corrected(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool = False) -> str:
+    def corrected(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool) -> str:
         """Return the result of choose(), corrected by the trials so far. Ranks may differ, since some may be a call ahead."""
         if algorithm == "auto" and collective == "allreduce" and self.measured is not None and not on_gpu:
             algorithm = self.measured.corrected(nbytes) or algorithm
         return self.choose(collective, algorithm, nbytes, on_gpu=on_gpu)
 
-    def choose(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool = False) -> str:
+    def choose(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool) -> str:
         """Return the algorithm, with 'auto' resolved. on_gpu: whether the tensors are CUDA tensors. Raises ValueError for an
         unknown collective or algorithm."""
         names = self.algorithms(collective)
@@ -168,7 +168,7 @@ class Plans:
         with self._lock:
             return self.measured.choose(collective, nbytes)
 
-    def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool) -> str:
+    def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool, on_gpu: bool) -> str:
         """Return the algorithm for an allreduce of codes of nbytes. Raises ValueError, which lists the allowed algorithms, if
         the codec does not support `algorithm`."""
         names = algorithms_for(codec, self.algorithms("allreduce"), with_feedback=with_feedback)
@@ -180,12 +180,14 @@ class Plans:
                 f"rank {self._place.rank}: codec {codec.name!r}{corrected} does not support the algorithm {algorithm!r}; allowed "
                 f"are {', '.join(('auto', *names))}"
             )
-        return algorithm if algorithm == names[0] else self.choose("allreduce", algorithm, nbytes)
+        return algorithm if algorithm == names[0] else self.choose("allreduce", algorithm, nbytes, on_gpu=on_gpu)
 
-    def choose_for_parts(self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int) -> str:
+    def choose_for_parts(
+        self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int, *, on_gpu: bool
+    ) -> str:
         """Return the algorithm for a message of one part per rank. A link's own algorithm needs equal parts; for unequal ones
         'auto' uses rsag."""
-        chosen = self.choose(collective, algorithm, sum(lengths) * element_size)
+        chosen = self.choose(collective, algorithm, sum(lengths) * element_size, on_gpu=on_gpu)
         if chosen not in PLANNERS[collective] and len(set(lengths)) > 1:
             if algorithm != "auto":
                 raise ValueError(
@@ -197,10 +199,10 @@ class Plans:
     def wire_bytes(self, collective: str, nbytes: int, algorithm: str, codec: Codec | None) -> int | None:
         """See Communicator.wire_bytes."""
         if codec is None:
-            name = self.corrected(collective, algorithm, nbytes)
+            name = self.corrected(collective, algorithm, nbytes, on_gpu=False)
         else:
             numel, nbytes = nbytes // 4, codec.wire_bytes(nbytes // 4)
-            name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False)
+            name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False, on_gpu=False)
             if name == shot_of(codec) or not codec.summable:
                 partition = self.partition(codec, numel, name)
                 used = effective(codec, partition)
@@ -236,7 +238,7 @@ class Plans:
         has no halves, the parts are near-equal.
         """
         size = self._place.size
-        algorithm = self.choose("allreduce", "auto", numel * element_size)
+        algorithm = self.choose("allreduce", "auto", numel * element_size, on_gpu=False)
         if algorithm in self._share_alignment_bytes:
             alignment = max(1, self._share_alignment_bytes[algorithm] // element_size)
             aligned = split_aligned(Span(0, numel), size, alignment)
@@ -283,7 +285,7 @@ class Plans:
         return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), costs.call_s, scales=scales)
 
     def _predict_numbers(self, costs: Costs, nbytes: int, itemsize: int) -> float:
-        name = self.choose("allreduce", "auto", nbytes)
+        name = self.choose("allreduce", "auto", nbytes, on_gpu=False)
         return predict(costs, "allreduce", name, nbytes, self.segment_bytes, itemsize=itemsize)
 
     def _walk_codes(self, costs: Costs, codec: Codec, numel: int) -> float:

@@ -60,9 +60,10 @@ def allreduce_compressed(
     present = codec.at(step)
     with_feedback = feedback is not None
     nbytes = present.wire_bytes(tensor.numel())
-    chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback)
+    on_gpu = tensor.is_cuda
+    chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=on_gpu)
     corrected = ", error feedback" if with_feedback else ""
-    place = " on cuda" if tensor.is_cuda else ""  # which decides how the buffer is cut into chunks
+    place = " on cuda" if on_gpu else ""  # which decides how the buffer is cut into chunks
     text, signature = (
         f"allreduce({arguments.described(tensor)}{place}, {reduction}, {chosen}, {each.identity}{corrected})"
         for each in (present, codec)  # for a codec that draws by the step, every step would be a new call

@@ -53,7 +53,9 @@ class Movement(Ranks):
         arguments.check_tensors(engine, input, *parts)
         arguments.check_written(engine, *parts)
         lengths = arguments.part_lengths(engine, "output", output, input, "input")
-        chosen = engine.plans.choose_for_parts("allgather", algorithm, lengths, input.element_size())
+        chosen = engine.plans.choose_for_parts(
+            "allgather", algorithm, lengths, input.element_size(), on_gpu=input.is_cuda
+        )
         whole = engine.whole("allgather", chosen, input, input.numel())
         text = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
         tensors = [arguments.sketch(input, [length]) for length in lengths]
@@ -89,7 +91,7 @@ class Movement(Ranks):
         engine = self._engine
         arguments.check_written(engine, tensor)
         arguments.check_root(engine, "src", src)
-        chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes)
+        chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
         whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
         text = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
         call = DescribedCall(text, "broadcast", [arguments.sketch(tensor)], src=src, algorithm=algorithm)
@@ -160,7 +162,7 @@ class Movement(Ranks):
         arguments.check_root(engine, root_name, root)
         parts = arguments.rooted_list(engine, many_name, many, one, root_name, root)
         arguments.check_written(engine, *(parts if gathers else [one]))
-        chosen = engine.plans.choose(verb, algorithm, one.nbytes * engine.size)
+        chosen = engine.plans.choose(verb, algorithm, one.nbytes * engine.size, on_gpu=one.is_cuda)
         whole = engine.whole(verb, chosen, one, one.numel() * (1 if gathers else len(parts)), root=root)
         text = f"{verb}({arguments.described(one)}, {root_name}={root}, {chosen})"
         given: dict[str, Any] = {root_name: root, "algorithm": algorithm}
@@ -225,7 +227,7 @@ class Movement(Ranks):
             )
         incoming = arguments.split_lengths(engine, "output", output, output_splits)
         outgoing = arguments.split_lengths(engine, "input", input, input_splits)
-        chosen = engine.plans.choose("alltoall", algorithm, input.nbytes)
+        chosen = engine.plans.choose("alltoall", algorithm, input.nbytes, on_gpu=input.is_cuda)
         whole = engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
         shape = "splits" if input_splits is not None else arguments.described(input)
         text = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
@@ -260,7 +262,7 @@ class Movement(Ranks):
         engine = self._engine
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise ValueError(f"rank {engine.rank}: barrier: timeout_s={timeout_s} must be positive and finite")
-        chosen = engine.plans.choose("barrier", algorithm, 1)
+        chosen = engine.plans.choose("barrier", algorithm, 1, on_gpu=False)
         call = DescribedCall(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
         nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
         whole = engine.whole("barrier", chosen, nothing, 0)

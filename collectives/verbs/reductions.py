@@ -176,7 +176,9 @@ class Reductions(Ranks):
         arguments.check_tensors(engine, output, *parts)
         name = arguments.reduction_of(engine, [output], op).op
         lengths = arguments.part_lengths(engine, "input", input, output, "output")
-        chosen = engine.plans.choose_for_parts("reduce_scatter", algorithm, lengths, output.element_size())
+        chosen = engine.plans.choose_for_parts(
+            "reduce_scatter", algorithm, lengths, output.element_size(), on_gpu=output.is_cuda
+        )
         whole = engine.whole("reduce_scatter", chosen, output, sum(lengths), name)
         first = [lengths[0]] if isinstance(input, Tensor) else list(parts[0].shape)
         row = ", ".join(map(str, first[1:]))  # with which the lengths say what shape all parts have
@@ -215,7 +217,7 @@ class Reductions(Ranks):
         engine = self._engine
         name = arguments.reduction_of(engine, [tensor], op).op
         arguments.check_root(engine, "dst", dst)
-        chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes)
+        chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
         whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
         text = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
         call = DescribedCall(text, "reduce", [arguments.sketch(tensor)], op=name, dst=dst, algorithm=algorithm)

@@ -106,4 +106,5 @@ class Halves(Reductions):
     def _halved(self, tensor: Tensor) -> Layout | None:
         """Return this rank's share of a tensor; None if its allreduce has no halves."""
         shares = self._shares_of(tensor)
-        return None if shares.algorithm is None else shares.spans[self.rank]
+        runs = self._engine.plans.choose("allreduce", "auto", tensor.nbytes, on_gpu=tensor.is_cuda)
+        return shares.spans[self.rank] if runs == shares.algorithm else None

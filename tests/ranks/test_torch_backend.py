@@ -390,12 +390,13 @@ def queue_before_barriers(is_asynchronous: bool) -> None:
     """Rank 1 is later for the queued operations than the barriers after them allow, and misses the last barrier."""
     group, rank = dist.new_group(backend="gradwire"), dist.get_rank()
     tensor, last = torch.ones(3), torch.ones(3)
+    group.barrier().wait()  # later ones are calls that both ranks know
     works = []
     for _ in range(2):
-        time.sleep(1.0 * rank)
+        time.sleep(1.5 * rank)
         works.append(dist.all_reduce(tensor, group=group, async_op=True))
     options = dist.BarrierOptions()
-    options.timeout = timedelta(seconds=0.5)
+    options.timeout = timedelta(seconds=1.0)
     options.asyncOp = is_asynchronous
     barrier = group.barrier(options)
     works.append(dist.all_reduce(last, group=group, async_op=True))
@@ -403,10 +404,10 @@ def queue_before_barriers(is_asynchronous: bool) -> None:
         work.wait()
     assert tensor.tolist() == [4.0] * 3
     assert last.tolist() == [2.0] * 3
-    time.sleep(1.0 * rank)
+    time.sleep(1.5 * rank)
     dist.all_reduce(last, group=group, async_op=True)
     if rank == 0:
-        with pytest.raises(TimeoutError, match=r"barrier.* not done after 0\.5 s waiting for rank 1"):
+        with pytest.raises(TimeoutError, match=r"barrier.* not done after 1\.0 s waiting for rank 1"):
             group.barrier(options).wait()
     dist.barrier()
     dist.destroy_process_group(group)

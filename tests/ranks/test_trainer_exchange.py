@@ -53,6 +53,14 @@ def test_parameters_on_the_cpu_are_reduced_in_shared_memory_also_beside_a_gpu() 
 
 
 @on_ranks(2)
+def test_parameters_on_different_devices_are_an_error_on_all_ranks() -> None:
+    world = current_world()
+    world._membership = replace(world._membership, device_types=("cpu", "cuda")[: 1 + hvd.rank()])
+    with pytest.raises(ValueError, match="tensors on cpu and cuda"):
+        world.open_communicator(None)
+
+
+@on_ranks(2)
 def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns() -> None:
     """Something is under way when backward() reaches the last parameter, and nothing after it."""
     model = perceptron()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from gradwire.collectives.compression.dense import Float16
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import Cores, Costs, LinkCost
 from gradwire.collectives.plan.selection import (
@@ -74,9 +75,10 @@ def test_a_link_may_prefer_another_algorithm_for_cuda_tensors() -> None:
     names = legal_algorithms({"allreduce": ("native",)})
     tables = {"allreduce": parse_table("ring", names["allreduce"], "X")}
     plans = Plans(ONE_RANK_A_HOST, names, tables, 1 << 20, preferred_on_gpu={"allreduce": "native"})
-    assert plans.choose("allreduce", "auto", 64) == "ring"
+    assert plans.choose("allreduce", "auto", 64, on_gpu=False) == "ring"
     assert plans.choose("allreduce", "auto", 64, on_gpu=True) == "native"
     assert plans.choose("allreduce", "rsag", 64, on_gpu=True) == "rsag"
+    assert plans.choose_for_codec(Float16(), "auto", 64, with_feedback=False, on_gpu=True) == "native"
     plans.by_hand = frozenset({"allreduce"})
     assert plans.choose("allreduce", "auto", 64, on_gpu=True) == "ring"
 
