@@ -205,7 +205,9 @@ def test_ways_to_train_give_the_same_over_both_backends(programs: str, tmp_path:
     for row in rows:
         exchanges = row["backend"] not in ("no exchange", "compute")
         assert row["difference"] == (0.0 if exchanges else None)  # two ranks add in either order alike
-        assert row["beyond_of_gloo"] is None or row["program"].startswith("ddp")  # None if gloo was as fast as `compute`
+        assert row["beyond_of_gloo"] is None or row["program"].startswith(
+            "ddp"
+        )  # None if gloo was as fast as `compute`
         assert row["program"] in said
 
 
