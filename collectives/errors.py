@@ -72,7 +72,8 @@ class PeerLost(CollectiveError):
         self.has_left = has_left
         self.reasons = dict(reasons or {})
         how = (
-            "left at or before this operation, by an exception or at the end of its script: see the output of that rank"
+            "left at or before this operation, by an exception or at the end of its script: see the output of that rank (if it "
+            "had fewer batches: join())"
             if has_left
             else "its process was ended, or its host cannot be reached"
         )
