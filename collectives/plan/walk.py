@@ -45,6 +45,10 @@ class Leg(NamedTuple):
     codec: str = ""
     code_bytes: Callable[[int], int] | None = None
 
+    def nbytes(self, message: Instruction) -> int:
+        """Return the bytes of a message of the Program."""
+        return message.length * self.itemsize if self.code_bytes is None else self.code_bytes(message.length)
+
 
 def predict(
     costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
@@ -137,16 +141,22 @@ def _walked(
 def _busiest(
     costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
 ) -> float:
-    """Return the seconds that the busiest uplink needs for the bytes of a call, in the direction with more of them."""
     in_one_segment = max(segment_bytes, nbytes)
+    return busiest_uplink_s(costs, _legs(costs, collective, algorithm, in_one_segment, itemsize, root, nbytes))
+
+
+def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
+    """Return the seconds that the busiest uplink needs for the bytes of programs, in the direction with more of them. legs: by
+    rank."""
     host = {rank: index for index, ranks in enumerate(costs.hosts) for rank in ranks}
     moved: dict[tuple[int, int], int] = defaultdict(int)  # by direction and host
-    for rank, legs in enumerate(_legs(costs, collective, algorithm, in_one_segment, itemsize, root, nbytes)):
-        for instruction in itertools.chain.from_iterable(leg.program for leg in legs):
-            ends = host[rank], host[instruction.peer]
-            if instruction.kind == Kind.SEND and ends[0] != ends[1]:
-                for direction, end in enumerate(ends):
-                    moved[direction, end] += instruction.length * itemsize
+    for rank, of_rank in enumerate(legs):
+        for leg in of_rank:
+            for message in leg.program:
+                ends = host[rank], host[message.peer]
+                if message.kind == Kind.SEND and ends[0] != ends[1]:
+                    for direction, end in enumerate(ends):
+                        moved[direction, end] += leg.nbytes(message)
     return max((nbytes * costs.uplinks[end] for (_, end), nbytes in moved.items()), default=0.0)
 
 
@@ -273,17 +283,13 @@ class _Walk:
             elif kind == Kind.POST:
                 for message in outgoing:
                     channel = (*self._alike(rank, message.peer), index, message.segment)
-                    sent[index, message.number] = self._send(rank, channel, self._nbytes(rank, index, message))
+                    sent[index, message.number] = self._send(rank, channel, self._legs[rank][index].nbytes(message))
                 outgoing.clear()
             else:
                 self._compute(rank, self._seconds(rank, index, instruction))
             item = None
             if ready and clocks[rank] > ready[0][0]:
                 return True
-
-    def _nbytes(self, rank: int, index: int, message: Instruction) -> int:
-        leg = self._legs[rank][index]
-        return message.length * leg.itemsize if leg.code_bytes is None else leg.code_bytes(message.length)
 
     def _seconds(self, rank: int, index: int, instruction: Instruction) -> float:
         """Return a processor's time for an instruction that moves no message."""

@@ -22,7 +22,7 @@ from gradwire.collectives.plan.selection import Measured, Table, choose
 from gradwire.collectives.plan.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split, split_aligned
 from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.plan.trial import Trial
-from gradwire.collectives.plan.walk import Leg, corrected, in_segments, predict, price
+from gradwire.collectives.plan.walk import Leg, busiest_uplink_s, corrected, in_segments, predict, price
 
 _Planned = TypeVar("_Planned")
 _Given = ParamSpec("_Given")
@@ -282,7 +282,11 @@ class Plans:
         measured = costs.measured("allreduce", codec.identity)
         walk = partial(self._walk_codes, costs, codec)
         scales = len(costs.hosts) == 1
-        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), costs.call_s, scales=scales)
+        least_s = costs.call_s
+        if costs.burst_bytes and not codec.summable:  # as predict() of plain numbers
+            count = self._chunks(codec, numel)
+            least_s = max(least_s, count * busiest_uplink_s(costs, self.legs_of_codes(codec, numel // count)))
+        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), least_s, scales=scales)
 
     def _predict_numbers(self, costs: Costs, nbytes: int, itemsize: int) -> float:
         name = self.choose("allreduce", "auto", nbytes, on_gpu=False)
@@ -294,8 +298,12 @@ class Plans:
             coding = costs.codec(codec.identity)
             coding_s = 4 * numel * (coding.encode_byte_s + coding.decode_byte_s)
             return coding_s + self._predict_numbers(costs, codec.wire_bytes(numel), codec.wire_dtype.itemsize)
-        count = len(self._of_rank(0).partition(codec, numel).chunks)  # a rank without a part has no chunks
+        count = self._chunks(codec, numel)
         return in_segments(count, lambda number: price(costs, self.legs_of_codes(codec, numel * number // count)))
+
+    def _chunks(self, codec: Codec, numel: int) -> int:
+        """Return the number of chunks of a buffer, as rank 0 cuts it: a rank without a part has no chunks."""
+        return len(self._of_rank(0).partition(codec, numel).chunks)
 
     def legs_of_codes(self, codec: Codec, numel: int) -> list[list[Leg]]:
         """Return by rank the programs of a compressed allreduce, for gradwire.collectives.plan.walk.price."""
