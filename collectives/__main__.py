@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.environment import TABLE_PREFIX, TUNING
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.cost import TuningError
 from gradwire.collectives.plan.selection import Table
 from gradwire.collectives.precompile import precompile
 from gradwire.collectives.torch_internals import store_of_one
@@ -135,12 +137,16 @@ def main() -> None:
     tune.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
     add("precompile", "compile the CPU kernels now instead of in the first run")
     flags = parser.parse_args()
-    if flags.command == "info":
-        _info()
-    elif flags.command == "tune":
-        _tune(flags.out)
-    else:
-        raise SystemExit(precompile())
+    try:
+        if flags.command == "info":
+            _info()
+        elif flags.command == "tune":
+            _tune(flags.out)
+        else:
+            raise SystemExit(precompile())
+    except TuningError as error:
+        print(f"gradwire {flags.command}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -225,10 +225,12 @@ class Measured:
 
     def _decide(self, verb: str, nbytes: int) -> str:
         names = self._names[verb]
-        if len(names) == 1:
-            return names[0]
-        ranked = self.ranked(verb, nbytes)
         usual, why = self._usual(verb, nbytes), "the fastest"
+        if (
+            usual not in names or len(names) == 1
+        ):  # the first: the link's own algorithm, of which no calls were measured
+            return usual
+        ranked = self.ranked(verb, nbytes)
         chosen = ranked[0][1]
         if any(name == usual and ranked[0][0] > _WORTH_IT * seconds for seconds, name in ranked):
             chosen, why = usual, "the default, and none is much faster"

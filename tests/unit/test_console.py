@@ -230,7 +230,9 @@ def test_a_line_for_each_failure_and_the_cause_first() -> None:
     assert exit_status([lost, cause, ended]) == 3
     assert failure_lines([JobFailure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
     assert exit_status([JobFailure("b", 1, -9, "")]) == 137
-    assert exit_status([JobFailure("b", 1, -15, "ValueError: boom"), ended]) == 1
+    raised = JobFailure("b", 1, -15, "ValueError: boom")  # torch's agent ended it after that
+    assert exit_status([raised, ended]) == 1
+    assert failure_lines([raised]) == ["gradwire: rank 1 on host b ended with exit code 1: ValueError: boom"]
     assert failure_lines([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
     assert exit_status([JobFailure("c", None, None, "by ssh: no route")]) == 1
     assert failure_lines([JobFailure("c", None, None, "by ssh: no route")]) == ["gradwire: host c: by ssh: no route"]
@@ -280,7 +282,7 @@ def test_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "there is no benchmark 'nonsense'" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "codec"]) == 2
-    assert "bench needs matplotlib and rich: pip install 'gradwire[bench]'" in capsys.readouterr().err
+    assert "bench needs matplotlib and rich: pip install '.[bench]' in a clone" in capsys.readouterr().err
 
 
 def test_info_and_precompile_are_those_of_collectives(

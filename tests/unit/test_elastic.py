@@ -207,7 +207,8 @@ def test_the_newest_commit_that_is_held_whole(
 
 
 def test_nothing_is_restored_of_which_a_part_is_lost() -> None:
-    assert newest([host(OLD, 0, 1), []]) == (None, ["commit 7 is not used: no host has the state of ranks 2, 3"])
+    said = "commit 7 is incomplete, so it is not used: no host has the state of ranks 2, 3"
+    assert newest([host(OLD, 0, 1), []]) == (None, [said])
 
 
 @pytest.mark.parametrize(("size", "now"), [(4, 4), (4, 3), (3, 4), (2, 7), (5, 1)])

@@ -126,6 +126,12 @@ def test_the_table_that_is_shown_has_the_choices() -> None:
         assert choose(table, nbytes) == eight.choose("allreduce", nbytes), nbytes
 
 
+def test_a_link_keeps_an_algorithm_of_its_own_that_was_not_measured() -> None:
+    known = costs(((0, 1),), 1e-4, 8e-9)
+    chooses = Measured(known, {"barrier": ("tree", "shared")}, 1 << 20, lambda *_: "shared")
+    assert chooses.choose("barrier", 1) == "shared"
+
+
 def test_interleaved_ranks_that_share_an_uplink_cross_it_once() -> None:
     interleaved = ((0, 2, 4, 6), (1, 3, 5, 7))
     assert measured(costs(interleaved, 1e-4, 8e-9)).choose("allreduce", 64 << 20).startswith("hierarchical")

@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     if name in ("bench", "simulate"):
         missing = [package for package in _FOR_BENCH if importlib.util.find_spec(package) is None]
         if missing and (name, *rest) not in (("bench",), ("bench", "-h"), ("bench", "--help")):
-            print(f"gradwire: {name} needs {' and '.join(missing)}: pip install 'gradwire[bench]'", file=sys.stderr)
+            remedy = "pip install '.[bench]' in a clone of gradwire"
+            print(f"gradwire: {name} needs {' and '.join(missing)}: {remedy}", file=sys.stderr)
             return 2
         return _module("gradwire.bench", given[name == "bench" :])
     asked = name in ("-h", "--help")

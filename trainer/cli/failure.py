@@ -103,7 +103,9 @@ def _line(alike: Sequence[JobFailure], noun: str) -> str:
     who = " and ".join(
         f"{_numbered(ranks, noun)} on host {host}" if ranks else f"host {host}" for host, ranks in by_host.items()
     )
-    _, exit_code, words = first.common if len(alike) > 1 else (None, first.exit_code, first.words)
+    _, exit_code, words = first.common
+    if len(alike) == 1:
+        words = first.words
     how = "" if exit_code is None else f" {ending(exit_code)}"
     return f"{who}{how}: {words}" if words else f"{who}{how}"
 

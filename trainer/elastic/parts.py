@@ -47,7 +47,7 @@ def newest(parts: Sequence[Iterable[Part]]) -> tuple[Found | None, list[str]]:
         if whole and not missing:
             return Found(commit, held, whole), lacks
         lost = f"the state of {ranks_text(missing)}" if missing else "all of the shared state"
-        lacks.append(f"commit {commit[1]} is not used: no host has {lost}")
+        lacks.append(f"commit {commit[1]} is incomplete, so it is not used: no host has {lost}")
     return None, lacks
 
 

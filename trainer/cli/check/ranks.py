@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.environment import shared_memory_wanted
+from gradwire.collectives.environment import TUNING, shared_memory_wanted
 from gradwire.trainer.cli.check.finding import Finding
 
 #: How long ranks wait for each other, and how long the test may take if kernels must be compiled first.
@@ -105,6 +105,7 @@ class _Warnings(logging.Handler):
 
 def _rank(rank: int, store: str) -> None:
     """Run one of the two ranks, and print its results."""
+    os.environ[TUNING] = "0"  # a wrong file says nothing about links
     timeout = timedelta(seconds=_EXCHANGE_S)
     try:
         dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
