@@ -89,7 +89,8 @@ def _costs(communicator: Communicator) -> list[str]:
     else:
         link, rates, which = costs.between, list(costs.uplinks), "between hosts, by host"
     rate = ", ".join(f"{1e-6 / byte_s:.0f}" for byte_s in rates if byte_s > 0) or "unknown"
-    return [f"links      {1e6 * link.latency_s:.0f} us a message, {rate} MB/s {which}", *costs.slow()]
+    latency = f"{1e6 * link.latency_s:.0f} us" if link.latency_s >= 1e-6 else "below 1 us"
+    return [f"links      {latency} a message, {rate} MB/s {which}", *costs.slow()]
 
 
 def _tune(out: Path) -> None:

@@ -120,7 +120,9 @@ class Communicator(Tuned):
         #: Which ranks of torch.distributed's default group these are, by their rank here; empty where they are none.
         self.global_ranks = membership.global_ranks
         self.topology = Topology(membership.rank, membership.hosts)
-        settings = [f"segment_bytes={segment_bytes}", f"tensors on {' and '.join(membership.device_types)}"]
+        settings = [f"segment_bytes={segment_bytes}"]
+        if "cuda" in membership.device_types:
+            settings.append(f"tensors on {' and '.join(membership.device_types)}")
         settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
         if tuning != "0":
             settings.append(f"{TUNING}={tuning if tuned is None else compared(tuned)}")

@@ -63,7 +63,7 @@ def test_two_ranks(folder: Path) -> None:
         "gradwire report -np 2 train.py",
         "2 ranks 1 host 5 steps",
         f"all ranks together {sent / 1e3:.2f} kB in all steps: 2.00 times fewer",
-        "The others waited longest for rank 1 :",
+        "The other rank waited longest for rank 1 :",
         "in 4 exchanges",
     ):
         assert part in said

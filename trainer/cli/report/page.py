@@ -98,12 +98,13 @@ def _stragglers(training: OptimizerSteps, of: str) -> str:
             f"Stragglers{of}", "<p>No data: this needs at least two exchanges of gradients on several ranks.</p>"
         )
     slowest = training.ranks[found.slowest]
+    others = "The other rank" if len(training.ranks) == 2 else "The others"
     said = (
-        f"<p>No rank is much slower than the others. They waited longest for rank {slowest}, "
+        f"<p>No rank is much slower than another. {others} waited longest for rank {slowest}, "
         f"{_time(found.cost_s[found.slowest])} per step on average in {found.steps:,} exchanges, and "
         f"{_time(found.next_cost_s)} for another rank.</p>"
         if not found.is_clear
-        else f"<p>The others waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
+        else f"<p>{others} waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
         f"{_time(found.cost_s[found.slowest])} per step ({found.share:.1%} of the mean step of {_time(found.step_s)}), and at "
         f"most {_time(found.worst_s[found.slowest])}.</p>"
     )
@@ -145,11 +146,12 @@ def _operations(operations: Sequence[Operation]) -> str:
         took = [_size(each.nbytes / each.calls), _time(each.seconds), _time(each.most_seconds)]
         rates = (each.nbytes / each.seconds * each.on_bus, each.best * each.on_bus)
         rows.append([*called, *took, *(f"{_size(rate)}/s" if each.nbytes else "-" for rate in rates)])
-    head = ["operation", "algorithm", "codec", "link", "calls", "message", "least", "most", "busbw", "best"]
+    head = ["operation", "algorithm", "codec", "link", "calls", "message", "least total", "most total", "busbw", "best"]
     said = (
-        "<p>least: the total time on the rank with the shortest time, for which the others waited. most: the total time on the "
-        "rank that waited longest. busbw: uncoded bytes per second in the least time, as in nccl-tests. best: busbw of the "
-        f"fastest call. {len(operations) - len(shown)} kinds with less than {_SHOWN_SHARE:.1%} of the time are not shown.</p>"
+        "<p>least total: the time of all calls on the rank with the shortest time, for which the others waited. most total: "
+        "that of the rank that waited longest. busbw: uncoded bytes per second in the least total time, as in nccl-tests. "
+        f"best: busbw of the fastest call. {len(operations) - len(shown)} kinds with less than {_SHOWN_SHARE:.1%} of the "
+        "time are not shown.</p>"
     )
     return _section("Operations", said, _table(head, rows, texts=4))
 
