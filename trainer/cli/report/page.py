@@ -100,9 +100,8 @@ def _stragglers(training: OptimizerSteps, of: str) -> str:
     slowest = training.ranks[found.slowest]
     others = "The other rank" if len(training.ranks) == 2 else "The others"
     said = (
-        f"<p>No rank is much slower than another. {others} waited longest for rank {slowest}, "
-        f"{_time(found.cost_s[found.slowest])} per step on average in {found.steps:,} exchanges, and "
-        f"{_time(found.next_cost_s)} for another rank.</p>"
+        f"<p>No rank is much slower than another. Per step, on average in {found.steps:,} exchanges, the wait for rank {slowest} "
+        f"was {_time(found.cost_s[found.slowest])}, the longest, and that for the next rank {_time(found.next_cost_s)}.</p>"
         if not found.is_clear
         else f"<p>{others} waited longest for <b>rank {slowest}</b>: in {found.steps:,} exchanges, on average "
         f"{_time(found.cost_s[found.slowest])} per step ({found.share:.1%} of the mean step of {_time(found.step_s)}), and at "
