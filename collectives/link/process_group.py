@@ -168,9 +168,8 @@ class ProcessGroupTransport(Transport):
         self.device_types = tuple(backends)
         if "cuda" in backends:
             self.posts_together = ("cuda",)
-            self.preferred_on_gpu = {
-                "allreduce": "native"
-            }  # one kernel; the executor launches kernels for each message
+            # NCCL needs one kernel; the executor launches kernels for each message.
+            self.preferred_on_gpu = {"allreduce": "native"}
         names = {"cpu": "CPU tensors: gloo", "cuda": "CUDA tensors: NCCL"}
         self.routes = tuple(names[device] for device in backends)
 

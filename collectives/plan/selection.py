@@ -226,9 +226,8 @@ class Measured:
     def _decide(self, verb: str, nbytes: int) -> str:
         names = self._names[verb]
         usual, why = self._usual(verb, nbytes), "the fastest"
-        if (
-            usual not in names or len(names) == 1
-        ):  # the first: the link's own algorithm, of which no calls were measured
+        # An algorithm of the link's own, of which no calls were measured, is not among the names: it stays.
+        if usual not in names or len(names) == 1:
             return usual
         ranked = self.ranked(verb, nbytes)
         chosen = ranked[0][1]

@@ -259,10 +259,14 @@ class Reductions(Ranks):
         ]
         # Read before the choice: the queue's thread may end a trial meanwhile, and a trial settles after its last choice.
         is_settled = all(trial is None or trial.settled for trial in trials)
-        on_gpu = [spans is None and group[0].is_cuda for group in groups]  # the shares of halves do not depend on it
         chosen = [
-            engine.plans.choose("allreduce", algorithm if trial is None else trial.choice, nbytes, on_gpu=each_on_gpu)
-            for nbytes, trial, each_on_gpu in zip(sizes, trials, on_gpu, strict=True)
+            engine.plans.choose(
+                "allreduce",
+                algorithm if trial is None else trial.choice,
+                nbytes,
+                on_gpu=spans is None and group[0].is_cuda,  # the shares of halves do not depend on the device
+            )
+            for group, nbytes, trial in zip(groups, sizes, trials, strict=True)
         ]
         # The state of a trial may differ among ranks here, because earlier calls may still be in flight.
         names = [choice if trial is None else algorithm for choice, trial in zip(chosen, trials, strict=True)]

@@ -119,7 +119,7 @@ def test_messages_are_not_counted_and_wait_for_their_turn() -> None:
 
 
 def test_an_operation_with_its_own_timeout_leaves_those_of_the_others_alone() -> None:
-    """Of those that are queued before it, too, and those that begin while it waits."""
+    """The others are queued before and after an operation with a timeout of its own."""
     with operations(2) as (mine, transport, _):
         given_s: list[float] = []
         go_on = threading.Event()

@@ -28,7 +28,7 @@ _WORTH_SHARE, _WORTH_S = 0.1, 0.005
 """A mean wait is logged if it is more than this share of a step and these seconds: schedulers cause shorter waits."""
 
 _SLOWER = 1.5
-"""How many times as long the others wait for a rank that is clearly the slowest as for any other rank."""
+"""A rank is clearly the slowest if the others wait for it more than this many times as long as for any other rank."""
 
 _IN_A_ROW = 3
 """How many consecutive windows must agree before a change is logged: in single windows, the slowest rank is random."""
