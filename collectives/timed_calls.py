@@ -24,17 +24,17 @@ _LONGEST_INSIDE_S, _LONGEST_BETWEEN_S, _LONGEST_LARGE_S = 0.006, 0.0002, 0.005
 of more. The least size is always timed. Longer calls between hosts follow the links, which the probe has measured, and which may
 save up for bursts meanwhile."""
 
-_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 1 << 20, 4 << 20)
+_CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 128 << 10, 1 << 20, 4 << 20)
 """The same with a codec, of float32. Inside a host the walk misses a share of each call's time. Between hosts it misses the time
 that Python takes between messages, which is the same for all sizes once every rank encodes a part: the first two sizes show it,
 at which the links have little to do. If the links are quick, it also misses a time per byte: codes are copied and numbers are
 read from memory. If many ranks share cores, it expects more wake-ups of large calls than there are."""
-_LONGEST_CODED_S = 0.03
+_LONGEST_CODED_S = 0.01
 """What a large call between hosts may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor fewer than the
-#: least if they are small: the first calls of a row wake up ranks. The first turns leave out what takes long.
-_TURNS, _OF_LONG, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 4, 2, 0.004, 5, 32
+#: least if they are small: the first calls of a row wake up ranks.
+_TURNS, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 4, 0.004, 5, 32
 
 #: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
@@ -57,6 +57,8 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
 
     def number(name: str, nbytes: int) -> int:
         longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
+        if nbytes != sizes[0] and nbytes * max(costs.uplinks) > longest_s:  # an uplink carries the buffer at least once
+            return 0
         seconds = seconds_of(name, nbytes)
         return _number(seconds, nbytes) if seconds <= longest_s or nbytes == sizes[0] else 0
 
@@ -121,15 +123,13 @@ def _in_turns(
     calls: Mapping[tuple[str, int], int],
     run: Callable[[torch.Tensor, str], object],
 ) -> dict[tuple[str, int], float]:
-    """Return how long a call of each name and size takes: of the slowest rank, in the quickest turn but one where there are
-    four, since other work on a host makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
+    """Return how long a call of each name and size takes: of the slowest rank, in the quickest turn but one, since other work
+    on a host makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
     buffer = verbs.empty(max((nbytes for _, nbytes in calls), default=0) // 4).zero_()
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
-    for turn in range(_TURNS):
+    for _ in range(_TURNS):
         spend_bursts(verbs, costs)
         for (name, nbytes), number in calls.items():
-            if number == 1 and turn < _TURNS - _OF_LONG:
-                continue
             part = buffer[: nbytes // 4]
             run(part, name)  # ranks begin together
             began = time.perf_counter()

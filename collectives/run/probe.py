@@ -43,7 +43,7 @@ _OPPONENTS, _SHARED_S = 7, 0.02
 _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
-_SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.05
+_SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.025
 
 #: Bytes of the additions inside hosts.
 _ADDED_BYTES = 1 << 20
