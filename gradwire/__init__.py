@@ -1,6 +1,7 @@
 """Data-parallel training with Horovod's interface: `import gradwire as hvd`.
 
-The verbs have Horovod's names, argument names and defaults. They differ in the following, for all verbs:
+The collective operations (*verbs*), such as allreduce(), have Horovod's names, argument names and defaults. All verbs differ
+from Horovod's in these points:
 
 - Operations are matched by the order of the calls, which must be the same on all ranks, not by `name`. A `name` appears in
   errors. From the start of an operation to its synchronize(), another call of the same verb with the same process set and
@@ -10,9 +11,9 @@ The verbs have Horovod's names, argument names and defaults. They differ in the 
 - A root rank is a rank of the world, with any process set.
 
 Tensors may have any shape (at least one dimension for verbs that move rows) and the dtypes float16, bfloat16, float32, float64,
-int8, uint8, int16, int32, int64 and bool. The tensors of a group are on one device, and results are on the device of the tensor.
-prescale_factor and postscale_factor multiply integers in float64. The result is then truncated toward zero, and so are
-averages of integers.
+int8, uint8, int16, int32, int64 and bool. The tensors of one grouped call, such as grouped_allreduce(), are on one device. A
+result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64. The result is then
+truncated toward zero, and so are averages of integers.
 
 Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients. The gradient of allgather and
 of broadcast is the average of all ranks' gradients. The gradient of reducescatter with op=Sum is the concatenation of all

@@ -50,8 +50,8 @@ def ddp_comm_hook(
     """Return a hook that averages gradients: `model.register_comm_hook(None, gradwire.ddp_comm_hook("int8"))`.
 
     compression, allow, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. The first two
-    exchanges are always uncompressed, because DDP rebuilds its buckets after the first step. Exception: casts that
-    compression or policy names apply from the start.
+    exchanges are always uncompressed, because DDP rebuilds its buckets after the first step. Exception: if all parameters
+    of a bucket use the same cast, the hook casts this bucket from the first exchange on.
     named_parameters: all parameters of the module under DDP; policy matches their names.
     timeout_s: the deadline of each exchange.
     process_group: the process group that DDP was given, if any.

@@ -31,7 +31,7 @@ class LocalReport:
     bytes_sent: all bytes that this rank has sent since the optimizer was made.
     bytes_saved: how many times fewer bytes the movements have than uncompressed.
     wait_share: the share of the time since the optimizer was made that this rank waited for others.
-    batch_per_rank, global_batch: the batches of a step, as given to report().
+    batch_per_rank: the batch of a step, as given to report(). global_batch: the sum over all ranks.
     """
 
     steps: int
@@ -84,12 +84,13 @@ class LocalUpdates(DistributedOptimizer):
     size. The error feedback of "chunktopk" takes the place of outer momentum (SparseLoCo, 2025).
     fragments: the number of parts of the parameters, which are exchanged in turn, each once in `every` steps.
     delay: the number of steps that a rank takes while a fragment is exchanged.
-    alpha: the share of its own parameters that a rank keeps after such a delay (Streaming DiLoCo, Douillard et al. 2025).
+    alpha: the weight of a rank's own parameters after such a delay: alpha * own + (1 - alpha) * common parameters (Streaming
+    DiLoCo, Douillard et al. 2025).
     inner: a process set that averages gradients in every step, such as the ranks of a host; the ranks of each host pass
     their own process set.
 
     Every rank saves its own state_dict() and parameters. On the same number of ranks, training resumes bit for bit. On
-    another number, every rank loads the state_dict() and parameters of any rank, and the residuals are handed over as by
+    another number, every rank loads the state_dict() and parameters of any rank, and the residuals are redistributed as by
     DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing loaded, if any
     of them cannot load its state.
 

@@ -42,25 +42,26 @@ class DistributedOptimizer(WrappingOptimizer):
 
     When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks. Clipping,
     GradScaler, LR schedulers, step(closure) and hooks work as with one process, and replicas that start equal
-    (broadcast_parameters) stay bitwise equal. The wrapped optimizer is `.optimizer`; this one shares its param_groups, state,
-    defaults, hooks and the format of its state_dict(). docs/guides/optimizer.md is the guide, and has the special cases.
+    (broadcast_parameters) stay bitwise equal. The attribute `optimizer` is the wrapped optimizer. The DistributedOptimizer has
+    the param_groups, state, defaults and hooks of the wrapped optimizer, and the same format of state_dict().
+    docs/guides/optimizer.md is the guide, and has the special cases.
 
     - `parameter.grad` is a view of a bucket. Clone it to keep it beyond the next backward().
     - All ranks call backward(), step(), synchronize() and zero_grad() in the same order, and freeze, thaw or add the same
-      parameters. A parameter without a gradient on some ranks counts as zero there; without one on any rank, its grad stays
-      None.
+      parameters. If a parameter has a gradient on some ranks only, the other ranks contribute zeros. If it has a gradient on no
+      rank, its grad stays None.
     - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and averaged over ranks in the
       n-th call. An earlier step() or synchronize() exchanges the gradients so far. If other code reads the gradients before
       the n-th call (clipping, GradScaler.unscale_), first call synchronize(), and then step() inside skip_synchronize().
     - Further calls of backward() without zero_grad() accumulate onto the average; with op=Sum they raise RuntimeError.
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
-    - Of DTensors, as after fully_shard(model, mesh=mesh["shard"]), the local shards are exchanged among the ranks that hold
-      the same shards: process_set=mesh["replicate"].
+    - If parameters are DTensors, as after fully_shard(model, mesh=mesh["shard"]), pass process_set=mesh["replicate"]: ranks
+      that hold the same shards then exchange the gradients of these shards.
     - Activation checkpoints with use_reentrant=True exchange gradients once per segment. Prefer use_reentrant=False; with op=Sum
       or backward_passes_per_step > 1, use only that.
 
-    optimizer: any torch optimizer. Its dense parameters of dtype float16, bfloat16, float32 or float64 are exchanged. Move
-    them to their device first: if all are on the CPU now, later gradients on a GPU are copied through the host.
+    optimizer: any torch optimizer. Its parameters that require gradients are of dtype float16, bfloat16, float32 or float64.
+    Move them to their device first: if all are on the CPU now, later gradients on a GPU are copied through the host.
     named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
     compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
     ErrorFeedback(codec). Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all
@@ -75,8 +76,8 @@ class DistributedOptimizer(WrappingOptimizer):
     parameters are combined (gradwire.trainer.rules.adasum).
     gradient_predivide_factor: f, for Average: gradients are divided by f before the sum, and multiplied by f / size after it.
     num_groups: the number of buckets into which the gradients are divided evenly, instead of by bucket_bytes.
-    groups: a number of buckets, as num_groups; or lists of parameters, each of which shares a bucket (one per dtype and
-    codec), whatever its size. The other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
+    groups: a number of buckets, as num_groups; or lists of parameters. The parameters of one list share a bucket (one per dtype
+    and codec) of any size. The other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
     sparse_as_dense: True makes sparse gradients, as of nn.Embedding(sparse=True), dense. Otherwise all ranks gather their
     indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
@@ -89,7 +90,7 @@ class DistributedOptimizer(WrappingOptimizer):
     shard_states: True has each rank step only its share of the parameters, and keep only the optimizer state of that share
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
     parameter_compression: with shard_states=True, the compression of the changes of parameters that each rank sends after
-    it has stepped its share: a cast, or a codec other than "dgc" and "powersgd", which always has error feedback here. By
+    it has stepped its share: a cast, or any codec except "dgc" and "powersgd". Codecs always have error feedback here. By
     default, the ranks send the parameters themselves, uncompressed, and the weights are bitwise those of training without
     shard_states.
     check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
@@ -272,8 +273,8 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer. If gradients were accumulated since the last exchange, or none has taken place, exchange
-        them before.
+        """Step the wrapped optimizer. Exchange the gradients before, if gradients were accumulated since the last exchange, or
+        if there was no exchange since the last step() or zero_grad().
 
         closure: a function that clears gradients, calls backward() and returns the loss. step() returns the loss over all
         ranks.
@@ -365,9 +366,9 @@ class DistributedOptimizer(WrappingOptimizer):
         guide.
 
         If the number of ranks is that of the checkpoint, and each rank loads its own state_dict, training continues bit for
-        bit. With another number of ranks, or other codecs, the residuals are handed over: every rank gets the mean (op=Sum:
-        an equal part of the sum) of the residuals that were given to any rank. A warning on rank 0 says which residuals
-        were lost. If no rank's state_dict has the key "gradwire", error feedback starts from zero.
+        bit. With another number of ranks, or other codecs, the residuals are redistributed: every rank gets the mean (op=Sum:
+        an equal part of the sum) of all residuals that the ranks pass as state_dict and `also`. A warning on rank 0 says
+        which residuals were lost. If no rank's state_dict has the key "gradwire", error feedback starts from zero.
 
         state_dict: what this rank saved; on a rank that did not exist then, what any rank saved.
         also: the states of ranks that no longer exist.
@@ -401,7 +402,7 @@ class DistributedOptimizer(WrappingOptimizer):
         self._rule.settle()
 
     def begin_window(self) -> None:
-        """Count calls of backward() from the start, for join()."""
+        """Count calls of backward() towards backward_passes_per_step from 0 again; join() calls this."""
         self._passes.ended = 0
 
     @property

@@ -60,8 +60,8 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
     failure, and end the job, whatever the launcher allows.
 
     Collective. Raises the function's errors, and RuntimeError if a commit cannot be loaded. Under gradwire run --min-np, raises
-    ValueError for objects that cannot move to another world: a DistributedDataParallel in the state, servers, and optimizers of
-    some of the ranks or of a Communicator.
+    ValueError for objects that cannot move to another world: in the state, a DistributedDataParallel, ParameterServer or
+    Hogwild; anywhere, a DistributedOptimizer whose can_rebind is False.
     """
     if func is None:
         return functools.partial(run, max_failures=max_failures)

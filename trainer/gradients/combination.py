@@ -76,9 +76,9 @@ class ExchangeStats:
     including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it would have sent
     without codecs and casts.
 
-    Both byte counts follow from the plan of the exchange between p hosts, or between p ranks of a single host: 2(p-1)/p of the
-    message or of its code. They do not include messages inside a host, in shared memory, and the few bytes that count the ranks
-    that have each gradient.
+    Both byte counts are calculated, not measured: 2(p-1)/p of the message or of its code. With several hosts, p is the number
+    of hosts, and messages inside a host do not count. On a single host, p is the number of its ranks. The counts do not
+    include the few bytes with which the ranks count how many ranks have each gradient.
     """
 
     exchanges: int = 0

@@ -28,7 +28,8 @@ def alias_horovod() -> None:
 
     These modules exist: horovod.torch with .mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, which have all
     names of this package, and .elastic; horovod.common.elastic, .exceptions, .process_sets and .util, with the names that
-    apply here. Any other part of Horovod raises ModuleNotFoundError. horovod.__version__ is VERSION.
+    apply here. Any other part of Horovod raises ModuleNotFoundError. horovod.__version__ is the version of Horovod whose
+    interface gradwire has.
 
     Raises RuntimeError if Horovod itself has been imported.
     """

@@ -27,8 +27,8 @@ class Rule:
     only.
     keeps_replicas: whether all ranks have the same parameters and state after each step, so that a rank that has lost them can
     load those of any other.
-    can_stand_in: whether a rank that has joined may call stand_in(); the same on all ranks. If False, operations of the other
-    ranks raise PeerJoined.
+    can_stand_in: whether stand_in() supports a rank that waits in join(); the same on all ranks. If False, operations of the
+    other ranks then raise PeerJoined.
     moments: the times of exchanges of gradients; None disables the report of stragglers.
     """
 
@@ -104,9 +104,10 @@ class Rule:
         """Discard accumulated gradients, after they have been zeroed."""
 
     def stand_in(self, verb: str, numel: int) -> bool:
-        """Take part in the next operations of the other ranks without gradients, on a rank that has joined.
+        """Take part in the next operations of the other ranks, on a rank that waits in join() and has no new gradients.
 
-        verb, numel: those of the first operation. Returns False, with nothing done, if zeros are sufficient.
+        verb, numel: those of the first operation. Returns False, and does nothing, if this rank only has to contribute zeros to
+        this operation; join() then contributes them.
         """
         return False
 

@@ -45,8 +45,8 @@ class KVStore:
     servers: the ranks that hold keys and also train; default: all. Each key is on one server.
 
     A key is an int or a str. Methods that take a key also take a list of keys, with a list of values. A value or out is a
-    tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call is done when it returns, so the queue
-    is empty, and priority has no effect.
+    tensor or a list of tensors. Sparse values are made dense. priority must be 0: a call returns when it is complete, so there
+    is no queue in which a priority could have an effect.
 
     The constructor is collective, and so are init(), broadcast(), set_optimizer(), set_gradient_compression(), barrier() and
     the two methods of optimizer states: all ranks call them in the same order. push, pull, pushpull and row_sparse_pull are not

@@ -58,8 +58,9 @@ class ParameterServer(WrappingOptimizer):
     wait for the slowest ranks (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
     grace_s: how many seconds a server waits for further gradients after the quorum.
     staleness: how many steps a rank may be ahead of the slowest before it waits (Ho et al. 2013); None: any number.
-    late: what happens to gradients of an old version. "weight": the next update uses them, weighted by 1 / (1 + age). "next":
-    it uses them like others. "drop": they are counted but not used. Gradients that are used count towards the quorum.
+    late: what happens to late gradients, which were computed with parameters from before the server's last update. "weight":
+    the next update uses them, weighted by 1 / (1 + age). "next": the next update uses them like others. "drop": they are
+    counted but not used. Gradients that are used count towards the quorum.
     servers: the ranks of the process set that serve. Default: the ranks that do not train; if all train, all that push.
     workers: the ranks that train; default: all. Other ranks only serve, by serve().
     inner: a process set, such as the ranks of a host, that averages its gradients in every step; its first rank pushes and
