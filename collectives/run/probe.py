@@ -48,7 +48,8 @@ _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.025
 #: Bytes of the additions inside hosts.
 _ADDED_BYTES = 1 << 20
 
-#: How many bulk messages follow the first one: more if several ranks of a host take part, since these wake up late.
+#: How many bulk messages follow the first one: more if several ranks of a host take part and share cores, since these wake up
+#: late.
 _FOLLOWING, _FOLLOWING_OF_MANY = 2, 6
 
 #: How long a row of small allreduces, at most eight, may take.
@@ -65,10 +66,11 @@ class Probe:
         self._rank, self._size = engine.rank, engine.size
         self._leaders = [host[0] for host in topology.hosts]
         self._lanes = min(len(host) for host in topology.hosts)
+        names = [machine.name for machine in machines]
+        self._shares_cores = any(names.count(machine.name) > machine.cores for machine in machines)
         self._costs: Costs | None = None
-        self._buffer = torch.zeros(_MOST_BYTES).fill_(
-            0.0
-        )  # float32; fill_() makes the system back every page with memory
+        self._buffer = torch.zeros(_MOST_BYTES)  # float32
+        self._buffer.fill_(0.0)  # makes the system back every page with memory
 
     def run(self, known: Costs | None = None, codecs: Sequence[Codec] = (), device: str = "cpu") -> Costs:
         """Measure the links, unless `known` gives their costs, and codecs on a device of this type. This is a collective call
@@ -102,8 +104,7 @@ class Probe:
         alone = self._alone()
         inside = next((self._pair(host[:2], inside=True) for host in self._hosts if len(host) > 1), None)
         between = self._pair(self._leaders[:2], inside=False) if len(self._hosts) > 1 else None
-        shares_cores = any(cores.number < len(cores.ranks) for cores in alone.cores)
-        uplinks = self._uplinks(between, shares_cores=shares_cores) if between is not None else None
+        uplinks = self._uplinks(between) if between is not None else None
         pair = between or inside
         together = self._together(pair.bulk_bytes, uplinks) if pair is not None else None
         mine = costs_of(alone, inside, between, uplinks, together).to_json() if self._rank == 0 else None
@@ -198,7 +199,8 @@ class Probe:
 
         swapping, streaming = self._programs([4], swaps), self._programs([8] * 2 * _STREAM, stream)
         swapped, streamed = Timed(swapping, self._timed(swapping)), Timed(streaming, self._timed(streaming))
-        nbytes, bulk, saved_s = self._bulk({one: other, other: one})
+        nbytes, bulk = self._bulk({one: other, other: one})
+        saved_s = 0.0 if inside else max(0.0, bulk.seconds - self._timed(bulk.programs, 3, pause_s=_PAUSE_S))
         moving_byte_s = None if inside else self._moving_byte_s(bulk.programs, pair, nbytes)
         return Pair(swapped, streamed, _STREAM, bulk, nbytes, saved_s, moving_byte_s)
 
@@ -214,21 +216,19 @@ class Probe:
         table = self._table(taken)
         return min(table[rank] for rank in pair) / (4 * nbytes)
 
-    def _bulk(self, partners: dict[int, int]) -> tuple[int, Timed, float]:
-        """Return the bytes of a bulk message, its timed programs, and how many fewer seconds they take after a pause."""
+    def _bulk(self, partners: dict[int, int]) -> tuple[int, Timed]:
+        """Return the bytes of a bulk message, and its timed programs."""
         nbytes = _LEAST_BYTES
         while self._timed(self._exchange(partners, nbytes), 1) < _BULK_S and nbytes < _MOST_BYTES:
             nbytes *= 2
-        programs = self._exchange(partners, nbytes)
-        steady_s = self._steady(programs)(range(self._size))
-        return nbytes, Timed(programs, steady_s), max(0.0, steady_s - self._timed(programs, 3, pause_s=_PAUSE_S))
+        return nbytes, self._at_once(self._exchange(partners, nbytes))
 
     def _steady(self, programs: Sequence[Program], times: int = 2) -> Callable[[Iterable[int]], float]:
         """Return a function that takes ranks and returns the seconds that their programs take right after another call, in the
         quickest of `times` measurements. It subtracts the time of the first call from that of all calls: timed alone, a second
         call would seem too fast on a rank that wakes up late after the first, since the other ranks have already begun it."""
         mine = programs[self._rank]
-        following = _FOLLOWING if self._lanes == 1 else _FOLLOWING_OF_MANY
+        following = _FOLLOWING_OF_MANY if self._lanes > 1 and self._shares_cores else _FOLLOWING
         first, all_of_them = [], []
         for _ in range(times):
             self._engine.meet(self._turn)
@@ -245,9 +245,9 @@ class Probe:
 
         return seconds
 
-    def _uplinks(self, alone: Pair, *, shares_cores: bool) -> Uplinks:
+    def _uplinks(self, alone: Pair) -> Uplinks:
         """Measure the uplink of every host: pairs of hosts exchange bulk messages, all pairs at once, over all ranks that have
-        a partner. alone: the measurement of the first pair of hosts. shares_cores: whether any ranks share a core."""
+        a partner. alone: the measurement of the first pair of hosts."""
         count = len(self._hosts)
         alone_s = alone.bulk.seconds / alone.bulk_bytes
         lanes, most = self._lanes, int(_SHARED_S / alone_s)  # many ranks wake up late: more bytes make that matter less
@@ -273,7 +273,7 @@ class Probe:
             if any(is_slow(a, b) for a, b in against.items()):  # or a rank woke up late
                 measure(against, 1)
         # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
-        waiting = max(1.0, pairs[0, 1] / alone_s) if shares_cores and lanes == 1 and (0, 1) in pairs else 1.0
+        waiting = max(1.0, pairs[0, 1] / alone_s) if self._shares_cores and lanes == 1 and (0, 1) in pairs else 1.0
         uplinks = tuple(each / waiting for each in quickest)
         slow = tuple(
             SlowLink((self._hosts[a][0], self._hosts[b][0]), taken / waiting)
