@@ -22,16 +22,24 @@ def cpu_kernels() -> ModuleType | str:
 
 @cache
 def cpu_sockets() -> ModuleType | str:
-    """Return the module cpu.tcp, its kernels compiled or loaded from the disk, or a text why it cannot be used."""
-    return _compiled("tcp")
+    """Return the module cpu.tcp, its kernels and those of cpu.programs compiled or loaded from the disk, or a text why it cannot
+    be used."""
+    return _compiled("tcp", "programs")
 
 
-def _compiled(module: str) -> ModuleType | str:
+def cpu_programs() -> ModuleType:
+    """Return the module cpu.programs. cpu_sockets() must have returned a module."""
+    return import_module("gradwire.collectives.kernels.cpu.programs")
+
+
+def _compiled(*modules: str) -> ModuleType | str:
+    """Import modules of the package cpu, and return the first of them."""
     if sys.platform != "linux":
         return "it needs Linux"
     try:
         with FIRST_USE.together("about 10 s"):
-            return import_module(f"gradwire.collectives.kernels.cpu.{module}")
+            first, *_ = [import_module(f"gradwire.collectives.kernels.cpu.{module}") for module in modules]
+            return first
     except ImportError as error:
         return f"{error}: pip install numba"
 

@@ -20,6 +20,8 @@ from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.link.base import Message, Pending, Posted, Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.process_group import process_group
+from gradwire.collectives.link.programs import Programs
+from gradwire.collectives.link.rows import Table
 from gradwire.collectives.link.shared_memory.group import join_host
 from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.link.tcp import tcp
@@ -78,7 +80,7 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                     message = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
                     _log.warning(message, *min(without.items()))
             if near is not None or far is not group:
-                transport = RoutingTransport(group, far, near, neighbours, some_share=shared)
+                transport = RoutingTransport(group, far, near, neighbours)
         made.pop_all()
     return transport
 
@@ -153,7 +155,7 @@ class _SharedPending:
 class RoutingTransport(Transport):
     """Routes each message to one of several Transports. group: for CUDA tensors if it carries them, and for algorithm
     'native'. near: for CPU tensors between `neighbours`, this rank and those that share memory with it; None if no rank
-    does. far: for all other messages; it may be `group`. some_share: whether any ranks of the group share memory."""
+    does. far: for all other messages; it may be `group`."""
 
     def __init__(
         self,
@@ -161,8 +163,6 @@ class RoutingTransport(Transport):
         far: Transport,
         near: SharedMemoryTransport | None,
         neighbours: Sequence[int],
-        *,
-        some_share: bool = False,
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.device_types, self.posts_together = group.device_types, group.posts_together
@@ -183,7 +183,7 @@ class RoutingTransport(Transport):
         self._near = near
         self._parts: list[Transport] = [part for part in dict.fromkeys((near, far, group)) if part is not None]
         self._neighbours = frozenset(neighbours)
-        self._some_share = some_share
+        self._programs = Programs(far, near, tuple(neighbours)) if near is not None and isinstance(far, Table) else None
         self._last_sender_is_near = False
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
@@ -237,12 +237,9 @@ class RoutingTransport(Transport):
         return self._group.collective(request)
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
-        """See Transport. Return None for a program with peers in shared memory, whose messages `far` would not move,
-        and if any ranks share memory, for a program that reduces: all ranks must reduce with the same loop, because the
-        sign of a minimum of zeros and the bits of a NaN depend on it."""
-        if self._neighbours & program.peers or (self._some_share and program.scratch):
-            return None
-        return self._far.follow(program, dtype, op)
+        """See Transport. Either all ranks compile a program that reduces, or none does: the sign of a minimum of zeros and the
+        bits of a NaN depend on the loop."""
+        return (self._programs or self._far).follow(program, dtype, op)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (self._near or self._far).empty(shape, dtype)

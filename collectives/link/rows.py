@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 
 from gradwire.collectives.link.base import Message, Pending, Posted, Transport
+
+_FIRST_ROWS = 256
+
+#: After how many messages, at the earliest, the unfinished ones are renumbered.
+FIRST_LOOK = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -30,23 +38,37 @@ class RowPending:
 
 class Table(Transport):
     """A Transport whose posted messages have one row each in a table. From time to time, unfinished messages get new
-    numbers, greater than all earlier ones, so that the rows of finished messages become free. pending: the messages
-    that may be unfinished, by number."""
+    numbers, greater than all earlier ones, so that kernels do not scan the rows of finished ones.
 
-    def __init__(self) -> None:
+    kernels: the module of the kernels. context: the fields that they share with this process. pending: the messages that
+    may be unfinished, by number.
+    """
+
+    def __init__(self, kernels: ModuleType, context: np.ndarray) -> None:
+        self.kernels = kernels
+        self.context = context
+        self.context_address: int = context.ctypes.data
         self.pending: dict[int, RowPending] = {}
+        self._rows = np.zeros((_FIRST_ROWS, kernels.ROW_FIELDS), dtype=np.int64)
+        self._tidy_at = FIRST_LOOK  # number of the message before which tidy() renumbers
+        context[kernels.ROWS], context[kernels.CAPACITY] = self._rows.ctypes.data, _FIRST_ROWS
+
+    @abstractmethod
+    def entered(self) -> AbstractContextManager[None]:
+        """Return a context manager during which no other thread calls a kernel. Raises LinkError if the link is closed."""
+
+    @abstractmethod
+    def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
+        """Raise LinkError if the result of a kernel is an error, or if the deadline has passed. Otherwise return what to pass
+        as `lost` after the next call of the kernel."""
 
     @abstractmethod
     def finish(self, number: int, deadline: float) -> None:
         """Wait until a message is done; all other messages move meanwhile. Raises as Pending.wait."""
 
     @abstractmethod
-    def is_done(self, number: int) -> bool:
-        """Return whether a message is done."""
-
-    @abstractmethod
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> int:
-        """Add a message to the table; return its number. sends: 1 for a send, 0 for a receive."""
+    def place(self, peer: int) -> int:
+        """Return the number that a rank has in the link."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         received = [self._hold(0, peer, tensor, tag) for peer, tensor in receives]
@@ -55,10 +77,58 @@ class Table(Transport):
             self.progress()
         return sent, received
 
+    def is_done(self, number: int) -> bool:
+        """Return whether a message is done."""
+        kernels = self.kernels
+        return number < self.context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
+
+    def has_unfinished_send(self) -> bool:
+        kernels, rows = self.kernels, self._unfinished()
+        unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
+        return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
+
+    def is_busy(self) -> bool:
+        return len(self._unfinished()) > 0
+
+    def tidy(self) -> None:
+        """From time to time, give unfinished messages new numbers. Inside entered()."""
+        kernels, context, rows = self.kernels, self.context, self._rows
+        count = int(context[kernels.COUNT])
+        if count < self._tidy_at:
+            return
+        stay = [n for n in range(int(context[kernels.FIRST]), count) if not rows[n % len(rows), kernels.ROW_DONE]]
+        saved = rows[np.array(stay, dtype=np.int64) % len(rows)]
+        new = {number: count + place for place, number in enumerate(stay)}
+        rows[np.arange(count, count + len(stay)) % len(rows)] = saved
+        context[kernels.FIRST], context[kernels.COUNT] = count, count + len(stay)
+        self._renumber(new)
+        self._tidy_at = count + len(stay) + max(FIRST_LOOK, 2 * len(stay))
+
+    def grow(self) -> None:
+        """Double the number of rows in the table. Inside entered()."""
+        kernels, context = self.kernels, self.context
+        old, numbers = self._rows, np.arange(context[kernels.FIRST], context[kernels.COUNT])
+        self._rows = np.zeros((2 * len(old), kernels.ROW_FIELDS), dtype=np.int64)
+        self._rows[numbers % len(self._rows)] = old[numbers % len(old)]
+        context[kernels.ROWS], context[kernels.CAPACITY] = self._rows.ctypes.data, len(self._rows)
+
     def _hold(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> Pending:
-        number = self._add(sends, peer, tensor, tag)
+        kernels, nbytes = self.kernels, tensor.numel() * tensor.element_size()
+        with self.entered():
+            self.tidy()
+            number = int(self.context[kernels.COUNT])
+            arguments = (self.context_address, sends, self.place(peer), tag, tensor.data_ptr(), nbytes)
+            while kernels.add(*arguments) == kernels.FULL:
+                self.grow()
         self.pending[number] = made = RowPending(self, number, tensor)
         return made
+
+    def _unfinished(self) -> np.ndarray:
+        """Return the rows of messages that are not done."""
+        kernels, context = self.kernels, self.context
+        rows = self._rows[np.arange(context[kernels.FIRST], context[kernels.COUNT]) % len(self._rows)]
+        unfinished: np.ndarray = rows[rows[:, kernels.ROW_DONE] == 0]
+        return unfinished
 
     def _renumber(self, new: dict[int, int]) -> None:
         """Change the numbers of messages. new: by old number, without the messages that are done, which are dropped."""

@@ -15,9 +15,10 @@ import torch
 
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.kernels import cpu_arithmetic, cpu_sockets
+from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs, cpu_sockets
 from gradwire.collectives.link.base import Pending
-from gradwire.collectives.link.tcp import FIRST_LOOK, TcpTransport
+from gradwire.collectives.link.rows import FIRST_LOOK
+from gradwire.collectives.link.tcp import TcpTransport
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.program import Instruction, Kind, Program
 from gradwire.collectives.plan.schedule import Place
@@ -190,7 +191,7 @@ def test_odd_numbers_come_out_alike_everywhere(connect: Connect, algorithm: str,
 
 
 def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.collectives.link.tcp._FIRST_ROWS", 2)
+    monkeypatch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 2)
     one, other = connect(2)
     numbers = [torch.full((3,), float(which)) for which in range(50)]
     landed = [torch.empty(3) for _ in numbers]
@@ -217,7 +218,7 @@ def test_a_message_that_stays_while_others_pass_is_still_found(connect: Connect)
 
 
 def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> None:
-    kernels = cpu_sockets()
+    kernels = cpu_programs()
     compared = [Kind.SEND, Kind.RECEIVE, Kind.POST, Kind.WAIT]  # the loop takes all other kinds for REDUCE
     assert compared == [getattr(kernels, f"_{kind.name}") for kind in compared]
     assert len(Instruction._fields) == kernels.INSTRUCTION_FIELDS
@@ -227,7 +228,7 @@ def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> No
 def test_a_compiled_program_outgrows_the_table(
     connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.collectives.link.tcp._FIRST_ROWS", 1)
+    monkeypatch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 1)
     transports = connect(3)
     assert_same_bits(transports, algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
     assert all(len(transport._rows) > 1 for transport in transports)

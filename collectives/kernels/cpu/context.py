@@ -15,16 +15,23 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     sleep_us,
     store,
 )
-
-# Fields of 64 bits that a kernel shares with the process that calls it, the *context*. They are private to the process.
-
-(
-    RANK,  # place of this process among those of the segment
+from gradwire.collectives.kernels.cpu.rows import (
+    ABORTED,
+    DISAGREED,
+    FINISHED,
+    OTHER_FIELDS,
+    PEER,
+    PENDING,
     SIZE,
+    STOPPED,
+)
+
+# More fields of the context, which are private to the process. PEER is -1 after a wait for all whose word in WAIT_LINE was below
+# WAIT_LEAST.
+(
     SPINS,  # beats that a wait spins before it yields the core
     YIELD_NS,  # how long a wait yields the core before it sleeps
     BLOCK,  # bytes that are reduced at once, so that they stay in the first-level cache
-    ABORTED,  # 1 when this process must not wait any more
     PATIENT,  # 1 when the last wait has been long: sleep at once
     RANKS,  # address of the ranks' lines, RANK_BYTES each
     WHOLE,  # address of two slots a rank for small messages
@@ -43,23 +50,20 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     MINE_REDUCED,
     MINE_COPIED,
     DIRECT,  # 1 when the operation runs without a copy
-    PEER,  # the rank that the last wait was for; -1: all whose word in WAIT_LINE was below WAIT_LEAST
     WAIT_LINE,
     WAIT_LEAST,
     NEWS,  # 1 when a rank has announced a version that is not KNOWN, in this operation
-    FOUND_TAG,  # the header of a message that does not match its posted row
-    FOUND_NBYTES,
+    RINGS,  # address of a ring for each ordered pair of ranks
+    RING_CAPACITY,  # bytes of a ring's data
+    BLOCKED,  # address of 2 * SIZE words
     FIELDS,
-) = range(31)
+) = range(OTHER_FIELDS, OTHER_FIELDS + 28)
 
 # A rank's lines in the segment, each apart from the others, so that no two processes write to one cache line. The
 # first two are headers, for operations of even and odd number.
 LINE = 128
 DONE, STAGED, REDUCED, COPIED, STATE, VERSION = (line * LINE for line in range(2, 8))
 RANK_BYTES = 8 * LINE
-
-# The results of a kernel.
-FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED = range(5)
 
 
 @njit

@@ -1,8 +1,7 @@
 """Messages in shared memory: a ring of bytes per ordered pair of ranks, with one writer and one reader.
 
-A message is a line with its tag and length, then its bytes, filled up to a whole line. The messages that a process has posted
-are rows of a table, in the order posted. A message belongs to a row whose tag has the same low 32 bits; the other bits, the
-kind of its numbers, and its length must then be equal too.
+A message is a line with its tag and length, then its bytes, filled up to a whole line. For the table of the messages that a
+process has posted, see gradwire.collectives.kernels.cpu.rows.
 """
 
 from __future__ import annotations
@@ -10,28 +9,39 @@ from __future__ import annotations
 from numba import int64, njit
 
 from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.context import (
+from gradwire.collectives.kernels.cpu.context import BLOCKED, LINE, PATIENT, RING_CAPACITY, RINGS, rest
+from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
+from gradwire.collectives.kernels.cpu.rows import (
     ABORTED,
+    COUNT,
     DISAGREED,
     FINISHED,
+    FIRST,
     FOUND_NBYTES,
     FOUND_TAG,
-    LINE,
-    PATIENT,
+    FULL,
     PEER,
     PENDING,
     RANK,
+    ROW_ADDRESS,
+    ROW_DONE,
+    ROW_MOVED,
+    ROW_NBYTES,
+    ROW_PEER,
+    ROW_SENDS,
+    ROW_START,
+    ROW_TAG,
     SIZE,
     STOPPED,
-    rest,
+    add_row,
+    is_done,
+    row_of,
 )
-from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
 from gradwire.collectives.kernels.wire import TAG_MASK
 
 RING_LINE = 64
 HEAD, TAIL, RING_BYTES = 0, LINE, 2 * LINE  # of a ring: bytes written so far, bytes read so far, where its data begins
-(ROW_SENDS, ROW_PEER, ROW_TAG, ROW_ADDRESS, ROW_NBYTES, ROW_MOVED, ROW_DONE, ROW_START, ROW_FIELDS) = range(9)
-_UNSTARTED = -1
+UNSTARTED = -1  # of a row's ROW_MOVED
 
 
 @njit
@@ -60,30 +70,30 @@ def _send_some(ring, capacity, row):
     notices it.
     """
     head = load(ring + HEAD)
-    if load(row + 8 * ROW_MOVED) == load(row + 8 * ROW_NBYTES):
-        taken = load(ring + TAIL) > load(row + 8 * ROW_START)
+    if field(row, ROW_MOVED) == field(row, ROW_NBYTES):
+        taken = load(ring + TAIL) > field(row, ROW_START)
         if taken:
-            store(row + 8 * ROW_DONE, 1)
+            set_field(row, ROW_DONE, 1)
         return taken
     free = capacity - (head - load(ring + TAIL))
     if free < RING_LINE:
         return False
-    moved, nbytes = load(row + 8 * ROW_MOVED), load(row + 8 * ROW_NBYTES)
-    if moved == _UNSTARTED:
+    moved, nbytes = field(row, ROW_MOVED), field(row, ROW_NBYTES)
+    if moved == UNSTARTED:
         place = ring + RING_BYTES + head % capacity
-        store(place, load(row + 8 * ROW_TAG))
+        store(place, field(row, ROW_TAG))
         store(place + 8, nbytes)
-        store(row + 8 * ROW_START, head)
+        set_field(row, ROW_START, head)
         head += RING_LINE
         free -= RING_LINE
         moved = 0
     length = min(min(free, capacity // 4), nbytes - moved)
     if length > 0:
-        _copy_in(ring, capacity, head, load(row + 8 * ROW_ADDRESS) + moved, length)
+        _copy_in(ring, capacity, head, field(row, ROW_ADDRESS) + moved, length)
         head += (length + RING_LINE - 1) // RING_LINE * RING_LINE
         moved += length
     store(ring + HEAD, head)
-    store(row + 8 * ROW_MOVED, moved)
+    set_field(row, ROW_MOVED, moved)
     return True
 
 
@@ -91,47 +101,49 @@ def _send_some(ring, capacity, row):
 def _receive_some(ring, capacity, row):
     """Read the bytes that have arrived of the message that a row is receiving. Return whether there were any."""
     tail = load(ring + TAIL)
-    moved, nbytes = load(row + 8 * ROW_MOVED), load(row + 8 * ROW_NBYTES)
+    moved, nbytes = field(row, ROW_MOVED), field(row, ROW_NBYTES)
     length = min(min(load(ring + HEAD) - tail, capacity // 4), nbytes - moved)
     if length > 0:
-        _copy_out(ring, capacity, tail, load(row + 8 * ROW_ADDRESS) + moved, length)
+        _copy_out(ring, capacity, tail, field(row, ROW_ADDRESS) + moved, length)
         moved += length
         store(ring + TAIL, tail + (length + RING_LINE - 1) // RING_LINE * RING_LINE)
-        store(row + 8 * ROW_MOVED, moved)
+        set_field(row, ROW_MOVED, moved)
     if moved == nbytes:
-        store(row + 8 * ROW_DONE, 1)
+        set_field(row, ROW_DONE, 1)
     return length > 0
 
 
 @njit
-def _move_some(context, rings, capacity, table, first, count, blocked):
-    """Move all messages as far as possible. Return how many moved, or -1 - peer if a message does not match its row.
-
-    blocked: 2 * SIZE words.
-    """
+def move_some(context):
+    """Move all messages as far as possible. Return how many moved, or -1 - peer if a message does not match its row."""
     rank, size = field(context, RANK), field(context, SIZE)
+    rings, capacity, blocked = field(context, RINGS), field(context, RING_CAPACITY), field(context, BLOCKED)
+    first, count = field(context, FIRST), field(context, COUNT)
+    while first < count and field(row_of(context, first), ROW_DONE) != 0:
+        first += 1
+    set_field(context, FIRST, first)
     stride = RING_BYTES + capacity
     for index in range(2 * size):
         store(blocked + 8 * index, 0)
-    for index in range(first, count):
-        row = table + 8 * ROW_FIELDS * index
-        if load(row + 8 * ROW_SENDS) == 0 and load(row + 8 * ROW_MOVED) >= 0 and load(row + 8 * ROW_DONE) == 0:
-            store(blocked + 16 * load(row + 8 * ROW_PEER), 1)  # the next bytes in that ring are not a header
+    for number in range(first, count):
+        row = row_of(context, number)
+        if field(row, ROW_SENDS) == 0 and field(row, ROW_MOVED) >= 0 and field(row, ROW_DONE) == 0:
+            store(blocked + 16 * field(row, ROW_PEER), 1)  # the next bytes in that ring are not a header
     moves = 0
-    for index in range(first, count):
-        row = table + 8 * ROW_FIELDS * index
-        if load(row + 8 * ROW_DONE) != 0:
+    for number in range(first, count):
+        row = row_of(context, number)
+        if field(row, ROW_DONE) != 0:
             continue
-        peer, sends = load(row + 8 * ROW_PEER), load(row + 8 * ROW_SENDS)
+        peer, sends = field(row, ROW_PEER), field(row, ROW_SENDS)
         turn = blocked + 8 * (2 * peer + sends)
         if sends == 1:
             if load(turn) == 0:
                 moves += _send_some(rings + (rank * size + peer) * stride, capacity, row)
-                if load(row + 8 * ROW_MOVED) < load(row + 8 * ROW_NBYTES):
+                if field(row, ROW_MOVED) < field(row, ROW_NBYTES):
                     store(turn, 1)
             continue
         ring = rings + (peer * size + rank) * stride
-        if load(row + 8 * ROW_MOVED) == _UNSTARTED:
+        if field(row, ROW_MOVED) == UNSTARTED:
             tail = load(ring + TAIL)
             if load(turn) != 0:
                 continue
@@ -140,39 +152,46 @@ def _move_some(context, rings, capacity, table, first, count, blocked):
                 continue
             place = ring + RING_BYTES + tail % capacity
             tag, nbytes = load(place), load(place + 8)
-            if tag & TAG_MASK != load(row + 8 * ROW_TAG) & TAG_MASK:
+            if tag & TAG_MASK != field(row, ROW_TAG) & TAG_MASK:
                 continue
-            if tag != load(row + 8 * ROW_TAG) or nbytes != load(row + 8 * ROW_NBYTES):
+            if tag != field(row, ROW_TAG) or nbytes != field(row, ROW_NBYTES):
                 set_field(context, FOUND_TAG, tag)
                 set_field(context, FOUND_NBYTES, nbytes)
                 return -1 - peer
             store(ring + TAIL, tail + RING_LINE)
-            store(row + 8 * ROW_MOVED, 0)
+            set_field(row, ROW_MOVED, 0)
         moves += _receive_some(ring, capacity, row)
         store(turn, 1)  # one message a pass: the next one may be for a row that was passed over
     return moves
 
 
 @njit
-def _is_receiving(table, first, count, peer):
+def _is_receiving(context, peer):
     """Return whether a message of a rank has begun to arrive and is incomplete."""
-    for index in range(first, count):
-        row = table + 8 * ROW_FIELDS * index
-        is_from = load(row + 8 * ROW_SENDS) == 0 and load(row + 8 * ROW_PEER) == peer
-        if is_from and load(row + 8 * ROW_MOVED) >= 0 and load(row + 8 * ROW_DONE) == 0:
+    for number in range(field(context, FIRST), field(context, COUNT)):
+        row = row_of(context, number)
+        is_from = field(row, ROW_SENDS) == 0 and field(row, ROW_PEER) == peer
+        if is_from and field(row, ROW_MOVED) >= 0 and field(row, ROW_DONE) == 0:
             return True
     return False
 
 
-@compiled(njit, int64(*[int64] * 10), nogil=True)
-def next_sender(context, rings, capacity, table, first, count, blocked, tag, start, patient):
+@compiled(njit, int64(*[int64] * 6), nogil=True)
+def add(context, sends, peer, tag, address, nbytes):
+    """Post a message. Return FINISHED, or FULL if the table has no room."""
+    return FINISHED if add_row(context, sends, peer, tag, address, nbytes, UNSTARTED) else FULL
+
+
+@compiled(njit, int64(*[int64] * 4), nogil=True)
+def next_sender(context, tag, start, patient):
     """Find a message with a tag, from any rank, those from `start` on first; with `patient`, wait for it a while. PEER becomes
     the rank's place, or -1. The message stays in its ring."""
     rank, size = field(context, RANK), field(context, SIZE)
+    rings, capacity = field(context, RINGS), field(context, RING_CAPACITY)
     beats = 0
     since = monotonic_ns()
     while True:
-        moves = _move_some(context, rings, capacity, table, first, count, blocked)
+        moves = move_some(context)
         if moves < 0:
             set_field(context, PEER, -1 - moves)
             return DISAGREED
@@ -180,7 +199,7 @@ def next_sender(context, rings, capacity, table, first, count, blocked, tag, sta
             peer = (start + step) % size
             ring = rings + (peer * size + rank) * (RING_BYTES + capacity)
             tail = load(ring + TAIL)
-            if peer == rank or load(ring + HEAD) == tail or _is_receiving(table, first, count, peer):
+            if peer == rank or load(ring + HEAD) == tail or _is_receiving(context, peer):
                 continue
             if load(ring + RING_BYTES + tail % capacity) & TAG_MASK == tag & TAG_MASK:
                 set_field(context, PEER, peer)
@@ -194,19 +213,19 @@ def next_sender(context, rings, capacity, table, first, count, blocked, tag, sta
             beats, since = 0, monotonic_ns()
 
 
-@compiled(njit, int64(*[int64] * 8), nogil=True)
-def move(context, rings, capacity, table, first, count, blocked, wanted):
-    """Move the messages in rows [first, count) until row `wanted` is done; with -1, only move messages without waiting."""
+@compiled(njit, int64(int64, int64), nogil=True)
+def move(context, number):
+    """Move messages until the message of that number is done; with -1, only move messages without waiting."""
     if field(context, ABORTED) != 0:
         return STOPPED
     beats = 0
     since = int64(0)
     while True:
-        moves = _move_some(context, rings, capacity, table, first, count, blocked)
+        moves = move_some(context)
         if moves < 0:
             set_field(context, PEER, -1 - moves)
             return DISAGREED
-        if wanted < 0 or load(table + 8 * ROW_FIELDS * wanted + 8 * ROW_DONE) != 0:
+        if number < 0 or is_done(context, number):
             return FINISHED
         if moves > 0:
             set_field(context, PATIENT, 0)
@@ -214,11 +233,11 @@ def move(context, rings, capacity, table, first, count, blocked, wanted):
             continue
         if beats == 0:
             since = monotonic_ns()
-            set_field(context, PEER, load(table + 8 * ROW_FIELDS * wanted + 8 * ROW_PEER))
+            set_field(context, PEER, field(row_of(context, number), ROW_PEER))
         status = rest(context, beats, since)
         if status != FINISHED:
             # Messages that came before the end of the wait count.
-            if _move_some(context, rings, capacity, table, first, count, blocked) == 0:
+            if move_some(context) == 0:
                 return status
             beats = -1
         beats += 1

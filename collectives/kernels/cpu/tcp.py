@@ -1,47 +1,29 @@
-"""Messages over TCP, and whole programs of them, in one call without Python between messages.
+"""Messages over TCP.
 
-A connection carries one message after the other: a header of 16 bytes, the tag and the length, then the bytes. The messages
-that a process has posted are rows of a table, in the order posted. A message belongs to the first row of its sender whose tag
-has the same low 32 bits; the other bits, the kind of its numbers, and the length must then be equal too. If there is no row
-yet, the message and all later ones wait in the connection.
+A connection carries one message after the other: a header of 16 bytes, the tag and the length, then the bytes. For the table
+of the messages that a process has posted, see gradwire.collectives.kernels.cpu.rows.
 """
 
 from __future__ import annotations
 
 from numba import int64, njit
 
-from gradwire.collectives.kernels.cpu.arithmetic import OPS, combine
 from gradwire.collectives.kernels.cpu.compiling import compiled
 from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
-from gradwire.collectives.kernels.cpu.sockets import EAGAIN, EINTR, EPIPE, POLL_BYTES, receive, send_two
-from gradwire.collectives.kernels.cpu.tcp_context import (
+from gradwire.collectives.kernels.cpu.rows import (
     ABORTED,
-    BEGIN,
     CAPACITY,
-    CONNECTION_FIELDS,
-    CONNECTIONS,
     COUNT,
-    CURRENT,
-    DESCRIPTOR,
     DISAGREED,
-    END,
-    ENDED,
-    ERROR,
-    FIELDS,
     FINISHED,
     FIRST,
     FOUND_NBYTES,
     FOUND_TAG,
     FULL,
-    HEADER_BYTES,
     LOST,
-    MOST_TRIES,
-    NEXT,
     PEER,
     PENDING,
-    POLLS,
     RANK,
-    RECEIVES,
     ROW_ADDRESS,
     ROW_DONE,
     ROW_FIELDS,
@@ -51,17 +33,35 @@ from gradwire.collectives.kernels.cpu.tcp_context import (
     ROW_SENDS,
     ROW_TAG,
     ROWS,
-    SENDS,
     SIZE,
+    STOPPED,
+    add_row,
+    is_done,
+    row_of,
+)
+from gradwire.collectives.kernels.cpu.sockets import EAGAIN, EINTR, EPIPE, POLL_BYTES, receive, send_two
+from gradwire.collectives.kernels.cpu.tcp_context import (
+    BEGIN,
+    CONNECTION_FIELDS,
+    CONNECTIONS,
+    CURRENT,
+    DESCRIPTOR,
+    END,
+    ENDED,
+    ERROR,
+    FIELDS,
+    HEADER_BYTES,
+    MOST_TRIES,
+    POLLS,
+    RECEIVES,
+    SENDS,
     STAGE,
     STAGE_BYTES,
-    STOPPED,
     STUCK,
     TRIES,
     WANTED,
     connection_of,
     polls_again,
-    row_of,
     sleep,
     spin_less,
 )
@@ -72,11 +72,7 @@ from gradwire.collectives.kernels.wire import TAG_MASK
 _PIECE_BYTES = 56 << 10
 
 #: How long a wait sleeps before it returns to its caller.
-_SLICE_MS, _SLICE_NS = 50, 40_000_000
-
-# The kinds of instructions, as in gradwire.collectives.plan.program.
-_SEND, _RECEIVE, _POST, _WAIT = range(4)
-INSTRUCTION_FIELDS = 8
+SLICE_MS, SLICE_NS = 50, 40_000_000
 
 
 @njit
@@ -210,7 +206,7 @@ def _nothing(context, peer, got, pieces):
 
 
 @njit
-def _move_some(context):
+def move_some(context):
     """Move all messages as far as possible. Return FINISHED, DISAGREED, LOST, or PENDING if none could be moved."""
     wanted = field(context, WANTED)
     size = field(context, SIZE)
@@ -257,12 +253,12 @@ def _wait_for(context, number, began):
     while True:
         if field(context, ABORTED) != 0:
             return STOPPED
-        if number < field(context, FIRST) or field(row_of(context, number), ROW_DONE) != 0:
+        if is_done(context, number):
             return FINISHED
         if is_late:
             set_field(context, PEER, field(row_of(context, number), ROW_PEER))
             return PENDING
-        status = _move_some(context)
+        status = move_some(context)
         if status in (LOST, DISAGREED):
             return status
         if status == FINISHED:
@@ -270,7 +266,7 @@ def _wait_for(context, number, began):
                 set_field(context, TRIES, min(field(context, MOST_TRIES), max(field(context, TRIES), 4 * tries)))
             tries = 0
             slept = False
-            is_late = monotonic_ns() - began > _SLICE_NS
+            is_late = monotonic_ns() - began > SLICE_NS
             continue
         tries += 1
         if polls_again(context, tries):
@@ -278,37 +274,21 @@ def _wait_for(context, number, began):
         if not slept:
             slept = True
             spin_less(context)
-        is_late = monotonic_ns() - began > _SLICE_NS
-        if not is_late and sleep(context, _SLICE_MS) == LOST:
+        is_late = monotonic_ns() - began > SLICE_NS
+        if not is_late and sleep(context, SLICE_MS) == LOST:
             return LOST
 
 
 @njit
-def _add(context, sends, peer, tag, address, nbytes):
+def add_message(context, sends, peer, tag, address, nbytes):
     """Post a message. Return whether there was room."""
-    number = field(context, COUNT)
-    first = field(context, FIRST)
-    while first < number and field(row_of(context, first), ROW_DONE) != 0:
-        first += 1
-    set_field(context, FIRST, first)
-    if number - first == field(context, CAPACITY):
-        return False
-    row = row_of(context, number)
-    set_field(row, ROW_SENDS, sends)
-    set_field(row, ROW_PEER, peer)
-    set_field(row, ROW_TAG, tag)
-    set_field(row, ROW_NBYTES, nbytes)
-    set_field(row, ROW_ADDRESS, address)
-    set_field(row, ROW_MOVED, -HEADER_BYTES if sends != 0 else 0)
-    set_field(row, ROW_DONE, 0)
-    set_field(context, COUNT, number + 1)
-    return True
+    return add_row(context, sends, peer, tag, address, nbytes, -HEADER_BYTES if sends != 0 else 0)
 
 
 @compiled(njit, int64(*[int64] * 6), nogil=True)
 def add(context, sends, peer, tag, address, nbytes):
     """Post a message. Return FINISHED, or FULL if the table has no room."""
-    return FINISHED if _add(context, sends, peer, tag, address, nbytes) else FULL
+    return FINISHED if add_message(context, sends, peer, tag, address, nbytes) else FULL
 
 
 @compiled(njit, int64(int64, int64), nogil=True)
@@ -318,7 +298,7 @@ def wait_for(context, number):
         return STOPPED
     if number >= 0:
         return _wait_for(context, number, monotonic_ns())
-    status = _move_some(context)
+    status = move_some(context)
     return FINISHED if status == PENDING else status
 
 
@@ -365,7 +345,7 @@ def next_sender(context, tag, first, milliseconds):
     while True:
         if field(context, ABORTED) != 0:
             return STOPPED
-        status = _move_some(context)
+        status = move_some(context)
         if status in (LOST, DISAGREED):
             return status
         peer = _find_sender(context, tag, first)
@@ -374,60 +354,5 @@ def next_sender(context, tag, first, milliseconds):
         if peer >= 0 or left_ms <= 0:
             return FINISHED
         tries += 1
-        if not polls_again(context, tries) and status == PENDING and sleep(context, min(left_ms, _SLICE_MS)) == LOST:
+        if not polls_again(context, tries) and status == PENDING and sleep(context, min(left_ms, SLICE_MS)) == LOST:
             return LOST
-
-
-@njit
-def _reduce(mine, theirs, length, itemsize, arithmetic, op, mine_first):
-    """Reduce received numbers into this rank's, the lower rank's first: the order decides the sign of a zero in min and max,
-    and the bits of a NaN."""
-    if mine_first:
-        combine(arithmetic, mine, theirs, length, op, 1)
-    else:
-        combine(arithmetic, theirs, mine, length, op, 1)
-        copy(mine, theirs, length * itemsize)
-
-
-@compiled(njit, int64(*[int64] * 11), nogil=True)
-def follow(context, instructions, count, base, tag, source, destination, scratch, itemsize, arithmetic, op):
-    """Run the `count` instructions of a program. After PENDING or FULL, call it again with the same arguments.
-
-    base: the number that the program's first message has here. source, destination, scratch: where its numbers lie.
-    arithmetic: the address of the C function that reduces them.
-    """
-    rank = field(context, RANK)
-    began = monotonic_ns()
-    for index in range(field(context, NEXT), count):
-        at = instructions + 8 * INSTRUCTION_FIELDS * index
-        kind, peer, offset, length = load(at), load(at + 8), load(at + 16), load(at + 24)
-        place, number, segment = load(at + 32), load(at + 40), load(at + 48)
-        status = FINISHED
-        if kind == _SEND:
-            if not _add(context, 1, peer, tag + segment, source + offset * itemsize, length * itemsize):
-                status = FULL
-        elif kind == _RECEIVE:
-            landing = destination + offset * itemsize if place < 0 else scratch + place * itemsize
-            if not _add(context, 0, peer, tag + segment, landing, length * itemsize):
-                status = FULL
-        elif kind == _POST:
-            status = _move_some(context)
-            if status == PENDING:
-                status = FINISHED
-        elif kind == _WAIT:
-            status = _wait_for(context, base + number, began)
-        else:  # Kind.REDUCE
-            _reduce(
-                destination + offset * itemsize,
-                scratch + place * itemsize,
-                length,
-                itemsize,
-                arithmetic,
-                op,
-                rank < peer,
-            )
-        if status != FINISHED:
-            set_field(context, NEXT, index)
-            return status
-    set_field(context, NEXT, 0)
-    return FINISHED

@@ -5,42 +5,21 @@ from __future__ import annotations
 from numba import njit
 
 from gradwire.collectives.kernels.cpu.intrinsics import field, give_way, load, monotonic_ns, set_field
+from gradwire.collectives.kernels.cpu.rows import FINISHED, LOST, OTHER_FIELDS, PEER, SIZE
 from gradwire.collectives.kernels.cpu.sockets import POLLIN, POLLOUT, POLLRDHUP, has_ended, poll, watch_for
 
-# Fields of 64 bits that a kernel shares with the process that calls it, the *context*.
+# More fields of the context.
 (
-    RANK,
-    SIZE,
     MOST_TRIES,  # how often a wait may poll before it sleeps
     TRIES,  # how often it polls at present: fewer times after polls without success
     SLEPT,  # how many waits have polled without success since TRIES was MOST_TRIES
-    ABORTED,  # 1 when this process must not wait any more
-    ROWS,  # address of the table, ROW_BYTES a message
-    CAPACITY,  # rows of the table, a power of two: message n is in row n % CAPACITY
-    FIRST,  # number of the first message that may be unfinished
-    COUNT,  # number that the next posted message gets
     CONNECTIONS,  # address of SIZE connections
     WANTED,  # address of SIZE words: SENDS and RECEIVES that are under way with each rank
     POLLS,  # address of SIZE struct pollfd
-    NEXT,  # the instruction at which a program continues
-    PEER,  # the rank that the last wait was for, that failed, or that next_sender() has found
     ERROR,  # errno of a failure; 0 for a connection that ended
-    FOUND_TAG,  # the header of a message that does not match its posted row
-    FOUND_NBYTES,
     FIELDS,
-) = range(19)
+) = range(OTHER_FIELDS, OTHER_FIELDS + 8)
 
-(
-    ROW_SENDS,  # 1 for a send, 0 for a receive
-    ROW_PEER,
-    ROW_TAG,  # with the length that follows, the header of a sent message
-    ROW_NBYTES,
-    ROW_ADDRESS,
-    ROW_MOVED,  # bytes sent, from -HEADER_BYTES on, or received
-    ROW_DONE,
-    ROW_FIELDS,
-) = range(8)
-ROW_BYTES = 8 * ROW_FIELDS
 HEADER_BYTES = 16
 
 (
@@ -57,20 +36,11 @@ STAGE_BYTES = 16 << 10
 
 SENDS, RECEIVES, STUCK = 1, 2, 4
 
-# The results of a kernel.
-FINISHED, PENDING, STOPPED, LOST, DISAGREED, FULL = range(6)
-
 #: After how many waits that polled without success TRIES is MOST_TRIES again.
 _PROBE_AFTER = 32
 
 #: How often a wait polls before it offers the core to other processes, and how long a computing process keeps the core.
 _TRIES_ALONE, _LONG_NS = 20, 1_000_000
-
-
-@njit
-def row_of(context, number):
-    """Return the address of the row of a message."""
-    return field(context, ROWS) + ROW_BYTES * (number & (field(context, CAPACITY) - 1))
 
 
 @njit

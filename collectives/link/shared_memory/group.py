@@ -9,8 +9,8 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -173,14 +173,12 @@ class LocalGroup:
     def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> bool:
         """Call a kernel until it has finished. Return whether ranks have announced new versions of their tables in the
         operation. Raises LinkError as Pending.wait() does."""
-        with self._running:
-            if self._stopped:
-                raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+        with self.entered():
             status = kernel(*arguments)
             if status >= self._pending:
                 lost: set[int] = set()
                 while status >= self._pending:
-                    lost = self._check(status, deadline, lost)
+                    lost = self.check(status, deadline, lost)
                     if (beside := self._beside()) is not None:
                         beside()
                     self.context[self.kernels.PATIENT] = 1
@@ -188,7 +186,15 @@ class LocalGroup:
                 self.context[self.kernels.PATIENT] = 0
         return bool(status == self.kernels.FINISHED_WITH_NEWS)
 
-    def _check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Prevent kernel calls of other threads inside a `with` block. Raises LinkError if the group is closed."""
+        with self._running:
+            if self._stopped:
+                raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+            yield
+
+    def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise LinkError if a kernel's status means an error, an awaited rank is in `lost`, or the deadline passes.
         Return the awaited ranks that are lost. lost: the return value of the last check. Since then, the kernel has
         looked once more for data that these ranks wrote before they were lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -12,8 +13,6 @@ from gradwire.collectives.link.base import Request, Whole
 from gradwire.collectives.link.rows import Table
 from gradwire.collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
 from gradwire.collectives.link.shared_memory.group import LocalGroup
-
-_FIRST_ROWS = 64
 
 #: The algorithm of each verb that needs no messages in shared memory. A barrier is an allreduce of an empty tensor.
 PREFERRED = {"allreduce": "shared", "barrier": "shared"}
@@ -66,7 +65,7 @@ class SharedMemoryTransport(Table):
     waits_again = True
 
     def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
-        super().__init__()
+        super().__init__(group.kernels, group.context)
         self.rank = rank
         self.size = size
         self.reductions = reductions
@@ -76,47 +75,42 @@ class SharedMemoryTransport(Table):
             name: group.kernels.LINE for verb, name in self.preferred.items() if verb == "allreduce"
         }
         self._group = group
-        self._kernels = group.kernels
         self._index = {member: index for index, member in enumerate(group.members)}
-        self._rows = np.zeros((_FIRST_ROWS, group.kernels.ROW_FIELDS), dtype=np.int64)
-        self._dropped = 0  # number of the message in the first row
-        self._first = 0  # all rows before it are done
-        self._count = 0
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
+        context = {
+            self.kernels.RINGS: group.rings,
+            self.kernels.RING_CAPACITY: group.plan.ring_bytes,
+            self.kernels.BLOCKED: self._blocked.ctypes.data,
+        }
+        self.context[list(context)] = list(context.values())
         group.move_beside(self._move_beside)
         self._heard_last = group.index
 
+    def entered(self) -> AbstractContextManager[None]:
+        return self._group.entered()
+
+    def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
+        return self._group.check(status, deadline, lost)
+
+    def place(self, peer: int) -> int:
+        return self._index[peer]
+
     def finish(self, number: int, deadline: float) -> None:
         if not self.is_done(number):
-            self._move(number - self._dropped, deadline)
-            done = self._rows[: self._count, self._kernels.ROW_DONE]
-            while self._first < self._count and done[self._first]:
-                self._first += 1
-
-    def is_done(self, number: int) -> bool:
-        row = number - self._dropped
-        return row < self._first or bool(self._rows[row, self._kernels.ROW_DONE])
+            self._move(number, deadline)
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
         group = self._group
         while True:
             is_late = time.monotonic() >= deadline
             first = (self._heard_last + 1) % group.size
-            group.run(self._kernels.next_sender, (*self._table(), tag, first, not is_late), deadline)
-            place = int(group.context[self._kernels.PEER])
+            group.run(self.kernels.next_sender, (self.context_address, tag, first, not is_late), deadline)
+            place = int(group.context[self.kernels.PEER])
             if place >= 0:
                 self._heard_last = place
                 return group.members[place]
             if is_late:
                 return None
-
-    def has_unfinished_send(self) -> bool:
-        kernels, rows = self._kernels, self._rows[self._first : self._count]
-        unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
-        return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
-
-    def is_busy(self) -> bool:
-        return not np.all(self._rows[self._first : self._count, self._kernels.ROW_DONE])
 
     def progress(self) -> None:
         self._move(-1, 0.0)
@@ -141,35 +135,9 @@ class SharedMemoryTransport(Table):
     def wait_beside_work(self, beside_work: bool) -> None:
         self._group.wait_beside_work(beside_work)
 
-    def _move(self, wanted: int, deadline: float) -> None:
-        self._group.run(self._kernels.move, (*self._table(), wanted), deadline)
+    def _move(self, number: int, deadline: float) -> None:
+        self._group.run(self.kernels.move, (self.context_address, number), deadline)
 
     def _move_beside(self) -> None:
         if self.is_busy():
-            self._kernels.move(*self._table(), -1)  # errors are raised by the wait for the message
-
-    def _table(self) -> tuple[int, ...]:
-        """Return the first arguments of each kernel: the context, the rings, and the rows of posted messages."""
-        group = self._group
-        table, blocked = self._rows.ctypes.data, self._blocked.ctypes.data
-        rings = (group.context_address, group.rings, group.plan.ring_bytes)
-        return (*rings, table, self._first, self._count, blocked)
-
-    def _add(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> int:
-        if self._count == len(self._rows):
-            self._make_room()
-        nbytes = tensor.numel() * tensor.element_size()
-        self._rows[self._count] = (sends, self._index[peer], tag, tensor.data_ptr(), nbytes, -1, 0, 0)
-        self._count += 1
-        return self._dropped + self._count - 1
-
-    def _make_room(self) -> None:
-        """Drop the rows that are done. If more than half of the rows stay, double the table."""
-        stay = np.flatnonzero(self._rows[: self._count, self._kernels.ROW_DONE] == 0)
-        kept = self._rows[stay]
-        if len(kept) > len(self._rows) // 2:
-            self._rows = np.zeros((2 * len(self._rows), self._kernels.ROW_FIELDS), dtype=np.int64)
-        self._rows[: len(kept)] = kept
-        before, self._dropped = self._dropped, self._dropped + self._count
-        self._renumber({before + int(row): self._dropped + place for place, row in enumerate(stay)})
-        self._first, self._count = 0, len(kept)
+            self.kernels.move(self.context_address, -1)  # errors are raised by the wait for the message

@@ -1,0 +1,206 @@
+"""Whole programs, in one call without Python between messages: over TCP, and through shared memory to ranks of the same host.
+
+Each message is a row in the table of one of the two links: see gradwire.collectives.kernels.cpu.rows.
+"""
+
+from __future__ import annotations
+
+from numba import int64, njit
+
+from gradwire.collectives.kernels.cpu.arithmetic import OPS, combine
+from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, sleep_us, store
+from gradwire.collectives.kernels.cpu.messages import UNSTARTED
+from gradwire.collectives.kernels.cpu.messages import move_some as move_near
+from gradwire.collectives.kernels.cpu.rows import (
+    ABORTED,
+    COUNT,
+    DISAGREED,
+    FINISHED,
+    FIRST,
+    FULL,
+    LOST,
+    PEER,
+    PENDING,
+    RANK,
+    ROW_PEER,
+    STOPPED,
+    add_row,
+    is_done,
+    row_of,
+)
+from gradwire.collectives.kernels.cpu.tcp import SLICE_MS, SLICE_NS, add_message
+from gradwire.collectives.kernels.cpu.tcp import move_some as move_far
+from gradwire.collectives.kernels.cpu.tcp_context import MOST_TRIES, TRIES, polls_again, sleep, spin_less
+
+# The fields of a request, the same in all calls for a program.
+(
+    FAR,  # the context of the TCP connections
+    NEAR,  # the context of the memory that the ranks of this host share; 0 without one
+    PLACES,  # address of a word for each rank: its place among the ranks that share memory, or -1
+    NUMBERS,  # address of MESSAGES words: the number of a message in its table, doubled, plus 1 if that is NEAR's
+    ITEMSIZE,
+    ARITHMETIC,  # address of the C function that reduces the numbers
+    OP,
+    NEXT,  # the instruction at which the program continues
+    AT_NEAR,  # 1 if the last result comes from NEAR
+    FIELDS,
+) = range(10)
+
+#: More than the messages of a program that are in flight at once; a power of two.
+MESSAGES = 1 << 16
+
+# A sleep is a sixteenth of the wait so far, within bounds, while messages in shared memory may arrive, whose arrival ends no
+# sleep.
+_SLEEP_SHARE, _SHORTEST_SLEEP_US, _LONGEST_SLEEP_US = 16, 50, 2000
+
+# The kinds of instructions, as in gradwire.collectives.plan.program.
+_SEND, _RECEIVE, _POST, _WAIT = range(4)
+INSTRUCTION_FIELDS = 8
+
+
+@njit
+def _place(request, peer):
+    """Return the place of a rank among those that share memory, or -1."""
+    return int64(-1) if field(request, NEAR) == 0 else load(field(request, PLACES) + 8 * peer)
+
+
+@njit
+def _add(request, sends, peer, tag, address, nbytes, number):
+    """Post a message of a program. Return FINISHED, or FULL if its table has no room."""
+    place = _place(request, peer)
+    at_near = int64(place >= 0)
+    context = field(request, NEAR) if at_near else field(request, FAR)
+    posted = field(context, COUNT)
+    if at_near:
+        has_room = add_row(context, sends, place, tag, address, nbytes, UNSTARTED)
+    else:
+        has_room = add_message(context, sends, peer, tag, address, nbytes)
+    store(field(request, NUMBERS) + 8 * (number & (MESSAGES - 1)), 2 * posted + at_near)
+    set_field(request, AT_NEAR, at_near)
+    return FINISHED if has_room else FULL
+
+
+@njit
+def _move(request):
+    """Move all messages of both links as far as possible. Return FINISHED, DISAGREED, LOST, or PENDING if none could be
+    moved."""
+    near = field(request, NEAR)
+    moves = int64(0) if near == 0 else move_near(near)
+    set_field(request, AT_NEAR, int64(moves < 0))
+    if moves < 0:
+        set_field(near, PEER, -1 - moves)
+        return DISAGREED
+    status = move_far(field(request, FAR))
+    return FINISHED if status == PENDING and moves > 0 else status
+
+
+@njit
+def _is_stopped(request):
+    """Return whether this process must not wait any more."""
+    near = field(request, NEAR)
+    return field(field(request, FAR), ABORTED) != 0 or (near != 0 and field(near, ABORTED) != 0)
+
+
+@njit
+def _rest(request, waited_ns):
+    """Sleep until a message may move. Return FINISHED, or LOST."""
+    near = field(request, NEAR)
+    alone = near == 0 or field(near, FIRST) == field(near, COUNT)
+    status = sleep(field(request, FAR), SLICE_MS if alone else 0)
+    if not alone and status == FINISHED:
+        sleep_us(min(_LONGEST_SLEEP_US, max(_SHORTEST_SLEEP_US, waited_ns // (1000 * _SLEEP_SHARE))))
+    return status
+
+
+@njit
+def _wait_for(request, number, began):
+    """Wait until a message is done, while all others move too. Return PENDING some time after `began`, even if messages move,
+    so that the caller can check its deadline."""
+    posted = load(field(request, NUMBERS) + 8 * (number & (MESSAGES - 1)))
+    far = field(request, FAR)
+    context = field(request, NEAR) if posted & 1 else far
+    tries = 0
+    since = int64(0)
+    is_late = False
+    while True:
+        if _is_stopped(request):
+            return STOPPED
+        if is_done(context, posted >> 1):
+            return FINISHED
+        if is_late:
+            set_field(context, PEER, field(row_of(context, posted >> 1), ROW_PEER))
+            set_field(request, AT_NEAR, posted & 1)
+            return PENDING
+        status = _move(request)
+        if status in (LOST, DISAGREED):
+            return status
+        if status == FINISHED:
+            if 0 < tries <= field(far, TRIES):
+                set_field(far, TRIES, min(field(far, MOST_TRIES), max(field(far, TRIES), 4 * tries)))
+            tries = 0
+            since = 0
+            is_late = monotonic_ns() - began > SLICE_NS
+            continue
+        tries += 1
+        if polls_again(far, tries):
+            continue
+        now = monotonic_ns()
+        if since == 0:
+            since = now
+            spin_less(far)
+        is_late = now - began > SLICE_NS
+        if not is_late and _rest(request, now - since) == LOST:
+            return LOST
+
+
+@njit
+def _reduce(mine, theirs, length, itemsize, arithmetic, op, mine_first):
+    """Reduce received numbers into this rank's, the lower rank's first: the order decides the sign of a zero in min and max,
+    and the bits of a NaN."""
+    if mine_first:
+        combine(arithmetic, mine, theirs, length, op, 1)
+    else:
+        combine(arithmetic, theirs, mine, length, op, 1)
+        copy(mine, theirs, length * itemsize)
+
+
+@compiled(njit, int64(*[int64] * 7), nogil=True)
+def follow(request, instructions, count, tag, source, destination, scratch):
+    """Run the `count` instructions of a program. After PENDING or FULL, call it again with the same arguments.
+
+    source, destination, scratch: where its numbers lie.
+    """
+    itemsize, rank = field(request, ITEMSIZE), field(field(request, FAR), RANK)
+    began = monotonic_ns()
+    for index in range(field(request, NEXT), count):
+        at = instructions + 8 * INSTRUCTION_FIELDS * index
+        kind, peer, offset, length = load(at), load(at + 8), load(at + 16), load(at + 24)
+        place, number, segment = load(at + 32), load(at + 40), load(at + 48)
+        status = FINISHED
+        if kind == _SEND:
+            status = _add(request, 1, peer, tag + segment, source + offset * itemsize, length * itemsize, number)
+        elif kind == _RECEIVE:
+            landing = destination + offset * itemsize if place < 0 else scratch + place * itemsize
+            status = _add(request, 0, peer, tag + segment, landing, length * itemsize, number)
+        elif kind == _POST:
+            status = _move(request)
+            if status == PENDING:
+                status = FINISHED
+        elif kind == _WAIT:
+            status = _wait_for(request, number, began)
+        else:  # Kind.REDUCE
+            _reduce(
+                destination + offset * itemsize,
+                scratch + place * itemsize,
+                length,
+                itemsize,
+                field(request, ARITHMETIC),
+                field(request, OP),
+                rank < peer,
+            )
+        if status != FINISHED:
+            set_field(request, NEXT, index)
+            return status
+    set_field(request, NEXT, 0)
+    return FINISHED
