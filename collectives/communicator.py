@@ -46,8 +46,8 @@ class Communicator(Tuned):
     group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world; or a
     Membership that no other Communicator uses.
     timeout_s: the deadline of each operation, in seconds from its start, and of making the Communicator.
-    segment_bytes: how many bytes of one rank's share are sent at once when a buffer is long; None chooses by topology. Codes
-    of CUDA tensors are sent 4 MB at a time.
+    segment_bytes: the maximum size of the pieces in which one rank's share of a buffer is sent; None chooses by topology.
+    Codes of CUDA tensors are sent in pieces of up to 4 MB.
     link: what moves the bytes: 'auto', 'tcp', 'process_group' or a name given to register_link; None: COLLECTIVES_LINK, else
     'auto'.
     stall_warning_s: after a wait of so many seconds, and whenever the wait has doubled, the logger "gradwire" names the
@@ -80,8 +80,8 @@ class Communicator(Tuned):
 
     Every verb raises ValueError or TypeError for a wrong argument, before anything is sent. If an operation cannot finish, the
     verb, or wait() of an asynchronous one, raises PeerLost, CollectiveTimeout or Mismatch. The Communicator is then broken,
-    and each further call raises an error of the same kind. Exception: after a Mismatch that was found before any data moved,
-    the Communicator remains usable. Over NCCL alone, a lost peer raises CollectiveTimeout.
+    and each further call raises an error of the same kind. Only if the error is a Mismatch that was found before any data
+    moved does the Communicator remain usable.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Communicator(Tuned):
 
     @property
     def segment_bytes(self) -> int:
-        """Return how many bytes of one rank's share are sent at once when a buffer is long."""
+        """Return the maximum size of the pieces in which one rank's share of a buffer is sent, in bytes."""
         return self._engine.plans.segment_bytes
 
     def algorithms(self, collective: str) -> tuple[str, ...]:

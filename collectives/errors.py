@@ -1,6 +1,6 @@
-"""The errors that a collective raises when it cannot finish through no fault of its caller.
+"""The errors of collective operations that cannot finish, for example because a rank is lost.
 
-A caller's mistake (a wrong argument) is a ValueError or TypeError, raised before anything is sent.
+A wrong argument raises a ValueError or TypeError instead, before anything is sent.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ class Tuned(SharedTensors):
     _costs: Costs | None
 
     def tune(self) -> Costs:
-        """Measure the links of these ranks, in well under a second, and let 'auto' select by the measurement from now on. A
-        collective call. With COLLECTIVES_TUNING=1, making a Communicator over several hosts calls it.
+        """Measure the links of these ranks, and let 'auto' select by the measurement from now on. A collective call, which
+        takes about a second, or some seconds if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator over
+        several hosts calls it.
 
         If the first allreduces of a size take longer or shorter than predicted, the next ones try up to two other
         algorithms, and the fastest stays. The selection by a tuning file is not corrected in this way, so that all runs
@@ -49,8 +50,8 @@ class Tuned(SharedTensors):
 
     def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
         """Measure how quickly these ranks encode and decode on devices of a type, so that predict() can use it. Also
-        measure the links, unless that was done before. A collective call, which takes well under a second. What 'auto'
-        chooses stays as it is.
+        measure the links, unless that was done before. A collective call, which takes about a second. What 'auto' chooses
+        stays as it is.
 
         Raises ValueError where the group carries no CPU tensors, with which links are measured."""
         if self._engine.control_device != "cpu":

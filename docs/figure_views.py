@@ -69,7 +69,7 @@ def gains(*names: str) -> str:
             times = _times(figures(name), competitor)
             if competitor.endswith("next_forward"):  # of another run than the rows around it
                 (without,) = (row["as_ddp"] for row in figures(name)["rows"] if row["competitor"] == "gradwire")
-                times += f", where it is {_number(without)} without `overlap=`"
+                times += f" ({_number(without)} without `overlap=` in the same run)"
             rows.append((where, write, times))
     return _table(("where", "optimizer", "a training step, times as fast as DDP"), rows, "---|---|---")
 
@@ -125,7 +125,7 @@ def across(*names: str) -> str:
             f"{hosts} hosts" if hosts > 1 else f"{meta['world_size']} ranks"
         )
         for peer in peers:
-            column = f"{heading}: as {_PEERS[peer]}" if len(peers) > 1 else heading
+            column = f"{heading}: {_PEERS[peer]} / gradwire" if len(peers) > 1 else heading
             columns[column] = {each["bytes"]: each["times"] for each in meta["speedups"] if each["peer"] == peer}
     rows = (
         (_size(nbytes), *(_number(column[nbytes]) for column in columns.values()))
@@ -266,7 +266,7 @@ def failures(name: str) -> str:
         hosts, firsts = (sum(kill[of] for kill in row["kills"]) for of in ("of_host", "of_rank_0"))
         outages = row["outages_s"]
         cells = (
-            f"{len(row['kills'])}: {hosts} of a host, {firsts} with rank 0",
+            f"{len(row['kills'])}; {hosts} took down a host, {firsts} ended rank 0",
             row["hangs"],
             "" if row["goodput"] is None else f"{row['goodput']:.2f}",
             "" if row["loss_over"] is None else f"{100 * row['loss_over']:+.2f} %",

@@ -60,7 +60,7 @@ class Codec(ABC):
 
     @property
     def omega(self) -> float:
-        """Bound an unbiased codec's loss: the mean of |decoded - x|^2 is at most omega * |x|^2. 0 for biased codecs."""
+        """Return an upper bound of the variance omega of an unbiased codec; 0 for a biased codec."""
         return 0.0
 
     def at(self, step: int) -> Codec:

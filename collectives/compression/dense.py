@@ -108,8 +108,8 @@ class BFloat16(Dense):
 @register_codec
 @dataclass(frozen=True)
 class Float8(Blocked):
-    """8-bit floats with a scale per block, which makes the block's largest magnitude that of the format (448 for e4m3,
-    57344 for e5m2).
+    """8-bit floats with a scale per block. Scaled by it, the block's largest magnitude becomes the largest number of the
+    format (448 for e4m3, 57344 for e5m2).
 
     Rounded to nearest even: biased by rounding only. Contraction: the relative error is at most 2^-4 with e4m3 and 2^-3
     with e5m2, so 1 - delta <= 2^-8 or 2^-6. Scaled numbers below the normal range of the format have an absolute error of

@@ -62,7 +62,8 @@ class Sparse(Codec):
 class TopK(Sparse):
     """The k = ceil(ratio * n) numbers of largest magnitude, as indices and values; of equal magnitudes the first ones.
 
-    Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf count as the largest, so that some reach every rank.
+    Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf count as the largest. So if
+    any number is NaN or Inf, the code contains at least one of them, which reaches every rank.
 
     To find the k-th largest magnitude quickly, the codec first guesses it from a sample of c = values + residual. One pass
     then computes c and gathers the numbers that reach the guess. The exact k-th largest is found among the gathered
@@ -84,8 +85,8 @@ class Threshold(Sparse):
     if there is no tau yet, exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m
     numbers were sent, tau is multiplied by 1 + (m - k) / (8 k).
 
-    The count near tau falls in proportion to tau^-a, where a = tau * density(tau) * n / k. The adaptation settles if a is
-    below 16. For 1 % of gaussian numbers, a is about 7.
+    For thresholds t near tau, the count of numbers that reach t is proportional to t^-a, where
+    a = tau * density(tau) * n / k. The adaptation settles if a is below 16. For 1 % of gaussian numbers, a is about 7.
 
     Contraction: delta >= (k - floor(k / 20)) / n, since the numbers sent are the largest, whatever their count.
 
@@ -163,8 +164,8 @@ class DGC(Sparse):
 
     On each rank u = momentum * u + gradient; v += u; the largest numbers of v are sent, and cleared in v and u. v is
     the residual of error feedback, u the state. So the codec applies the momentum, and the optimizer must have none.
-    Lin et al. also clip the gradients of each rank before the encoding, to 1 / sqrt(ranks) of the usual norm; the codec
-    does not clip.
+    Lin et al. also clip the gradients of each rank before the encoding, with the usual maximum norm divided by
+    sqrt(ranks); the codec does not clip.
 
     Only a rank's own gradients have a momentum. Without state, as when the owner of a shard encodes the sum, the codec
     works as topk.

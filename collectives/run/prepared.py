@@ -41,7 +41,8 @@ class PreparedOperation:
         self._work: Work | None = None
 
     def __call__(self) -> None:
-        """Run the operation, and wait for it. Raises RuntimeError while it runs already, and what the verb raises."""
+        """Run the operation, and wait for it. Raises RuntimeError if it is running already or the tensor has moved to
+        other memory, and otherwise the errors of the verb."""
         tensor = self._tensor
         self._check()
         if self._whole is not None and self._engine.run_now(self._call, self._digest, self._whole, tensor, tensor):
@@ -49,7 +50,8 @@ class PreparedOperation:
         self._engine.submit(self._call, self._body, async_op=False)
 
     def start(self) -> Work:
-        """Run the operation in the background. Raises RuntimeError while it runs already."""
+        """Run the operation in the background. Raises RuntimeError if it is running already, or if the tensor has
+        moved to other memory."""
         self._check()
         self._work = self._engine.submit(self._call, self._body, async_op=True)
         assert self._work is not None

@@ -20,8 +20,8 @@ _log = logging.getLogger("gradwire")
 class Work:
     """Handle of one asynchronous operation, which verbs return with `async_op=True`.
 
-    counted: whether the operation has a number in the order that is the same on all ranks; messages have none. Attribute
-    seconds: the operation's running time once it is done, including waits for other ranks."""
+    counted: whether this is one of the operations that all ranks number and call in the same order; False for a message.
+    Attribute seconds: the operation's running time once it is done, including waits for other ranks."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
@@ -63,8 +63,8 @@ class Work:
     def run(self) -> None:
         """Run the operation in the calling thread and complete the handle.
 
-        CUDA work runs on the calling thread's current stream of the device that was current at issue. It waits for all work
-        that the issuing stream held at issue.
+        CUDA work runs on the device that was current when this handle was made, on the calling thread's current stream. The
+        stream first waits for all work that was queued on the stream that was current when the handle was made.
         """
         began = time.perf_counter()
         try:

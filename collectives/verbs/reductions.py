@@ -66,7 +66,8 @@ class Reductions(Ranks):
         codec: a codec of gradwire.collectives.compression, or its name for the default settings. The ranks then send codes
         instead of float32 numbers; for the sum or average of floating-point tensors. It must be the same on all ranks, or they
         raise Mismatch.
-        feedback: from new_feedback, for this buffer alone: adds the error of the previous encoding.
+        feedback: a Feedback from new_feedback(), which adds the error of the previous encoding to this one's input. Each buffer
+        needs its own.
         step: the training step, for codecs whose codes depend on it: equal steps, seeds and inputs give equal bits.
         Default: the number of calls that feedback has counted; 0 without feedback. randomk and other codecs that select
         numbers by the step raise ValueError if neither step nor feedback is given.

@@ -257,7 +257,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
     "gives `allgather` a scalar on one rank": calls(ALLGATHERS, (ones(()), ones(1))),
     "gives `alltoall` tensors that differ beyond dimension 0": calls(ALLTOALLS, *BEYOND),
     "gives `alltoall` tensors of different dtypes": calls(ALLTOALLS, *TYPES),
-    "gives `alltoall` splits that do not add up, on one rank": [
+    "gives `alltoall` splits whose sum is not the number of rows, on one rank": [
         lambda verb=verb: done(verb(ones(4), splits=mine(([2, 2], [2, 1])))) for verb in ALLTOALLS
     ],
     "gives `alltoall` no splits, and rows that the ranks cannot share equally": calls(ALLTOALLS, (ones(4), ones(3))),
@@ -280,7 +280,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
         scatter_of_equal_lengths,
     ],
     "calls different verbs": [lambda: mine((lambda: hvd.allreduce(ones(9)), lambda: hvd.broadcast(ones(9), 0)))()],
-    "begins operations in another order on one rank, each with its name": [other_order],
+    "begins named operations in another order on one rank": [other_order],
     "gives `reducescatter` a scalar": calls(SCATTERS, (ones(()), ones(()))),
     "calls `reducescatter` with `op=Adasum`": calls(SCATTERS, (ones(4), ones(4)), op=hvd.Adasum),
     "reuses a name in flight, on all ranks": [partial(held_by_all, verb) for verb in NAMED],
@@ -288,14 +288,14 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
         partial(held_by_one, verb) for verb in NAMED
     ],
     "reuses a name in flight, on one rank, in a call that the others make": [refused_by_one],
-    "calls a verb outside of its process set": [outside],
+    "calls a verb on a rank outside of the call's `process_set`": [outside],
     "calls `allgather` or `broadcast` while a rank has joined": [
         partial(joined, verb) for verb in forms("allgather", "broadcast").values()
     ],
     "calls a verb when a rank has ended": [lost],
     "calls a verb before `init()`": [uninitialized],
     "gives `op` and `average`": [lambda: hvd.allreduce(ones(2), average=True, op=hvd.Sum)],
-    "names two parameters alike, or not all of them": [
+    "passes `named_parameters` that repeat a name or lack a parameter": [
         partial(misnamed, [("weight", 0), ("weight", 1)]),
         partial(misnamed, [("weight", 0)]),
     ],
