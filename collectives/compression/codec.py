@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import fields
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,13 @@ def identity_of(name: str, settings: object) -> str:
     """Return a name with the fields of a dataclass, as text."""
     listed = ", ".join(f"{each.name}={getattr(settings, each.name)!r}" for each in fields(settings))  # type: ignore[arg-type]
     return f"{name}({listed})"
+
+
+class CFunctions(NamedTuple):
+    """C functions that encode and decode on the CPU: the address of each, and the words that it takes as its settings."""
+
+    encode: tuple[int, np.ndarray]
+    decode: tuple[int, np.ndarray]
 
 
 class Codec(ABC):
@@ -75,6 +83,11 @@ class Codec(ABC):
     def new_state(self, numel: int, device: torch.device) -> State | None:
         """Return the initial state for a part of numel elements; None for a codec without state."""
         return {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in self.remembers} or None
+
+    def c_functions(self) -> CFunctions | None:
+        """Return what a compiled loop calls instead of encode() and decode(), compiled or loaded from the disk. None if the codec
+        has a state, or no such functions."""
+        return None
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.codec import CFunctions, Codec, State
 from gradwire.collectives.compression.registry import register_codec
 from gradwire.collectives.kernels import kernels_for
 from gradwire.collectives.kernels.wire import pad16
@@ -34,6 +34,13 @@ class Dense(Codec):
     def _decoder(self) -> tuple[Any, ...]:
         """Return the decoding kernel's parameters."""
         return ()
+
+    def c_functions(self) -> CFunctions | None:
+        if (type(self)._encode, type(self)._decode) != (Dense._encode, Dense._decode):
+            return None  # a class that others have derived
+        kernels = kernels_for(torch.device("cpu"))
+        encode, decode = getattr(kernels, f"{self.name}_encode"), getattr(kernels, f"{self.name}_decode")
+        return CFunctions(encode.bound(*self._encoder()), decode.bound(*self._decoder()))
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         encode = getattr(kernels_for(values.device), f"{self.name}_encode")

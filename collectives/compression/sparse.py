@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.codec import CFunctions, Codec, State
 from gradwire.collectives.compression.registry import register_codec
 from gradwire.collectives.compression.seeds import mixed
 from gradwire.collectives.kernels import kernels_for
@@ -249,6 +249,12 @@ class ChunkTopK(Codec):
     def wire_bytes(self, numel: int) -> int:
         chunks = -(-numel // CHUNK)
         return sum(pad16(chunks * width) for width in (3 * self.k // 2, self.k // 4, 4))
+
+    def c_functions(self) -> CFunctions | None:
+        if (type(self)._encode, type(self)._decode) != (ChunkTopK._encode, ChunkTopK._decode):
+            return None  # a class that others have derived
+        kernels = kernels_for(torch.device("cpu"), "sparse")
+        return CFunctions(kernels.chunktopk_encode.bound(self.k), kernels.chunktopk_decode.bound(self.k))
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         kernels_for(wire.device, "sparse").chunktopk_encode(values, residual, wire, self.k)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.collectives.kernels.first_use import FIRST_USE
-from gradwire.collectives.link.base import Message, Pending, Posted, Request, Transport, Whole, WholeRun
+from gradwire.collectives.link.base import Coding, Message, Pending, Posted, Request, Transport, Whole, WholeRun
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.process_group import process_group
 from gradwire.collectives.link.programs import Programs
@@ -25,6 +25,7 @@ from gradwire.collectives.link.rows import Table
 from gradwire.collectives.link.shared_memory.group import join_host
 from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.link.tcp import tcp
+from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Program
 
 #: How long all processes of a machine may take to compile the kernels or load them, one after the other.
@@ -240,6 +241,11 @@ class RoutingTransport(Transport):
         """See Transport. Either all ranks compile a program that reduces, or none does: the sign of a minimum of zeros and the
         bits of a NaN depend on the loop."""
         return (self._programs or self._far).follow(program, dtype, op)
+
+    def follow_codes(
+        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+    ) -> bool:
+        return (self._programs or self._far).follow_codes(program, coding, wire_bytes, tag, deadline)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (self._near or self._far).empty(shape, dtype)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from gradwire.collectives.kernels.wire import KIND_BITS as KIND_BITS  # links and messages import it from here
+from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Program
 
 #: Seconds between two checks whether a message is done, where nothing wakes the thread that waits for it.
@@ -55,6 +56,32 @@ class Request:
     root: int = 0
     source_lengths: tuple[int, ...] = ()
     destination_lengths: tuple[int, ...] = ()
+
+
+class Coding(NamedTuple):
+    """What a compiled loop needs to run a CodedProgram of float32 numbers on the CPU. All but the counts are addresses.
+
+    encode, encode_settings, decode, decode_settings: see CFunctions. divide: the function that divides by `divisor`. values: the
+    buffer. sums: room for the sum of one block. codes: the scratch memory of the program. worker, owner: the residuals of this
+    rank's own numbers, and of the sums, whose first element belongs to element owner_start of the buffer; 0 without error
+    feedback. seed: of the step. group: the rank of each member of the group, as 64-bit words; group_size of them.
+    """
+
+    encode: int
+    encode_settings: int
+    decode: int
+    decode_settings: int
+    divide: int
+    divisor: int
+    values: int
+    sums: int
+    codes: int
+    worker: int
+    owner: int
+    owner_start: int
+    seed: int
+    group: int
+    group_size: int
 
 
 #: (source, destination, tag, deadline) -> None
@@ -155,6 +182,14 @@ class Transport(ABC):
         """Prepare to run a program of CPU tensors in one call, without Python between messages; return None if this transport
         cannot. op: the reduction: 'sum', 'min', 'max' or 'product'. Not a collective call; no deadline runs yet."""
         return None
+
+    def follow_codes(
+        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+    ) -> bool:
+        """Run a program of codes in one call, without Python between messages; return False, with nothing done, if this transport
+        cannot. wire_bytes: returns the bytes of the code of a number of elements. Raises LinkError; ValueError if a code is
+        invalid."""
+        return False
 
     def disown(self) -> None:  # noqa: B027
         """Close a forked child's copies of the descriptors that must close when the rank itself ends."""

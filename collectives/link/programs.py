@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
-from gradwire.collectives.link.base import WholeRun
+from gradwire.collectives.link.base import Coding, WholeRun
 from gradwire.collectives.link.rows import Table
+from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Program
 
 
@@ -30,41 +33,62 @@ class Programs:
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
         """See Transport. Compiles the arithmetic of the dtype, or loads it from the disk."""
+        kernels = self._kernels
+        request = self._request(dtype.itemsize)
+        request[kernels.ARITHMETIC] = cpu_arithmetic(dtype).address if program.scratch else 0
+        request[kernels.OP] = kernels.OPS[op]
+        scratch_bytes = program.scratch * dtype.itemsize
+
+        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            if self._scratch.numel() < scratch_bytes:
+                self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+            buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
+            self._run(request, program.tables(), (tag, *buffers), deadline)
+
+        return run
+
+    def follow_codes(
+        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+    ) -> bool:
+        """See Transport."""
+        kernels = self._kernels
+        words = np.zeros(kernels.CODING_FIELDS, dtype=np.int64)
+        words[: len(coding)] = coding
+        request = self._request(1)  # offsets in scratch memory and lengths of messages count bytes
+        request[kernels.CODING] = words.ctypes.data
+        self._run(request, program.tables_for(wire_bytes), (tag, 0, 0, coding.codes), deadline)
+        return True
+
+    def _request(self, itemsize: int) -> np.ndarray:
         kernels, near = self._kernels, self._near
         words = {
             kernels.FAR: self._far.context_address,
             kernels.NEAR: 0 if near is None else near.context_address,
             kernels.PLACES: self._places.ctypes.data,
             kernels.NUMBERS: self._numbers.ctypes.data,
-            kernels.ITEMSIZE: dtype.itemsize,
-            kernels.ARITHMETIC: cpu_arithmetic(dtype).address if program.scratch else 0,
-            kernels.OP: kernels.OPS[op],
+            kernels.ITEMSIZE: itemsize,
         }
         request = np.zeros(kernels.FIELDS, dtype=np.int64)
         request[list(words)] = list(words.values())
-        scratch_bytes = program.scratch * dtype.itemsize
+        return request
 
-        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
-            with ExitStack() as entered:
-                for link in self._links:
-                    entered.enter_context(link.entered())
-                    link.tidy()
-                if self._scratch.numel() < scratch_bytes:
-                    self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-                buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
-                for table in program.tables():
-                    instructions, count = table.buffer_info()
-                    arguments = (instructions, count // kernels.INSTRUCTION_FIELDS, tag, *buffers)
-                    self._run(request, arguments, deadline)
-
-        return run
-
-    def _run(self, request: np.ndarray, arguments: tuple[int, ...], deadline: float) -> None:
+    def _run(
+        self, request: np.ndarray, tables: Iterable[array[int]], arguments: tuple[int, ...], deadline: float
+    ) -> None:
         kernels = self._kernels
         lost: set[int] = set()
-        while (status := kernels.follow(request.ctypes.data, *arguments)) != kernels.FINISHED:
-            link = self._links[int(request[kernels.AT_NEAR])]
-            if status == kernels.FULL:
-                link.grow()
-            else:
-                lost = link.check(status, deadline, lost)
+        with ExitStack() as entered:
+            for link in self._links:
+                entered.enter_context(link.entered())
+                link.tidy()
+            for table in tables:
+                instructions, words = table.buffer_info()
+                call = request.ctypes.data, instructions, words // kernels.INSTRUCTION_FIELDS, *arguments
+                while (status := kernels.follow(*call)) != kernels.FINISHED:
+                    link = self._links[int(request[kernels.AT_NEAR])]
+                    if status == kernels.FULL:
+                        link.grow()
+                    elif status == kernels.MALFORMED:
+                        raise ValueError("a code holds indices that are too large: it was encoded from more numbers")
+                    else:
+                        lost = link.check(status, deadline, lost)

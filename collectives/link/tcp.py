@@ -15,13 +15,14 @@ import torch
 
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
-from gradwire.collectives.link.base import KIND_BITS, Transport, WholeRun
+from gradwire.collectives.link.base import KIND_BITS, Coding, Transport, WholeRun
 from gradwire.collectives.link.handshake import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import check_paths
 from gradwire.collectives.link.programs import Programs
 from gradwire.collectives.link.rows import Table
+from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Program
 
 #: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
@@ -122,6 +123,11 @@ class TcpTransport(Table):
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
         return self._programs.follow(program, dtype, op)
+
+    def follow_codes(
+        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+    ) -> bool:
+        return self._programs.follow_codes(program, coding, wire_bytes, tag, deadline)
 
     def wait_beside_work(self, beside_work: bool) -> None:
         tries = _TRIES_BESIDE_WORK if beside_work else _TRIES

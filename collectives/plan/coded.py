@@ -9,7 +9,8 @@ again. So replicas are the same to the bit, which gradwire.collectives.plan.chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gradwire.collectives.plan.program import Flight, Instruction, Kind, Program, blocks_of
@@ -63,6 +64,14 @@ class CodedProgram(Program):
     def sent_bytes(self, wire_bytes: Callable[[int], int]) -> int:
         """Return how many bytes this rank sends. wire_bytes: returns the length of the code of a number of elements."""
         return sum(wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
+
+    def tables_for(self, wire_bytes: Callable[[int], int]) -> Iterable[array[int]]:
+        """Return the instructions as tables() does, but with the length of a message in bytes. wire_bytes: as for sent_bytes(),
+        the same in all calls."""
+        return self._in_tables(
+            each._replace(length=wire_bytes(each.length)) if each.kind in (Kind.SEND, Kind.RECEIVE) else each
+            for each in self
+        )
 
     def _posting_rounds(self) -> list[int]:
         """Return for every round the round in which its receives are posted. Each code arrives in its own place in scratch

@@ -79,6 +79,12 @@ class Flight:
         self.places = iter(range(2**63))
 
 
+def _pieces(instructions: Iterator[Instruction]) -> Iterator[array[int]]:
+    """Yield instructions as 64-bit integers, at most _KEPT instructions at a time."""
+    while piece := array("q", chain.from_iterable(islice(instructions, _KEPT))):
+        yield piece
+
+
 class Program:
     """The instructions of one rank.
 
@@ -135,16 +141,14 @@ class Program:
     def tables(self) -> Iterable[array[int]]:
         """Return the instructions as 64-bit integers, one after the other, for a compiled loop. A Program of more than _KEPT
         instructions gives several pieces, which are made anew at each call."""
-        if self._kept is None:
-            return self._pieces()
-        if not self._tables:
-            self._tables = [array("q", chain.from_iterable(self._kept))]
-        return self._tables
+        return self._in_tables(self)
 
-    def _pieces(self) -> Iterator[array[int]]:
-        instructions = iter(self)
-        while piece := array("q", chain.from_iterable(islice(instructions, _KEPT))):
-            yield piece
+    def _in_tables(self, instructions: Iterable[Instruction]) -> Iterable[array[int]]:
+        if self._kept is None:
+            return _pieces(iter(instructions))
+        if not self._tables:
+            self._tables = list(_pieces(iter(instructions)))
+        return self._tables
 
     def sent(self) -> tuple[int, int]:
         """Return the number of messages that this rank sends, and of their elements."""

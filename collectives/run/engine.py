@@ -279,7 +279,11 @@ class Engine:
                 seed=seed,
                 via_host=self._via_host,
             )
-            self._step_through(turn, program, payload)
+            coding = payload.coding() if self._lane is None else None
+            if coding is None or not self._transport.follow_codes(
+                program, coding, used.wire_bytes, turn.tag, turn.deadline
+            ):
+                self._step_through(turn, program, payload)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 1)
 

@@ -10,8 +10,9 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition
-from gradwire.collectives.compression.seeds import rounding_seed
-from gradwire.collectives.link.base import Message, Pending
+from gradwire.collectives.compression.seeds import mixed, rounding_seed
+from gradwire.collectives.kernels import cpu_arithmetic
+from gradwire.collectives.link.base import Coding, Message, Pending
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Instruction, Kind, Program
 from gradwire.collectives.reduction import Combine
@@ -148,6 +149,35 @@ class Codes:
         # The sums of all blocks use one buffer, one after the other, so that it stays in the caches.
         self._sum = sums.take(4 * partition.longest, flat.device).view(torch.float32)
         self._has_sum = False
+
+    def coding(self) -> Coding | None:
+        """Return the same work for a compiled loop; None on a GPU, or if the codec has no C functions. The addresses are valid
+        while this object exists."""
+        feedback = self._feedback
+        if not self._flat.is_cpu:
+            return None
+        self._functions = functions = self._codec.c_functions()
+        if functions is None:
+            return None
+        self._group = torch.tensor(self._partition.group)
+        (encode, encoding), (decode, decoding) = functions
+        return Coding(
+            encode,
+            encoding.ctypes.data,
+            decode,
+            decoding.ctypes.data,
+            cpu_arithmetic(torch.float32).address,
+            self._divisor,
+            self._flat.data_ptr(),
+            self._sum.data_ptr(),
+            self._codes.data_ptr(),
+            0 if feedback is None else feedback.worker.data_ptr(),
+            0 if feedback is None else feedback.owner.data_ptr(),
+            self._partition.shard.start,
+            mixed(self._seed, self._step),
+            self._group.data_ptr(),
+            len(self._group),
+        )
 
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
         message = self._at(self._messages, length, scratch)

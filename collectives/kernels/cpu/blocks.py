@@ -154,10 +154,11 @@ def encode_each(narrow, widen, codes, code_bytes, values, residual, wire, numel,
 
 @njit(inline="always")
 def decode_each(widen, codes, out, numel, add, scale):
-    """Decode what encode_each() writes."""
+    """Decode what encode_each() writes. Return 0."""
     o = float32_at(out)
     for i in range(numel):
         put(o, i, widen(codes[i]) * scale, add)
+    return 0
 
 
 @njit(inline="always")
@@ -195,7 +196,7 @@ def encode_blocks(layout, scaling, coding, values, residual, wire, numel, block,
 
 @njit(inline="always")
 def decode_blocks(layout, decoding, wire, out, numel, block, way, scale, add):
-    """Decode the codes of encode_blocks(). decoding: decodes a block, given its scale."""
+    """Decode the codes of encode_blocks(). Return 0. decoding: decodes a block, given its scale."""
     bits, scale_bytes = layout
     scales = wire + pad16((numel * bits + 7) // 8)
     digits = room()
@@ -204,3 +205,4 @@ def decode_blocks(layout, decoding, wire, out, numel, block, way, scale, add):
         n = min(block, numel - start)
         block_scale = float_of_bfloat16(uint16_at(scales)[index]) if scale_bytes == 2 else float32_at(scales)[index]
         decoding(wire + start * bits // 8, digits, out + 4 * start, n, block_scale, way, scale, add != 0)
+    return 0

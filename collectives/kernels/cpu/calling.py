@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
-from numba import float32, int64, njit
+from numba import cfunc, float32, int64, njit, types
 
 from gradwire.collectives.kernels.cpu.compiling import compiled
 
 
 @cache
 def kernel_of(function: Callable[..., Any]) -> Any:
-    """Return a function compiled, or loaded from the disk: `scale` and `decay` are float32, all else is int64."""
-    kinds = [float32 if name in ("scale", "decay") else int64 for name in inspect.signature(function).parameters]
-    return compiled(njit, tuple(kinds), nogil=True, error_model="numpy")(function)
+    """Return a function compiled, or loaded from the disk: `scale` and `decay` are float32, all else is int64. A function with
+    the parameter `settings` becomes a C function, which has a result only if it decodes."""
+    names = list(inspect.signature(function).parameters)
+    kinds = [float32 if name in ("scale", "decay") else int64 for name in names]
+    if "settings" not in names:
+        return compiled(njit, tuple(kinds), nogil=True, error_model="numpy")(function)
+    result = int64 if "add" in names else types.void
+    return compiled(cfunc, result(*kinds), error_model="numpy")(function)
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
@@ -25,25 +31,65 @@ def addresses(*tensors: torch.Tensor | None) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def encoder(function: Callable[..., Any]) -> Callable[..., None]:
-    """Return <codec>_encode, with the arguments of the reference, for a kernel (values, residual, wire, numel, <parameters>)."""
-
-    def encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, *parameters: Any) -> None:
-        kernel_of(function)(*addresses(values, residual, wire), values.numel(), *parameters)
-
-    return encode
+@lru_cache(maxsize=256)
+def _words(*settings: int) -> tuple[int, np.ndarray]:
+    """Return the address of settings as 64-bit words, and the words, which the caller keeps while a function uses them."""
+    words = np.array(settings, dtype=np.int64)
+    return words.ctypes.data, words
 
 
-def decoder(function: Callable[..., Any]) -> Callable[..., None]:
-    """Return <codec>_decode, with the arguments of the reference, for a kernel (wire, out, numel, <parameters>).
+class CodecKernel:
+    """A C function that encodes or decodes, compiled or loaded from the disk when it is first used.
+
+    of_settings: returns the integers that the function takes, for the settings of its codec.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], of_settings: Callable[..., tuple[int, ...]] = lambda *settings: settings
+    ) -> None:
+        self._function = function
+        self._of_settings = of_settings
+
+    def bound(self, *settings: Any) -> tuple[int, np.ndarray]:
+        """Return the address of the function, and the words whose address it takes as `settings`."""
+        return kernel_of(self._function).address, self._words(*settings)[1]
+
+    @cached_property
+    def _call(self) -> Callable[..., int]:
+        return kernel_of(self._function).ctypes  # type: ignore[no-any-return]
+
+    def _words(self, *settings: Any) -> tuple[int, np.ndarray]:
+        return _words(*self._of_settings(*settings))
+
+
+class Encoder(CodecKernel):
+    """<codec>_encode, with the arguments of the reference, for a kernel (values, residual, wire, numel, settings, seed).
+
+    draws: whether the last argument is a seed; the kernel gets 0 otherwise.
+    """
+
+    def __init__(self, *kernel: Any, draws: bool = True) -> None:
+        super().__init__(*kernel)
+        self._draws = draws
+
+    def __call__(
+        self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, *parameters: Any
+    ) -> None:
+        *settings, seed = parameters if self._draws else (*parameters, 0)
+        place, _kept = self._words(*settings)
+        self._call(*addresses(values, residual, wire), values.numel(), place, seed)
+
+
+class Decoder(CodecKernel):
+    """<codec>_decode, with the arguments of the reference, for a kernel (wire, out, numel, settings, add, scale).
 
     It raises ValueError if the kernel counts indices on the wire that are outside of the result.
     """
 
-    def decode(wire: torch.Tensor, out: torch.Tensor, *parameters: Any) -> None:
-        if kernel_of(function)(*addresses(wire, out), out.numel(), *parameters):
+    def __call__(self, wire: torch.Tensor, out: torch.Tensor, *parameters: Any) -> None:
+        *settings, add, scale = parameters
+        place, _kept = self._words(*settings)
+        if self._call(*addresses(wire, out), out.numel(), place, add, scale):
             raise ValueError(
                 f"the wire holds indices outside of [0, {out.numel()}): it was encoded from another number of elements"
             )
-
-    return decode

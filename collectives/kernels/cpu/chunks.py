@@ -6,10 +6,11 @@ import numpy as np
 from numba import float32, int32, int64, njit, uint8
 
 from gradwire.collectives.kernels.cpu.blocks import INFINITY, NAN, ZERO, pad16, residual_at
-from gradwire.collectives.kernels.cpu.calling import decoder, encoder
+from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
+    field,
     float32_at,
     float_of_bfloat16,
     int32_at,
@@ -86,7 +87,8 @@ def _write_chunk(indices, codes, k, count, places, negative, reaches):
         code[byte] = uint8(bits)
 
 
-def _chunktopk_encode(values, residual, wire, numel, k):
+def _chunktopk_encode(values, residual, wire, numel, settings, seed):
+    k = field(settings, 0)
     chunks = (numel + CHUNK - 1) // CHUNK
     codes = wire + pad16(chunks * 3 * k // 2)
     scales = uint16_at(codes + pad16(chunks * k // 4))
@@ -137,8 +139,9 @@ def _chunktopk_encode(values, residual, wire, numel, k):
         at += pad16(chunks * width)
 
 
-def _chunktopk_decode(wire, out, numel, k, add, scale):
+def _chunktopk_decode(wire, out, numel, settings, add, scale):
     """Write numbers at their indices. Return how many indices are outside."""
+    k = field(settings, 0)
     chunks, outside = (numel + CHUNK - 1) // CHUNK, 0
     codes = wire + pad16(chunks * 3 * k // 2)
     scales = uint16_at(codes + pad16(chunks * k // 4))
@@ -164,4 +167,4 @@ def _chunktopk_decode(wire, out, numel, k, add, scale):
     return outside
 
 
-chunktopk_encode, chunktopk_decode = encoder(_chunktopk_encode), decoder(_chunktopk_decode)
+chunktopk_encode, chunktopk_decode = Encoder(_chunktopk_encode, draws=False), Decoder(_chunktopk_decode)

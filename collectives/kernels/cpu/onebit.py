@@ -18,8 +18,17 @@ from gradwire.collectives.kernels.cpu.blocks import (
     pad16,
     put,
 )
-from gradwire.collectives.kernels.cpu.calling import decoder, encoder
-from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I16, float32_at, instruction, splat, uint8_at, uint16_at
+from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
+from gradwire.collectives.kernels.cpu.intrinsics import (
+    FLOAT,
+    I16,
+    field,
+    float32_at,
+    instruction,
+    splat,
+    uint8_at,
+    uint16_at,
+)
 from gradwire.collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
 
 _VECTOR = ir.VectorType(FLOAT, 16)
@@ -105,11 +114,12 @@ def _to_mean(values, residual, n, limit, partials):
     return total / float32(n) if total < INFINITY else NAN, ZERO
 
 
-def _onebit_encode(values, residual, wire, numel, block, seed):
-    encode_blocks((1, 4), _to_mean, _taken, values, residual, wire, numel, block, ZERO, 0, seed)
+def _onebit_encode(values, residual, wire, numel, settings, seed):
+    encode_blocks((1, 4), _to_mean, _taken, values, residual, wire, numel, field(settings, 0), ZERO, 0, seed)
 
 
-def _onebit_decode(wire, out, numel, block, add, scale):
+def _onebit_decode(wire, out, numel, settings, add, scale):
+    block = field(settings, 0)
     scales = float32_at(wire + pad16((numel + 7) // 8))
     streaming, piece = add == 0 and streams(out, numel), room()
     for index in range((numel + block - 1) // block):
@@ -122,6 +132,7 @@ def _onebit_decode(wire, out, numel, block, add, scale):
                 stream(piece, target, length)
     if streaming:
         settle()
+    return 0
 
 
-onebit_encode, onebit_decode = encoder(_onebit_encode), decoder(_onebit_decode)
+onebit_encode, onebit_decode = Encoder(_onebit_encode), Decoder(_onebit_decode)

@@ -5,11 +5,23 @@ Each message is a row in the table of one of the two links: see gradwire.collect
 
 from __future__ import annotations
 
-from numba import int64, njit
+from llvmlite import ir
+from numba import int64, njit, types, uint32
 
-from gradwire.collectives.kernels.cpu.arithmetic import OPS, combine
+from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, OPS, combine
 from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, sleep_us, store
+from gradwire.collectives.kernels.cpu.intrinsics import (
+    FLOAT,
+    I64,
+    copy,
+    field,
+    instruction,
+    load,
+    monotonic_ns,
+    set_field,
+    sleep_us,
+    store,
+)
 from gradwire.collectives.kernels.cpu.messages import UNSTARTED
 from gradwire.collectives.kernels.cpu.messages import move_some as move_near
 from gradwire.collectives.kernels.cpu.rows import (
@@ -20,6 +32,7 @@ from gradwire.collectives.kernels.cpu.rows import (
     FIRST,
     FULL,
     LOST,
+    MALFORMED,
     PEER,
     PENDING,
     RANK,
@@ -42,10 +55,33 @@ from gradwire.collectives.kernels.cpu.tcp_context import MOST_TRIES, TRIES, poll
     ITEMSIZE,
     ARITHMETIC,  # address of the C function that reduces the numbers
     OP,
+    CODING,  # address of the words of link.base.Coding, and HAS_SUM; 0 for a program of plain numbers
     NEXT,  # the instruction at which the program continues
     AT_NEAR,  # 1 if the last result comes from NEAR
     FIELDS,
-) = range(10)
+) = range(11)
+
+# The fields of a coding: those of link.base.Coding in its order, and HAS_SUM, which is 1 if the next block that is encoded is the
+# sum in SUMS.
+(
+    ENCODE_FUNCTION,
+    ENCODE_SETTINGS,
+    DECODE_FUNCTION,
+    DECODE_SETTINGS,
+    DIVIDE_FUNCTION,
+    DIVISOR,
+    VALUES,
+    SUMS,
+    CODES,
+    WORKER,
+    OWNER,
+    OWNER_START,
+    SEED,
+    GROUP,
+    GROUP_SIZE,
+    HAS_SUM,
+    CODING_FIELDS,
+) = range(17)
 
 #: More than the messages of a program that are in flight at once; a power of two.
 MESSAGES = 1 << 16
@@ -55,7 +91,7 @@ MESSAGES = 1 << 16
 _SLEEP_SHARE, _SHORTEST_SLEEP_US, _LONGEST_SLEEP_US = 16, 50, 2000
 
 # The kinds of instructions, as in gradwire.collectives.plan.program.
-_SEND, _RECEIVE, _POST, _WAIT = range(4)
+_SEND, _RECEIVE, _POST, _WAIT, _REDUCE, _ENCODE, _DECODE, _ADD, _COMPLETE = range(9)
 INSTRUCTION_FIELDS = 8
 
 
@@ -165,11 +201,66 @@ def _reduce(mine, theirs, length, itemsize, arithmetic, op, mine_first):
         copy(mine, theirs, length * itemsize)
 
 
+@instruction(types.void, *[int64] * 7)
+def _call_encode(builder, function, values, residual, code, count, settings, seed):
+    """Call a codec's function for encoding by its address."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * 6)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), (values, residual, code, count, settings, seed))
+
+
+@instruction(int64, *[int64] * 6)
+def _call_decode(builder, function, code, values, count, settings, add):
+    """Call a codec's function for decoding by its address. Return how many indices are outside."""
+    kind = ir.FunctionType(I64, [*[I64] * 5, FLOAT])
+    arguments = code, values, count, settings, add, ir.Constant(FLOAT, 1.0)
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+
+
+@njit
+def _mixed(seed, value):
+    """Return 32 bits that mix both numbers: see gradwire.collectives.compression.seeds."""
+    x = uint32(uint32(uint32(seed) * uint32(0x9E3779B9)) + uint32(value) + uint32(1))
+    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
+    x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
+    return int64(uint32(x ^ (x >> uint32(16))))
+
+
+@njit
+def _code(coding, rank, kind, offset, length, place, number, segment, block):
+    """Encode, decode, add or divide, as run.executor.Codes.work() does. Return FINISHED, or MALFORMED for a code that does not
+    fit."""
+    in_sum = field(coding, HAS_SUM) if kind == _ENCODE else int64(number == 1)
+    values = field(coding, SUMS) if in_sum != 0 else field(coding, VALUES) + 4 * offset
+    set_field(coding, HAS_SUM, in_sum if kind == _COMPLETE else int64(0))
+    if kind == _COMPLETE:
+        divisor = field(coding, DIVISOR)
+        if divisor != 1:
+            combine(field(coding, DIVIDE_FUNCTION), values, values, length, DIVIDE, divisor)
+        return FINISHED
+    code = field(coding, CODES) + place
+    if kind != _ENCODE:
+        settings = field(coding, DECODE_SETTINGS)
+        outside = _call_decode(field(coding, DECODE_FUNCTION), code, values, length, settings, int64(kind == _ADD))
+        return FINISHED if outside == 0 else MALFORMED
+    residual = int64(0)
+    if number == 0 and field(coding, WORKER) != 0:
+        residual = field(coding, WORKER) + 4 * offset
+    elif number != 0 and field(coding, OWNER) != 0:
+        residual = field(coding, OWNER) + 4 * (offset - field(coding, OWNER_START))
+    # Ranks that hold the same sum must encode it to the same code, so they use the seed of the block's owner.
+    if number != 0:
+        rank = load(field(coding, GROUP) + 8 * (block % field(coding, GROUP_SIZE)))
+    seed = _mixed(_mixed(_mixed(_mixed(field(coding, SEED), rank), segment), block), number)
+    settings = field(coding, ENCODE_SETTINGS)
+    _call_encode(field(coding, ENCODE_FUNCTION), values, residual, code, length, settings, seed)
+    return FINISHED
+
+
 @compiled(njit, int64(*[int64] * 7), nogil=True)
 def follow(request, instructions, count, tag, source, destination, scratch):
     """Run the `count` instructions of a program. After PENDING or FULL, call it again with the same arguments.
 
-    source, destination, scratch: where its numbers lie.
+    source, destination, scratch: where its numbers lie; of a program of codes, `scratch` has the codes.
     """
     itemsize, rank = field(request, ITEMSIZE), field(field(request, FAR), RANK)
     began = monotonic_ns()
@@ -179,7 +270,8 @@ def follow(request, instructions, count, tag, source, destination, scratch):
         place, number, segment = load(at + 32), load(at + 40), load(at + 48)
         status = FINISHED
         if kind == _SEND:
-            status = _add(request, 1, peer, tag + segment, source + offset * itemsize, length * itemsize, number)
+            leaving = source + offset * itemsize if place < 0 else scratch + place * itemsize
+            status = _add(request, 1, peer, tag + segment, leaving, length * itemsize, number)
         elif kind == _RECEIVE:
             landing = destination + offset * itemsize if place < 0 else scratch + place * itemsize
             status = _add(request, 0, peer, tag + segment, landing, length * itemsize, number)
@@ -189,7 +281,10 @@ def follow(request, instructions, count, tag, source, destination, scratch):
                 status = FINISHED
         elif kind == _WAIT:
             status = _wait_for(request, number, began)
-        else:  # Kind.REDUCE
+        elif kind != _REDUCE:
+            block = load(at + 56)
+            status = _code(field(request, CODING), rank, kind, offset, length, place, number, segment, block)
+        else:
             _reduce(
                 destination + offset * itemsize,
                 scratch + place * itemsize,

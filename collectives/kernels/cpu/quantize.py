@@ -23,11 +23,12 @@ from gradwire.collectives.kernels.cpu.blocks import (
     residual_at,
     scaling_to,
 )
-from gradwire.collectives.kernels.cpu.calling import decoder, encoder
+from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
 from gradwire.collectives.kernels.cpu.digits import decode_fours, pack_fours
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
+    field,
     float32_at,
     float_of,
     float_of_bfloat16,
@@ -62,24 +63,24 @@ def _to_bfloat16(number, index, seed):
     return bfloat16_of(number)
 
 
-def _fp16_encode(values, residual, wire, numel, seed):
+def _fp16_encode(values, residual, wire, numel, settings, seed):
     encode_each(_to_half, float_of_half, uint16_at(wire), 2, values, residual, wire, numel, seed)
 
 
-def _fp16_decode(wire, out, numel, add, scale):
-    decode_each(float_of_half, uint16_at(wire), out, numel, add, scale)
+def _fp16_decode(wire, out, numel, settings, add, scale):
+    return decode_each(float_of_half, uint16_at(wire), out, numel, add, scale)
 
 
-def _bf16_encode(values, residual, wire, numel, seed):
+def _bf16_encode(values, residual, wire, numel, settings, seed):
     encode_each(_to_bfloat16, float_of_bfloat16, uint16_at(wire), 2, values, residual, wire, numel, seed)
 
 
-def _bf16_decode(wire, out, numel, add, scale):
-    decode_each(float_of_bfloat16, uint16_at(wire), out, numel, add, scale)
+def _bf16_decode(wire, out, numel, settings, add, scale):
+    return decode_each(float_of_bfloat16, uint16_at(wire), out, numel, add, scale)
 
 
-fp16_encode, fp16_decode = encoder(_fp16_encode), decoder(_fp16_decode)
-bf16_encode, bf16_decode = encoder(_bf16_encode), decoder(_bf16_decode)
+fp16_encode, fp16_decode = Encoder(_fp16_encode), Decoder(_fp16_decode)
+bf16_encode, bf16_decode = Encoder(_bf16_encode), Decoder(_bf16_decode)
 
 
 # int8, int4: the integers nearest to, or stochastically around, multiples of each block's scale.
@@ -119,12 +120,13 @@ def _bytes_decoded(codes, digits, out, n, block_scale, way, scale, add):
         put(out, i, float32(codes[i]) * block_scale * scale, add)
 
 
-def _int8_encode(values, residual, wire, numel, block, stochastic, seed):
+def _int8_encode(values, residual, wire, numel, settings, seed):
+    block, stochastic = field(settings, 0), field(settings, 1)
     encode_blocks(_INT8, scaling_to, _bytes, values, residual, wire, numel, block, float32(127), stochastic, seed)
 
 
-def _int8_decode(wire, out, numel, block, add, scale):
-    decode_blocks(_INT8, _bytes_decoded, wire, out, numel, block, 0, scale, add)
+def _int8_decode(wire, out, numel, settings, add, scale):
+    return decode_blocks(_INT8, _bytes_decoded, wire, out, numel, field(settings, 0), 0, scale, add)
 
 
 @njit
@@ -143,16 +145,17 @@ def _nibbles(values, residual, codes, digits, n, scale, inverse, limit, stochast
         pack_fours(digits, codes + at // 2, length)
 
 
-def _int4_encode(values, residual, wire, numel, block, stochastic, seed):
+def _int4_encode(values, residual, wire, numel, settings, seed):
+    block, stochastic = field(settings, 0), field(settings, 1)
     encode_blocks(_INT4, _to_rounded_up, _nibbles, values, residual, wire, numel, block, float32(7), stochastic, seed)
 
 
-def _int4_decode(wire, out, numel, block, add, scale):
-    decode_blocks(_INT4, decode_fours, wire, out, numel, block, 0, scale, add)
+def _int4_decode(wire, out, numel, settings, add, scale):
+    return decode_blocks(_INT4, decode_fours, wire, out, numel, field(settings, 0), 0, scale, add)
 
 
-int8_encode, int8_decode = encoder(_int8_encode), decoder(_int8_decode)
-int4_encode, int4_decode = encoder(_int4_encode), decoder(_int4_decode)
+int8_encode, int8_decode = Encoder(_int8_encode), Decoder(_int8_decode)
+int4_encode, int4_decode = Encoder(_int4_encode), Decoder(_int4_decode)
 
 
 # fp8
@@ -199,21 +202,19 @@ def _float8_decoded(codes, digits, out, n, block_scale, e5m2, scale, add):
         put(out, i, number * block_scale * scale, add)
 
 
-def _fp8_encode(values, residual, wire, numel, e5m2, block, seed):
+def _fp8_encode(values, residual, wire, numel, settings, seed):
+    e5m2, block = field(settings, 0), field(settings, 1)
     limit = float32(57344) if e5m2 else float32(448)
     encode_blocks(_FP8, scaling_to, _float8, values, residual, wire, numel, block, limit, e5m2, seed)
 
 
-def _fp8_decode(wire, out, numel, e5m2, block, add, scale):
-    decode_blocks(_FP8, _float8_decoded, wire, out, numel, block, e5m2, scale, add)
+def _fp8_decode(wire, out, numel, settings, add, scale):
+    e5m2, block = field(settings, 0), field(settings, 1)
+    return decode_blocks(_FP8, _float8_decoded, wire, out, numel, block, e5m2, scale, add)
 
 
-_fp8_encoder, _fp8_decoder = encoder(_fp8_encode), decoder(_fp8_decode)
+def _fp8_settings(format, block):
+    return format == "e5m2", block
 
 
-def fp8_encode(values, residual, wire, format, block, seed):
-    _fp8_encoder(values, residual, wire, format == "e5m2", block, seed)
-
-
-def fp8_decode(wire, out, format, block, add, scale):
-    _fp8_decoder(wire, out, format == "e5m2", block, add, scale)
+fp8_encode, fp8_decode = Encoder(_fp8_encode, _fp8_settings), Decoder(_fp8_decode, _fp8_settings)

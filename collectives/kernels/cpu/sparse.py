@@ -11,9 +11,9 @@ from numba import float32, int64, njit
 
 from gradwire.collectives.kernels import wire as sections
 from gradwire.collectives.kernels.cpu.blocks import folded
-from gradwire.collectives.kernels.cpu.calling import addresses, decoder, encoder, kernel_of
+from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder, addresses, kernel_of
 from gradwire.collectives.kernels.cpu.chunks import chunktopk_decode, chunktopk_encode
-from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at
+from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, int32_at
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
 from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.selection import SAMPLES, SMALL, select
@@ -112,7 +112,8 @@ def _drawn(j, k, n, seed, begins):
     return begins + begin + ((random_bits(j, seed) * ((j + 1) * n // k - begin)) >> 32)
 
 
-def _draw(values, residual, wire, n, k, seed):
+def _draw(values, residual, wire, n, settings, seed):
+    k = field(settings, 0)
     v, r, out = float32_at(values), float32_at(residual), float32_at(wire)
     sums = residual if residual != 0 else values
     numbers = float32_at(sums)
@@ -149,7 +150,8 @@ def _draw(values, residual, wire, n, k, seed):
             forget_non_finite(residual, 0, n)
 
 
-def _place(wire, out, n, k, seed, add, scale):
+def _place(wire, out, n, settings, add, scale):
+    k, seed = field(settings, 0), field(settings, 1)
     numbers, to = float32_at(wire), float32_at(out)
     if add == 0:
         for i in range(n):
@@ -159,9 +161,10 @@ def _place(wire, out, n, k, seed, add, scale):
         i = _drawn(j, k, n, seed, begins)
         i = i - n if i >= n else i
         to[i] += numbers[j] * scale
+    return 0
 
 
-randomk_encode, randomk_decode = encoder(_draw), decoder(_place)
+randomk_encode, randomk_decode = Encoder(_draw), Decoder(_place)
 
 
 @njit

@@ -21,9 +21,9 @@ from gradwire.collectives.kernels.cpu.blocks import (
     residual_at,
     scaling_to,
 )
-from gradwire.collectives.kernels.cpu.calling import decoder, encoder
+from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
 from gradwire.collectives.kernels.cpu.digits import decode_fours, decode_twos, pack_fours, pack_twos
-from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
+from gradwire.collectives.kernels.cpu.intrinsics import bits_of, field, float32_at, float_of, int8_at, uint8_at
 from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
 from gradwire.collectives.kernels.cpu.stack import PIECE
 
@@ -68,12 +68,13 @@ def _nibbles(values, residual, codes, digits, n, scale, inverse, levels, way, st
         pack_fours(digits, codes + at // 2, length)
 
 
-def _qsgd_encode(values, residual, wire, numel, levels, block, seed):
+def _qsgd_encode(values, residual, wire, numel, settings, seed):
+    levels, block = field(settings, 0), field(settings, 1)
     encode_blocks(_QSGD, _to_norm, _nibbles, values, residual, wire, numel, block, float32(levels), 0, seed)
 
 
-def _qsgd_decode(wire, out, numel, block, add, scale):
-    decode_blocks(_QSGD, decode_fours, wire, out, numel, block, 0, scale, add)
+def _qsgd_decode(wire, out, numel, settings, add, scale):
+    return decode_blocks(_QSGD, decode_fours, wire, out, numel, field(settings, 0), 0, scale, add)
 
 
 @njit
@@ -96,12 +97,13 @@ def _pairs(values, residual, codes, digits, n, scale, inverse, limit, way, start
         pack_twos(digits, codes + at // 4, length)
 
 
-def _terngrad_encode(values, residual, wire, numel, block, seed):
+def _terngrad_encode(values, residual, wire, numel, settings, seed):
+    block = field(settings, 0)
     encode_blocks(_TERNGRAD, scaling_to, _pairs, values, residual, wire, numel, block, ONE, 0, seed)
 
 
-def _terngrad_decode(wire, out, numel, block, add, scale):
-    decode_blocks(_TERNGRAD, decode_twos, wire, out, numel, block, 0, scale, add)
+def _terngrad_decode(wire, out, numel, settings, add, scale):
+    return decode_blocks(_TERNGRAD, decode_twos, wire, out, numel, field(settings, 0), 0, scale, add)
 
 
 # natural: bits of the magnitude + 23 random ones, whose carry is the rounding; the exponent that is then there, less an
@@ -127,14 +129,14 @@ def _float_of_natural(code):
     return float_of(int32(bits | int32(int32(code & int32(128)) << int32(24))))
 
 
-def _natural_encode(values, residual, wire, numel, seed):
+def _natural_encode(values, residual, wire, numel, settings, seed):
     encode_each(_natural_of, _float_of_natural, uint8_at(wire), 1, values, residual, wire, numel, seed)
 
 
-def _natural_decode(wire, out, numel, add, scale):
-    decode_each(_float_of_natural, uint8_at(wire), out, numel, add, scale)
+def _natural_decode(wire, out, numel, settings, add, scale):
+    return decode_each(_float_of_natural, uint8_at(wire), out, numel, add, scale)
 
 
-qsgd_encode, qsgd_decode = encoder(_qsgd_encode), decoder(_qsgd_decode)
-terngrad_encode, terngrad_decode = encoder(_terngrad_encode), decoder(_terngrad_decode)
-natural_encode, natural_decode = encoder(_natural_encode), decoder(_natural_decode)
+qsgd_encode, qsgd_decode = Encoder(_qsgd_encode), Decoder(_qsgd_decode)
+terngrad_encode, terngrad_decode = Encoder(_terngrad_encode), Decoder(_terngrad_decode)
+natural_encode, natural_decode = Encoder(_natural_encode), Decoder(_natural_decode)
