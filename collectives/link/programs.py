@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ class Programs:
         self._far = far
         self._near = near
         self._links = [far] if near is None else [far, near]
+        self._near_running = threading.Lock() if near is None else near.running
         self._places = np.full(far.size, -1, dtype=np.int64)
         if near is not None:
             self._places[list(neighbours)] = [near.place(neighbour) for neighbour in neighbours]
@@ -37,13 +38,14 @@ class Programs:
         request = self._request(dtype.itemsize)
         request[kernels.ARITHMETIC] = cpu_arithmetic(dtype).address if program.scratch else 0
         request[kernels.OP] = kernels.OPS[op]
+        address = request.ctypes.data
         scratch_bytes = program.scratch * dtype.itemsize
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
             if self._scratch.numel() < scratch_bytes:
                 self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
             buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
-            self._run(request, program.tables(), (tag, *buffers), deadline)
+            self._run(request, address, program.tables(), (tag, *buffers), deadline)
 
         return run
 
@@ -56,10 +58,12 @@ class Programs:
         words[: len(coding)] = coding
         request = self._request(1)  # offsets in scratch memory and lengths of messages count bytes
         request[kernels.CODING] = words.ctypes.data
-        self._run(request, program.tables_for(wire_bytes), (tag, 0, 0, coding.codes), deadline)
+        tables = program.tables_for(wire_bytes)
+        self._run(request, request.ctypes.data, tables, (tag, 0, 0, coding.codes), deadline)
         return True
 
     def _request(self, itemsize: int) -> np.ndarray:
+        """Return a request for kernels.follow."""
         kernels, near = self._kernels, self._near
         words = {
             kernels.FAR: self._far.context_address,
@@ -73,18 +77,23 @@ class Programs:
         return request
 
     def _run(
-        self, request: np.ndarray, tables: Iterable[array[int]], arguments: tuple[int, ...], deadline: float
+        self,
+        request: np.ndarray,
+        address: int,
+        tables: Iterable[array[int]],
+        arguments: tuple[int, ...],
+        deadline: float,
     ) -> None:
+        """Run the tables of a program. address: of the request. arguments: the last ones of kernels.follow."""
         kernels = self._kernels
         lost: set[int] = set()
-        with ExitStack() as entered:
+        with self._far.running, self._near_running:
             for link in self._links:
-                entered.enter_context(link.entered())
-                link.tidy()
+                link.begin()
             for table in tables:
                 instructions, words = table.buffer_info()
-                call = request.ctypes.data, instructions, words // kernels.INSTRUCTION_FIELDS, *arguments
-                while (status := kernels.follow(*call)) != kernels.FINISHED:
+                count = words // kernels.INSTRUCTION_FIELDS
+                while (status := kernels.follow(address, instructions, count, *arguments)) != kernels.FINISHED:
                     link = self._links[int(request[kernels.AT_NEAR])]
                     if status == kernels.FULL:
                         link.grow()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -40,12 +40,13 @@ class Table(Transport):
     """A Transport whose posted messages have one row each in a table. From time to time, unfinished messages get new
     numbers, greater than all earlier ones, so that kernels do not scan the rows of finished ones.
 
-    kernels: the module of the kernels. context: the fields that they share with this process. pending: the messages that
-    may be unfinished, by number.
+    kernels: the module of the kernels. context: the fields that they share with this process. running: a thread holds it
+    while it calls kernels. pending: the messages that may be unfinished, by number.
     """
 
-    def __init__(self, kernels: ModuleType, context: np.ndarray) -> None:
+    def __init__(self, kernels: ModuleType, context: np.ndarray, running: threading.Lock) -> None:
         self.kernels = kernels
+        self.running = running
         self.context = context
         self.context_address: int = context.ctypes.data
         self.pending: dict[int, RowPending] = {}
@@ -54,8 +55,8 @@ class Table(Transport):
         context[kernels.ROWS], context[kernels.CAPACITY] = self._rows.ctypes.data, _FIRST_ROWS
 
     @abstractmethod
-    def entered(self) -> AbstractContextManager[None]:
-        """Return a context manager during which no other thread calls a kernel. Raises LinkError if the link is closed."""
+    def begin(self) -> None:
+        """Prepare the table for calls of kernels, while this thread holds `running`. Raises LinkError if the link is closed."""
 
     @abstractmethod
     def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
@@ -91,7 +92,7 @@ class Table(Transport):
         return len(self._unfinished()) > 0
 
     def tidy(self) -> None:
-        """From time to time, give unfinished messages new numbers. Inside entered()."""
+        """From time to time, give unfinished messages new numbers. This thread holds `running`."""
         kernels, context, rows = self.kernels, self.context, self._rows
         count = int(context[kernels.COUNT])
         if count < self._tidy_at:
@@ -105,7 +106,7 @@ class Table(Transport):
         self._tidy_at = count + len(stay) + max(FIRST_LOOK, 2 * len(stay))
 
     def grow(self) -> None:
-        """Double the number of rows in the table. Inside entered()."""
+        """Double the number of rows in the table. This thread holds `running`."""
         kernels, context = self.kernels, self.context
         old, numbers = self._rows, np.arange(context[kernels.FIRST], context[kernels.COUNT])
         self._rows = np.zeros((2 * len(old), kernels.ROW_FIELDS), dtype=np.int64)
@@ -114,8 +115,8 @@ class Table(Transport):
 
     def _hold(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> Pending:
         kernels, nbytes = self.kernels, tensor.numel() * tensor.element_size()
-        with self.entered():
-            self.tidy()
+        with self.running:
+            self.begin()
             number = int(self.context[kernels.COUNT])
             arguments = (self.context_address, sends, self.place(peer), tag, tensor.data_ptr(), nbytes)
             while kernels.add(*arguments) == kernels.FULL:

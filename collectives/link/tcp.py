@@ -7,8 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import torch
@@ -74,11 +74,10 @@ class TcpTransport(Table):
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         kernels = cpu_sockets()
         assert not isinstance(kernels, str)
-        super().__init__(kernels, np.zeros(kernels.FIELDS, dtype=np.int64))
+        super().__init__(kernels, np.zeros(kernels.FIELDS, dtype=np.int64), threading.Lock())
         self.rank = rank
         self.size = size
         self._sockets = dict(connections)
-        self._running = threading.Lock()
         self._closed = False
         self._connections = np.zeros((size, kernels.CONNECTION_FIELDS), dtype=np.int64)
         self._stages = np.empty((size, kernels.STAGE_BYTES), dtype=np.uint8)
@@ -141,23 +140,20 @@ class TcpTransport(Table):
 
     def close(self) -> None:
         """See Transport. If a kernel still uses the connections, they stay open until the process ends."""
-        if self._running.acquire(timeout=_LEAVE_S):
+        if self.running.acquire(timeout=_LEAVE_S):
             self._closed = True
             for connection in self._sockets.values():
                 connection.close()
             self.pending.clear()
-            self._running.release()
+            self.running.release()
 
     def disown(self) -> None:
         for connection in self._sockets.values():
             connection.close()
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        with self._running:
-            if self._closed:
-                raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
-            yield
+    def begin(self) -> None:
+        self._ensure_open()
+        self.tidy()
 
     def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         kernels, context = self.kernels, self.context
@@ -178,9 +174,14 @@ class TcpTransport(Table):
     def place(self, peer: int) -> int:
         return peer
 
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
         """Call a kernel until it has finished. Raises LinkError if it fails or the deadline passes."""
-        with self.entered():
+        with self.running:
+            self._ensure_open()
             while (status := kernel(*arguments)) != self.kernels.FINISHED:
                 self.check(status, deadline, set())
 

@@ -9,8 +9,8 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -107,7 +107,7 @@ class LocalGroup:
         self._segment = segment
         self._pending: int = kernels.PENDING
         self._lock = threading.Lock()
-        self._running = threading.Lock()
+        self.running = threading.Lock()
         self._stopped = False
         self._beside: Callable[[], Callable[[], None] | None] = lambda: None
         self._process = os.getpid()
@@ -173,7 +173,8 @@ class LocalGroup:
     def run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> bool:
         """Call a kernel until it has finished. Return whether ranks have announced new versions of their tables in the
         operation. Raises LinkError as Pending.wait() does."""
-        with self.entered():
+        with self.running:
+            self.ensure_open()
             status = kernel(*arguments)
             if status >= self._pending:
                 lost: set[int] = set()
@@ -186,13 +187,10 @@ class LocalGroup:
                 self.context[self.kernels.PATIENT] = 0
         return bool(status == self.kernels.FINISHED_WITH_NEWS)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Prevent kernel calls of other threads inside a `with` block. Raises LinkError if the group is closed."""
-        with self._running:
-            if self._stopped:
-                raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
-            yield
+    def ensure_open(self) -> None:
+        """Raise LinkError if the group is closed. This thread holds `running`, so the group stays open meanwhile."""
+        if self._stopped:
+            raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
 
     def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise LinkError if a kernel's status means an error, an awaited rank is in `lost`, or the deadline passes.
@@ -249,9 +247,9 @@ class LocalGroup:
 
     def stop(self) -> bool:
         """Prevent further kernel calls; return False if a kernel still runs after 1 s, so that its memory must stay."""
-        if self._running.acquire(timeout=_LEAVE_S):
+        if self.running.acquire(timeout=_LEAVE_S):
             self._stopped = True
-            self._running.release()
+            self.running.release()
         return self._stopped
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -65,7 +64,7 @@ class SharedMemoryTransport(Table):
     waits_again = True
 
     def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
-        super().__init__(group.kernels, group.context)
+        super().__init__(group.kernels, group.context, group.running)
         self.rank = rank
         self.size = size
         self.reductions = reductions
@@ -86,8 +85,9 @@ class SharedMemoryTransport(Table):
         group.move_beside(self._move_beside)
         self._heard_last = group.index
 
-    def entered(self) -> AbstractContextManager[None]:
-        return self._group.entered()
+    def begin(self) -> None:
+        self._group.ensure_open()
+        self.tidy()
 
     def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         return self._group.check(status, deadline, lost)
