@@ -24,7 +24,7 @@ from gradwire.collectives.link.programs import Programs
 from gradwire.collectives.link.rows import Table
 from gradwire.collectives.link.shared_memory.group import join_host
 from gradwire.collectives.link.shared_memory.messages import SharedMemory, SharedMemoryTransport
-from gradwire.collectives.link.tcp import tcp
+from gradwire.collectives.link.tcp import TcpTransport, tcp
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Program
 
@@ -71,8 +71,8 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                 near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
                 made.enter_context(closing(near))
             far = group
+            without = {each: offer["sockets"] for each, offer in enumerate(offers) if offer["sockets"]}
             if len(neighbours) < size:
-                without = {each: offer["sockets"] for each, offer in enumerate(offers) if offer["sockets"]}
                 if not without:
                     far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
                 elif not is_needed:
@@ -81,7 +81,11 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                     message = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
                     _log.warning(message, *min(without.items()))
             if near is not None or far is not group:
-                transport = RoutingTransport(group, far, near, neighbours)
+                programs = None
+                if near is not None and not without:
+                    connections = far if isinstance(far, Table) else TcpTransport(rank, size, {})
+                    programs = Programs(connections, near, neighbours)
+                transport = RoutingTransport(group, far, near, neighbours, programs)
         made.pop_all()
     return transport
 
@@ -156,7 +160,7 @@ class _SharedPending:
 class RoutingTransport(Transport):
     """Routes each message to one of several Transports. group: for CUDA tensors if it carries them, and for algorithm
     'native'. near: for CPU tensors between `neighbours`, this rank and those that share memory with it; None if no rank
-    does. far: for all other messages; it may be `group`."""
+    does. far: for all other messages; it may be `group`. programs: runs programs with messages through `near`, if it can."""
 
     def __init__(
         self,
@@ -164,6 +168,7 @@ class RoutingTransport(Transport):
         far: Transport,
         near: SharedMemoryTransport | None,
         neighbours: Sequence[int],
+        programs: Programs | None = None,
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self.device_types, self.posts_together = group.device_types, group.posts_together
@@ -184,7 +189,7 @@ class RoutingTransport(Transport):
         self._near = near
         self._parts: list[Transport] = [part for part in dict.fromkeys((near, far, group)) if part is not None]
         self._neighbours = frozenset(neighbours)
-        self._programs = Programs(far, near, tuple(neighbours)) if near is not None and isinstance(far, Table) else None
+        self._programs = programs
         self._last_sender_is_near = False
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
@@ -243,7 +248,12 @@ class RoutingTransport(Transport):
         return (self._programs or self._far).follow(program, dtype, op)
 
     def follow_codes(
-        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+        self,
+        program: CodedProgram,
+        coding: Callable[[], Coding | None],
+        wire_bytes: Callable[[int], int],
+        tag: int,
+        deadline: float,
     ) -> bool:
         return (self._programs or self._far).follow_codes(program, coding, wire_bytes, tag, deadline)
 
