@@ -184,11 +184,16 @@ class Transport(ABC):
         return None
 
     def follow_codes(
-        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+        self,
+        program: CodedProgram,
+        coding: Callable[[], Coding | None],
+        wire_bytes: Callable[[int], int],
+        tag: int,
+        deadline: float,
     ) -> bool:
         """Run a program of codes in one call, without Python between messages; return False, with nothing done, if this transport
-        cannot. wire_bytes: returns the bytes of the code of a number of elements. Raises LinkError; ValueError if a code is
-        invalid."""
+        cannot, or if `coding` returns None. wire_bytes: returns the bytes of the code of a number of elements. Raises LinkError;
+        ValueError if a code is invalid."""
         return False
 
     def disown(self) -> None:  # noqa: B027

@@ -50,16 +50,23 @@ class Programs:
         return run
 
     def follow_codes(
-        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+        self,
+        program: CodedProgram,
+        coding: Callable[[], Coding | None],
+        wire_bytes: Callable[[int], int],
+        tag: int,
+        deadline: float,
     ) -> bool:
         """See Transport."""
         kernels = self._kernels
+        if (how := coding()) is None:
+            return False
         words = np.zeros(kernels.CODING_FIELDS, dtype=np.int64)
-        words[: len(coding)] = coding
+        words[: len(how)] = how
         request = self._request(1)  # offsets in scratch memory and lengths of messages count bytes
         request[kernels.CODING] = words.ctypes.data
         tables = program.tables_for(wire_bytes)
-        self._run(request, request.ctypes.data, tables, (tag, 0, 0, coding.codes), deadline)
+        self._run(request, request.ctypes.data, tables, (tag, 0, 0, how.codes), deadline)
         return True
 
     def _request(self, itemsize: int) -> np.ndarray:

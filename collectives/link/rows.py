@@ -93,10 +93,13 @@ class Table(Transport):
 
     def tidy(self) -> None:
         """From time to time, give unfinished messages new numbers. This thread holds `running`."""
+        if self.context[self.kernels.COUNT] >= self._tidy_at:
+            self._move_up()
+
+    def _move_up(self) -> None:
+        """Give unfinished messages new numbers, and their rows the places of these."""
         kernels, context, rows = self.kernels, self.context, self._rows
         count = int(context[kernels.COUNT])
-        if count < self._tidy_at:
-            return
         stay = [n for n in range(int(context[kernels.FIRST]), count) if not rows[n % len(rows), kernels.ROW_DONE]]
         saved = rows[np.array(stay, dtype=np.int64) % len(rows)]
         new = {number: count + place for place, number in enumerate(stay)}
@@ -117,10 +120,13 @@ class Table(Transport):
         kernels, nbytes = self.kernels, tensor.numel() * tensor.element_size()
         with self.running:
             self.begin()
-            number = int(self.context[kernels.COUNT])
             arguments = (self.context_address, sends, self.place(peer), tag, tensor.data_ptr(), nbytes)
             while kernels.add(*arguments) == kernels.FULL:
-                self.grow()
+                if len(self._unfinished()) > len(self._rows) // 2:
+                    self.grow()
+                else:
+                    self._move_up()
+            number = int(self.context[kernels.COUNT]) - 1
         self.pending[number] = made = RowPending(self, number, tensor)
         return made
 

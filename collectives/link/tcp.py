@@ -124,7 +124,12 @@ class TcpTransport(Table):
         return self._programs.follow(program, dtype, op)
 
     def follow_codes(
-        self, program: CodedProgram, coding: Coding, wire_bytes: Callable[[int], int], tag: int, deadline: float
+        self,
+        program: CodedProgram,
+        coding: Callable[[], Coding | None],
+        wire_bytes: Callable[[int], int],
+        tag: int,
+        deadline: float,
     ) -> bool:
         return self._programs.follow_codes(program, coding, wire_bytes, tag, deadline)
 

@@ -279,10 +279,8 @@ class Engine:
                 seed=seed,
                 via_host=self._via_host,
             )
-            coding = payload.coding() if self._lane is None else None
-            if coding is None or not self._transport.follow_codes(
-                program, coding, used.wire_bytes, turn.tag, turn.deadline
-            ):
+            compiled = program, payload.coding, used.wire_bytes, turn.tag, turn.deadline
+            if self._lane is not None or not self._transport.follow_codes(*compiled):
                 self._step_through(turn, program, payload)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 1)
@@ -374,6 +372,7 @@ class Engine:
         if key in self._ready or not self.operations.usable:
             return
         rehearse(codec, device, with_feedback=with_feedback)
+        self.prepare_to_reduce(torch.float32)
         if len(self._ready) == _REMEMBERED_CALLS:
             self._ready.clear()
         self._ready.add(key)

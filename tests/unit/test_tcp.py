@@ -225,9 +225,7 @@ def run_codes(
     settings = {"feedback": feedback, "divisor": size, "step": step, "seed": 3, "via_host": False}
     payload = Codes(planned, result, codec, partition, *memory, **settings)  # type: ignore[arg-type]
     if compiled:
-        coding = payload.coding()
-        assert coding is not None
-        assert transport.follow_codes(planned, coding, codec.wire_bytes, step, in_time())
+        assert transport.follow_codes(planned, payload.coding, codec.wire_bytes, step, in_time())
     else:
         execute(planned, payload, transport, tag=step, deadline=in_time())
 
@@ -552,7 +550,7 @@ def test_a_wait_ends_when_another_thread_aborts(connect: Connect, compiled: bool
         lambda: theirs.wait(in_time()),
     ]
     waiting = [DaemonThread("waits").submit(partial(failure, wait)) for wait in waits]
-    wait_until(one._running.locked)
+    wait_until(one.running.locked)
     one.abort()
     ended, lost = (each.result(DEADLINE_S) for each in waiting)
     assert (ended.timed_out, lost.timed_out, lost.peer) == (False, False, 0)
@@ -576,7 +574,7 @@ def test_close_takes_nothing_from_a_wait_that_lasts(connect: Connect, monkeypatc
     landed = torch.empty(3)
     pending = receive(other, 0, landed, 7)
     waiting = DaemonThread("waits").submit(lambda: pending.wait(in_time()))
-    wait_until(other._running.locked)
+    wait_until(other.running.locked)
     other.close()
     send(one, 1, torch.ones(3), 7)
     waiting.result(DEADLINE_S)

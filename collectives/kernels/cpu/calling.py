@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, cached_property, lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,16 +14,25 @@ from numba import cfunc, float32, int64, njit, types
 from gradwire.collectives.kernels.cpu.compiling import compiled
 
 
+class CFunction(NamedTuple):
+    """A compiled C function, as something to call and as an address."""
+
+    call: Callable[..., Any]
+    address: int
+    compiled: Any
+
+
 @cache
 def kernel_of(function: Callable[..., Any]) -> Any:
     """Return a function compiled, or loaded from the disk: `scale` and `decay` are float32, all else is int64. A function with
-    the parameter `settings` becomes a C function, which has a result only if it decodes."""
+    the parameter `settings` becomes a CFunction, which has a result only if it decodes."""
     names = list(inspect.signature(function).parameters)
     kinds = [float32 if name in ("scale", "decay") else int64 for name in names]
     if "settings" not in names:
         return compiled(njit, tuple(kinds), nogil=True, error_model="numpy")(function)
     result = int64 if "add" in names else types.void
-    return compiled(cfunc, result(*kinds), error_model="numpy")(function)
+    made = compiled(cfunc, result(*kinds), error_model="numpy")(function)
+    return CFunction(made.ctypes, made.address, made)
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
@@ -54,9 +63,8 @@ class CodecKernel:
         """Return the address of the function, and the words whose address it takes as `settings`."""
         return kernel_of(self._function).address, self._words(*settings)[1]
 
-    @cached_property
-    def _call(self) -> Callable[..., int]:
-        return kernel_of(self._function).ctypes  # type: ignore[no-any-return]
+    def _call(self, *arguments: Any) -> Any:
+        return kernel_of(self._function).call(*arguments)
 
     def _words(self, *settings: Any) -> tuple[int, np.ndarray]:
         return _words(*self._of_settings(*settings))
