@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -49,7 +50,7 @@ class Partition:
         owns = self.group and len(self.shards) == len(self.group)
         return self.shards[self.group.index(self.rank)] if owns else Span(0, 0)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Return the maximum number of elements in a chunk of a shard."""
         return max((span.length for chunk in self.chunks for span in chunk), default=0)
