@@ -187,7 +187,8 @@ class RoutingTransport(Transport):
         self._group = group
         self._far = far
         self._near = near
-        self._parts: list[Transport] = [part for part in dict.fromkeys((near, far, group)) if part is not None]
+        parts = (near, far, group, *(programs.links if programs is not None else ()))
+        self._parts: list[Transport] = [part for part in dict.fromkeys(parts) if part is not None]
         self._neighbours = frozenset(neighbours)
         self._programs = programs
         self._last_sender_is_near = False

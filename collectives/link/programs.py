@@ -17,14 +17,14 @@ from gradwire.collectives.plan.program import Program
 
 
 class Programs:
-    """Runs programs. far: the connections to other hosts. near: the memory that this rank shares with ranks of its host, and
-    these ranks; without it, all messages go over `far`."""
+    """Runs programs. far: the connections to other hosts. near: the memory that this rank shares with the ranks `neighbours` of
+    its host; without it, all messages go over `far`. Attribute links: these Transports."""
 
     def __init__(self, far: Table, near: Table | None = None, neighbours: tuple[int, ...] = ()) -> None:
         self._kernels = cpu_programs()
         self._far = far
         self._near = near
-        self._links = [far] if near is None else [far, near]
+        self.links = [far] if near is None else [far, near]
         self._near_running = threading.Lock() if near is None else near.running
         self._places = np.full(far.size, -1, dtype=np.int64)
         if near is not None:
@@ -95,13 +95,13 @@ class Programs:
         kernels = self._kernels
         lost: set[int] = set()
         with self._far.running, self._near_running:
-            for link in self._links:
+            for link in self.links:
                 link.begin()
             for table in tables:
                 instructions, words = table.buffer_info()
                 count = words // kernels.INSTRUCTION_FIELDS
                 while (status := kernels.follow(address, instructions, count, *arguments)) != kernels.FINISHED:
-                    link = self._links[int(request[kernels.AT_NEAR])]
+                    link = self.links[int(request[kernels.AT_NEAR])]
                     if status == kernels.FULL:
                         link.grow()
                     elif status == kernels.MALFORMED:
