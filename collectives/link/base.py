@@ -84,6 +84,16 @@ class Coding(NamedTuple):
     group_size: int
 
 
+class CodedWork(Protocol):
+    """The numbers of a CodedProgram, and how they are encoded."""
+
+    def coding(self) -> Coding | None:
+        """Return what a compiled loop needs; None if it cannot do the work. The addresses are valid while this object exists."""
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return the bytes of the code of so many numbers."""
+
+
 #: (source, destination, tag, deadline) -> None
 WholeRun = Callable[[torch.Tensor, torch.Tensor, int, float], None]
 
@@ -183,17 +193,9 @@ class Transport(ABC):
         cannot. op: the reduction: 'sum', 'min', 'max' or 'product'. Not a collective call; no deadline runs yet."""
         return None
 
-    def follow_codes(
-        self,
-        program: CodedProgram,
-        coding: Callable[[], Coding | None],
-        wire_bytes: Callable[[int], int],
-        tag: int,
-        deadline: float,
-    ) -> bool:
+    def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
         """Run a program of codes in one call, without Python between messages; return False, with nothing done, if this transport
-        cannot, or if `coding` returns None. wire_bytes: returns the bytes of the code of a number of elements. Raises LinkError;
-        ValueError if a code is invalid."""
+        cannot, or if work.coding() returns None. Raises LinkError; ValueError if a code is invalid."""
         return False
 
     def disown(self) -> None:  # noqa: B027

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
-from gradwire.collectives.link.base import Coding, WholeRun
+from gradwire.collectives.link.base import CodedWork, WholeRun
 from gradwire.collectives.link.rows import Table
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Program
@@ -49,24 +49,17 @@ class Programs:
 
         return run
 
-    def follow_codes(
-        self,
-        program: CodedProgram,
-        coding: Callable[[], Coding | None],
-        wire_bytes: Callable[[int], int],
-        tag: int,
-        deadline: float,
-    ) -> bool:
+    def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
         """See Transport."""
         kernels = self._kernels
-        if (how := coding()) is None:
+        if (coding := work.coding()) is None:
             return False
         words = np.zeros(kernels.CODING_FIELDS, dtype=np.int64)
-        words[: len(how)] = how
+        words[: len(coding)] = coding
         request = self._request(1)  # offsets in scratch memory and lengths of messages count bytes
         request[kernels.CODING] = words.ctypes.data
-        tables = program.tables_for(wire_bytes)
-        self._run(request, request.ctypes.data, tables, (tag, 0, 0, how.codes), deadline)
+        tables = program.tables_for(work.wire_bytes)
+        self._run(request, request.ctypes.data, tables, (tag, 0, 0, coding.codes), deadline)
         return True
 
     def _request(self, itemsize: int) -> np.ndarray:

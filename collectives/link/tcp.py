@@ -15,7 +15,7 @@ import torch
 
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
-from gradwire.collectives.link.base import KIND_BITS, Coding, Transport, WholeRun
+from gradwire.collectives.link.base import KIND_BITS, CodedWork, Transport, WholeRun
 from gradwire.collectives.link.handshake import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
@@ -123,15 +123,8 @@ class TcpTransport(Table):
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
         return self._programs.follow(program, dtype, op)
 
-    def follow_codes(
-        self,
-        program: CodedProgram,
-        coding: Callable[[], Coding | None],
-        wire_bytes: Callable[[int], int],
-        tag: int,
-        deadline: float,
-    ) -> bool:
-        return self._programs.follow_codes(program, coding, wire_bytes, tag, deadline)
+    def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
+        return self._programs.follow_codes(program, work, tag, deadline)
 
     def wait_beside_work(self, beside_work: bool) -> None:
         tries = _TRIES_BESIDE_WORK if beside_work else _TRIES

@@ -279,8 +279,8 @@ class Engine:
                 seed=seed,
                 via_host=self._via_host,
             )
-            compiled = program, payload.coding, used.wire_bytes, turn.tag, turn.deadline
-            if self._lane is not None or not self._transport.follow_codes(*compiled):
+            traced = self._lane is not None
+            if traced or not self._transport.follow_codes(program, payload, turn.tag, turn.deadline):
                 self._step_through(turn, program, payload)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 1)

@@ -179,6 +179,12 @@ class Codes:
             len(self._group),
         )
 
+    def wire_bytes(self, numel: int) -> int:
+        """Return the bytes of the code of so many numbers."""
+        if numel not in self._nbytes:
+            self._nbytes[numel] = self._codec.wire_bytes(numel)
+        return self._nbytes[numel]
+
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
         message = self._at(self._messages, length, scratch)
         if self._messages is not self._codes:
@@ -217,6 +223,4 @@ class Codes:
         self._codec.encode(numbers, code, residual=residual, seed=seed, state=state)
 
     def _at(self, memory: torch.Tensor, length: int, scratch: int) -> torch.Tensor:
-        if length not in self._nbytes:
-            self._nbytes[length] = self._codec.wire_bytes(length)
-        return memory[scratch : scratch + self._nbytes[length]]
+        return memory[scratch : scratch + self.wire_bytes(length)]

@@ -225,7 +225,7 @@ def run_codes(
     settings = {"feedback": feedback, "divisor": size, "step": step, "seed": 3, "via_host": False}
     payload = Codes(planned, result, codec, partition, *memory, **settings)  # type: ignore[arg-type]
     if compiled:
-        assert transport.follow_codes(planned, payload.coding, codec.wire_bytes, step, in_time())
+        assert transport.follow_codes(planned, payload, step, in_time())
     else:
         execute(planned, payload, transport, tag=step, deadline=in_time())
 
