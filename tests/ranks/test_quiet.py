@@ -13,9 +13,11 @@ from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from gradwire.collectives.compression.registry import CODECS
+from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.kernels.cpu import compiling
+from gradwire.collectives.plan.program import Program
 from gradwire.collectives.reduction import DTYPES
+from gradwire.collectives.run.executor import Payload, Poster, execute
 from gradwire.collectives.run.operations import Operations
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.ranks.exact import on_host
@@ -95,6 +97,40 @@ def use_every_kernel(hosts: str) -> list[str]:
 def test_no_kernel_is_compiled_within_a_deadline(failing_world: Callable[[int], World], hosts: str) -> None:
     for found in failing_world(SIZE).run(use_every_kernel, hosts):
         assert not found
+
+
+def exchange_without_python(hosts: str) -> list[str]:
+    """Return which programs the loop in Python has run."""
+    executed = []
+
+    def noting(program: Program, payload: Payload, transport: Poster, **_: Any) -> None:
+        executed.append(f"{type(payload).__name__} {sorted(program.peers)}")
+        execute(program, payload, transport, **_)
+
+    with pytest.MonkeyPatch.context() as patch, on_host(hosts[dist.get_rank()]):
+        patch.setattr("gradwire.collectives.run.engine.execute", noting)
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+            many, one = torch.ones(SIZE * 5000), torch.ones(5000)
+            for algorithm in comm.algorithms("allreduce"):
+                comm.allreduce(many, algorithm=algorithm)
+            comm.allgather(many, one)
+            comm.reduce_scatter(one, many)
+            comm.alltoall(many, many.clone())
+            comm.broadcast(many, 1)
+            comm.barrier()
+            comm.allgather_object("some text")
+            for name in ("int8", "chunktopk"):
+                comm.allreduce(many, codec=make_codec(name), step=0)
+    return executed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts"), [("shared_memory", "aaa"), ("shared_memory", "aab"), ("sockets", "abc")], indirect=["ranks"]
+)
+def test_no_python_runs_between_messages(failing_world: Callable[[int], World], hosts: str) -> None:
+    """Compiled loops run the programs of all links of CPU tensors."""
+    for executed in failing_world(SIZE).run(exchange_without_python, hosts):
+        assert not executed
 
 
 def train_a_little() -> str:
