@@ -21,7 +21,8 @@ def identity_of(name: str, settings: object) -> str:
 
 
 class CFunctions(NamedTuple):
-    """C functions that encode and decode on the CPU: the address of each, and the words that it takes as its settings."""
+    """C functions that encode and decode on the CPU: the address of each, and the words whose address it takes as its settings.
+    For their arguments, see gradwire.collectives.kernels.cpu.calling."""
 
     encode: tuple[int, np.ndarray]
     decode: tuple[int, np.ndarray]

@@ -61,17 +61,17 @@ class Request:
 class Coding(NamedTuple):
     """What a compiled loop needs to run a CodedProgram of float32 numbers on the CPU. All but the counts are addresses.
 
-    encode, encode_settings, decode, decode_settings: see CFunctions. divide: the function that divides by `divisor`. values: the
-    buffer. sums: room for the sum of one block. codes: the scratch memory of the program. worker, owner: the residuals of this
-    rank's own numbers, and of the sums, whose first element belongs to element owner_start of the buffer; 0 without error
-    feedback. seed: of the step. group: the rank of each member of the group, as 64-bit words; group_size of them.
+    encode_function, encode_settings, decode_function, decode_settings: see CFunctions. divide_function: divides by `divisor`.
+    values: the buffer. sums: room for the sum of one block. codes: the scratch memory of the program. worker, owner: the
+    residuals of this rank's own numbers, and of the sums, whose first element belongs to element owner_start of the buffer; 0
+    without error feedback. seed: of the step. group: the rank of each member of the group, as 64-bit words; group_size of them.
     """
 
-    encode: int
+    encode_function: int
     encode_settings: int
-    decode: int
+    decode_function: int
     decode_settings: int
-    divide: int
+    divide_function: int
     divisor: int
     values: int
     sums: int

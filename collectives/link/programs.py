@@ -31,13 +31,13 @@ class Programs:
             self._places[list(neighbours)] = [near.place(neighbour) for neighbour in neighbours]
         self._numbers = np.zeros(self._kernels.MESSAGES, dtype=np.int64)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        memory = 0 if near is None else near.context_address
+        self._addresses = far.context_address, memory, self._places.ctypes.data, self._numbers.ctypes.data
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
         """See Transport. Compiles the arithmetic of the dtype, or loads it from the disk."""
-        kernels = self._kernels
-        request = self._request(dtype.itemsize)
-        request[kernels.ARITHMETIC] = cpu_arithmetic(dtype).address if program.scratch else 0
-        request[kernels.OP] = kernels.OPS[op]
+        arithmetic = cpu_arithmetic(dtype).address if program.scratch else 0
+        request = self._request(dtype.itemsize, arithmetic, self._kernels.OPS[op], 0)
         address = request.ctypes.data
         scratch_bytes = program.scratch * dtype.itemsize
 
@@ -56,25 +56,17 @@ class Programs:
             return False
         words = np.zeros(kernels.CODING_FIELDS, dtype=np.int64)
         words[: len(coding)] = coding
-        request = self._request(1)  # offsets in scratch memory and lengths of messages count bytes
-        request[kernels.CODING] = words.ctypes.data
+        request = self._request(
+            1, 0, 0, words.ctypes.data
+        )  # offsets in scratch memory and lengths of messages count bytes
         tables = program.tables_for(work.wire_bytes)
         self._run(request, request.ctypes.data, tables, (tag, 0, 0, coding.codes), deadline)
         return True
 
-    def _request(self, itemsize: int) -> np.ndarray:
-        """Return a request for kernels.follow."""
-        kernels, near = self._kernels, self._near
-        words = {
-            kernels.FAR: self._far.context_address,
-            kernels.NEAR: 0 if near is None else near.context_address,
-            kernels.PLACES: self._places.ctypes.data,
-            kernels.NUMBERS: self._numbers.ctypes.data,
-            kernels.ITEMSIZE: itemsize,
-        }
-        request = np.zeros(kernels.FIELDS, dtype=np.int64)
-        request[list(words)] = list(words.values())
-        return request
+    def _request(self, *words: int) -> np.ndarray:
+        """Return a request for kernels.follow. words: its fields from ITEMSIZE to CODING."""
+        unset = (0,) * (self._kernels.REQUEST_FIELDS - len(self._addresses) - len(words))
+        return np.array((*self._addresses, *words, *unset), dtype=np.int64)
 
     def _run(
         self,
@@ -90,6 +82,7 @@ class Programs:
         with self._far.running, self._near_running:
             for link in self.links:
                 link.begin()
+            request[kernels.NEXT] = 0
             for table in tables:
                 instructions, words = table.buffer_info()
                 count = words // kernels.INSTRUCTION_FIELDS
@@ -97,7 +90,11 @@ class Programs:
                     link = self.links[int(request[kernels.AT_NEAR])]
                     if status == kernels.FULL:
                         link.grow()
+                    elif status == kernels.TOO_MANY:
+                        raise RuntimeError(
+                            f"more than {kernels.MESSAGES} messages of one operation are in flight: use an algorithm with fewer"
+                        )
                     elif status == kernels.MALFORMED:
                         raise ValueError("a code holds indices that are too large: it was encoded from more numbers")
                     else:
-                        lost = link.check(status, deadline, lost)
+                        lost = link.check(status, deadline, set() if request[kernels.HAS_MOVED] else lost)

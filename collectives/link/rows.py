@@ -127,7 +127,7 @@ class Table(Transport):
                 else:
                     self._move_up()
             number = int(self.context[kernels.COUNT]) - 1
-        self.pending[number] = made = RowPending(self, number, tensor)
+            self.pending[number] = made = RowPending(self, number, tensor)
         return made
 
     def _unfinished(self) -> np.ndarray:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing, suppress
 
@@ -97,7 +98,7 @@ class TcpTransport(Table):
             kernels.POLLS: self._polls.ctypes.data,
         }
         self.context[list(context)] = list(context.values())
-        self._programs = Programs(self)
+        self._programs: Programs | None = None
         self.wait_beside_work(False)
 
     def finish(self, number: int, deadline: float) -> None:
@@ -121,10 +122,10 @@ class TcpTransport(Table):
                 return None
 
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
-        return self._programs.follow(program, dtype, op)
+        return self._own_programs().follow(program, dtype, op)
 
     def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
-        return self._programs.follow_codes(program, work, tag, deadline)
+        return self._own_programs().follow_codes(program, work, tag, deadline)
 
     def wait_beside_work(self, beside_work: bool) -> None:
         tries = _TRIES_BESIDE_WORK if beside_work else _TRIES
@@ -171,6 +172,12 @@ class TcpTransport(Table):
 
     def place(self, peer: int) -> int:
         return peer
+
+    def _own_programs(self) -> Programs:
+        """Return the programs of this link alone. They do not keep it alive."""
+        if self._programs is None:
+            self._programs = Programs(weakref.proxy(self))
+        return self._programs
 
     def _ensure_open(self) -> None:
         if self._closed:

@@ -59,6 +59,7 @@ class CodedProgram(Program):
         self._last_received = _last(rounds, Action.RECEIVE)
         self._last_reduced = _last(rounds, Action.REDUCE)
         self._codes = 0
+        self._lengths = sorted({span.length for layout in segments for span in layout})
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
 
     def sent_bytes(self, wire_bytes: Callable[[int], int]) -> int:
@@ -66,11 +67,13 @@ class CodedProgram(Program):
         return sum(wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
 
     def tables_for(self, wire_bytes: Callable[[int], int]) -> Iterable[array[int]]:
-        """Return the instructions as tables() does, but with the length of a message in bytes. wire_bytes: as for sent_bytes(),
-        the same in all calls."""
+        """Return the instructions as tables() does, but with the length of a message in bytes. wire_bytes: see sent_bytes()."""
         return self._in_tables(
-            each._replace(length=wire_bytes(each.length)) if each.kind in (Kind.SEND, Kind.RECEIVE) else each
-            for each in self
+            (
+                each._replace(length=wire_bytes(each.length)) if each.kind in (Kind.SEND, Kind.RECEIVE) else each
+                for each in self
+            ),
+            tuple(map(wire_bytes, self._lengths)),
         )
 
     def _posting_rounds(self) -> list[int]:

@@ -128,7 +128,7 @@ class Program:
         self.scratch = self._flights * self._room()
         first = tuple(islice(self._laid_out(), _KEPT + 1))
         self._kept = first if len(first) <= _KEPT else None
-        self._tables: list[array[int]] = []
+        self._tables: dict[tuple[int, ...], list[array[int]]] = {}
 
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self._kept) if self._kept is not None else self._laid_out()
@@ -141,14 +141,15 @@ class Program:
     def tables(self) -> Iterable[array[int]]:
         """Return the instructions as 64-bit integers, one after the other, for a compiled loop. A Program of more than _KEPT
         instructions gives several pieces, which are made anew at each call."""
-        return self._in_tables(self)
+        return self._in_tables(self, ())
 
-    def _in_tables(self, instructions: Iterable[Instruction]) -> Iterable[array[int]]:
+    def _in_tables(self, instructions: Iterable[Instruction], key: tuple[int, ...]) -> Iterable[array[int]]:
+        """Return instructions as tables. key: other instructions have another one."""
         if self._kept is None:
             return _pieces(iter(instructions))
-        if not self._tables:
-            self._tables = list(_pieces(iter(instructions)))
-        return self._tables
+        if key not in self._tables:
+            self._tables[key] = list(_pieces(iter(instructions)))
+        return self._tables[key]
 
     def sent(self) -> tuple[int, int]:
         """Return the number of messages that this rank sends, and of their elements."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError, LinkError
 from gradwire.collectives.link import Membership, Transport
+from gradwire.collectives.link.auto import RoutingTransport
 from gradwire.collectives.link.base import Message, Pending, Request
 from gradwire.collectives.link.membership import membership_of
 from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
@@ -373,7 +374,8 @@ def leave_one_waiting(transport: Transport) -> None:
         exchange(transport, [SMALL] * MANY, [7] * MANY)
         assert not received[1].is_done()
     dist.barrier()
-    rows = getattr(getattr(transport, "_near", transport), "_rows", [])
+    part = (transport._near or transport._far) if isinstance(transport, RoutingTransport) else transport
+    rows = getattr(part, "_rows", [])  # the process group has none
     assert len(rows) < 4 * 2 * (SIZE - 1) * MANY
     sent = [transport.post([(after, torch.full((SMALL,), float(which)))], [], 9)[0][0] for which in range(2)]
     for pending in (*reversed(received), *sent):

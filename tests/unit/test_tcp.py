@@ -322,7 +322,7 @@ def test_a_message_that_stays_while_others_pass_is_still_found(connect: Connect)
 def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> None:
     kernels = cpu_programs()
     assert list(Kind) == [getattr(kernels, f"_{kind.name}") for kind in Kind]
-    for place, name in enumerate(Coding._fields[5:], 5):
+    for place, name in enumerate(Coding._fields):
         assert getattr(kernels, name.upper()) == place
     assert len(Instruction._fields) == kernels.INSTRUCTION_FIELDS
 
@@ -589,6 +589,24 @@ def test_close_ends_the_connections_once_nobody_waits(connect: Connect) -> None:
     assert [connection.fileno() for connection in connections] == [-1]
     assert "closed" in str(failure(lambda: send(one, 1, torch.empty(3), 7)))
     assert failure(lambda: receive(other, 0, torch.empty(3), 7).wait(in_time())).peer == 0
+
+
+def test_a_link_that_nobody_holds_closes_its_connections_at_once() -> None:
+    """Reference counting frees it, also after it has run a program."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    link = TcpTransport(0, 2, {1: ends[0]})
+    link.follow(program("ring", 0, 2, 10), torch.float32, "sum")
+    freed = weakref.ref(link)
+    gc.disable()
+    try:
+        del link
+        assert freed() is None
+    finally:
+        gc.enable()
+        for end in ends:
+            end.close()
 
 
 def test_a_closed_link_keeps_no_tensor_of_a_message_that_never_came(connect: Connect) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -15,24 +15,28 @@ from gradwire.collectives.kernels.cpu.compiling import compiled
 
 
 class CFunction(NamedTuple):
-    """A compiled C function, as something to call and as an address."""
+    """A compiled C function, as something to call and as an address. compiled: what keeps the code in memory."""
 
     call: Callable[..., Any]
     address: int
     compiled: Any
 
 
+#: (values, residual, wire, numel, settings, seed), and (wire, out, numel, settings, add, scale), which returns how many indices
+#: on the wire are outside of the result. Of a float32 each `values`, `residual` and `out`; residual may be 0. Compiled loops call
+#: these by address, so they must not raise.
+ENCODES, DECODES = types.void(*[int64] * 6), int64(*[int64] * 5, float32)
+
+
 @cache
-def kernel_of(function: Callable[..., Any]) -> Any:
-    """Return a function compiled, or loaded from the disk: `scale` and `decay` are float32, all else is int64. A function with
-    the parameter `settings` becomes a CFunction, which has a result only if it decodes."""
-    names = list(inspect.signature(function).parameters)
-    kinds = [float32 if name in ("scale", "decay") else int64 for name in names]
-    if "settings" not in names:
-        return compiled(njit, tuple(kinds), nogil=True, error_model="numpy")(function)
-    result = int64 if "add" in names else types.void
-    made = compiled(cfunc, result(*kinds), error_model="numpy")(function)
-    return CFunction(made.ctypes, made.address, made)
+def kernel_of(function: Callable[..., Any], signature: Any = None) -> Any:
+    """Return a function compiled, or loaded from the disk: `scale` and `decay` are float32, all else is int64. With a signature,
+    return a CFunction."""
+    if signature is not None:
+        made = compiled(cfunc, signature, error_model="numpy")(function)
+        return CFunction(made.ctypes, made.address, made)
+    kinds = [float32 if name in ("scale", "decay") else int64 for name in inspect.signature(function).parameters]
+    return compiled(njit, tuple(kinds), nogil=True, error_model="numpy")(function)
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
@@ -53,6 +57,8 @@ class CodecKernel:
     of_settings: returns the integers that the function takes, for the settings of its codec.
     """
 
+    signature: ClassVar[Any]
+
     def __init__(
         self, function: Callable[..., Any], of_settings: Callable[..., tuple[int, ...]] = lambda *settings: settings
     ) -> None:
@@ -61,20 +67,22 @@ class CodecKernel:
 
     def bound(self, *settings: Any) -> tuple[int, np.ndarray]:
         """Return the address of the function, and the words whose address it takes as `settings`."""
-        return kernel_of(self._function).address, self._words(*settings)[1]
+        return kernel_of(self._function, self.signature).address, self._in_words(*settings)[1]
 
     def _call(self, *arguments: Any) -> Any:
-        return kernel_of(self._function).call(*arguments)
+        return kernel_of(self._function, self.signature).call(*arguments)
 
-    def _words(self, *settings: Any) -> tuple[int, np.ndarray]:
+    def _in_words(self, *settings: Any) -> tuple[int, np.ndarray]:
         return _words(*self._of_settings(*settings))
 
 
 class Encoder(CodecKernel):
-    """<codec>_encode, with the arguments of the reference, for a kernel (values, residual, wire, numel, settings, seed).
+    """<codec>_encode, with the arguments of the reference, for a kernel of the signature ENCODES.
 
     draws: whether the last argument is a seed; the kernel gets 0 otherwise.
     """
+
+    signature = ENCODES
 
     def __init__(self, *kernel: Any, draws: bool = True) -> None:
         super().__init__(*kernel)
@@ -84,19 +92,21 @@ class Encoder(CodecKernel):
         self, values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, *parameters: Any
     ) -> None:
         *settings, seed = parameters if self._draws else (*parameters, 0)
-        place, _kept = self._words(*settings)
+        place, _kept = self._in_words(*settings)
         self._call(*addresses(values, residual, wire), values.numel(), place, seed)
 
 
 class Decoder(CodecKernel):
-    """<codec>_decode, with the arguments of the reference, for a kernel (wire, out, numel, settings, add, scale).
+    """<codec>_decode, with the arguments of the reference, for a kernel of the signature DECODES.
 
     It raises ValueError if the kernel counts indices on the wire that are outside of the result.
     """
 
+    signature = DECODES
+
     def __call__(self, wire: torch.Tensor, out: torch.Tensor, *parameters: Any) -> None:
         *settings, add, scale = parameters
-        place, _kept = self._words(*settings)
+        place, _kept = self._in_words(*settings)
         if self._call(*addresses(wire, out), out.numel(), place, add, scale):
             raise ValueError(
                 f"the wire holds indices outside of [0, {out.numel()}): it was encoded from another number of elements"

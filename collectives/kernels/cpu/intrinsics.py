@@ -127,6 +127,12 @@ def load(builder, address):
     return builder.load_atomic(_word(builder, address), "acquire", 8)
 
 
+@instruction(int64, int64)
+def load_unaligned(builder, address):
+    """Return 64 bits that begin at any address, which no other process writes."""
+    return builder.load(_word(builder, address), align=1)
+
+
 @instruction(types.void, int64, int64)
 def store(builder, address, value):
     """Set the 64-bit word at an address, with release order: a process that loads it sees all earlier stores."""

@@ -186,6 +186,8 @@ def add(context, sends, peer, tag, address, nbytes):
 def next_sender(context, tag, start, patient):
     """Find a message with a tag, from any rank, those from `start` on first; with `patient`, wait for it a while. PEER becomes
     the rank's place, or -1. The message stays in its ring."""
+    if field(context, ABORTED) != 0:
+        return STOPPED
     rank, size = field(context, RANK), field(context, SIZE)
     rings, capacity = field(context, RINGS), field(context, RING_CAPACITY)
     beats = 0

@@ -38,6 +38,7 @@ from gradwire.collectives.kernels.cpu.rows import (
     RANK,
     ROW_PEER,
     STOPPED,
+    TOO_MANY,
     add_row,
     is_done,
     row_of,
@@ -51,15 +52,16 @@ from gradwire.collectives.kernels.cpu.tcp_context import MOST_TRIES, TRIES, poll
     FAR,  # the context of the TCP connections
     NEAR,  # the context of the memory that the ranks of this host share; 0 without one
     PLACES,  # address of a word for each rank: its place among the ranks that share memory, or -1
-    NUMBERS,  # address of MESSAGES words: the number of a message in its table, doubled, plus 1 if that is NEAR's
+    NUMBERS,  # address of MESSAGES words: 0, or for a posted message its number in its table, doubled, plus 1, or 2 if at NEAR
     ITEMSIZE,
     ARITHMETIC,  # address of the C function that reduces the numbers
     OP,
     CODING,  # address of the words of link.base.Coding, and HAS_SUM; 0 for a program of plain numbers
     NEXT,  # the instruction at which the program continues
     AT_NEAR,  # 1 if the last result comes from NEAR
-    FIELDS,
-) = range(11)
+    HAS_MOVED,  # 1 if the last look at the messages moved any
+    REQUEST_FIELDS,
+) = range(12)
 
 # The fields of a coding: those of link.base.Coding in its order, and HAS_SUM, which is 1 if the next block that is encoded is the
 # sum in SUMS.
@@ -83,7 +85,7 @@ from gradwire.collectives.kernels.cpu.tcp_context import MOST_TRIES, TRIES, poll
     CODING_FIELDS,
 ) = range(17)
 
-#: More than the messages of a program that are in flight at once; a power of two.
+#: The most messages from the oldest one that is not done to the newest one of a program; a power of two.
 MESSAGES = 1 << 16
 
 # A sleep is a sixteenth of the wait so far, within bounds, while messages in shared memory may arrive, whose arrival ends no
@@ -103,7 +105,10 @@ def _place(request, peer):
 
 @njit
 def _add(request, sends, peer, tag, address, nbytes, number):
-    """Post a message of a program. Return FINISHED, or FULL if its table has no room."""
+    """Post a message of a program. Return FINISHED, FULL if its table has no room, or TOO_MANY."""
+    slot = field(request, NUMBERS) + 8 * (number & (MESSAGES - 1))
+    if load(slot) != 0:
+        return TOO_MANY
     place = _place(request, peer)
     at_near = int64(place >= 0)
     context = field(request, NEAR) if at_near else field(request, FAR)
@@ -112,9 +117,11 @@ def _add(request, sends, peer, tag, address, nbytes, number):
         has_room = add_row(context, sends, place, tag, address, nbytes, UNSTARTED)
     else:
         has_room = add_message(context, sends, peer, tag, address, nbytes)
-    store(field(request, NUMBERS) + 8 * (number & (MESSAGES - 1)), 2 * posted + at_near)
     set_field(request, AT_NEAR, at_near)
-    return FINISHED if has_room else FULL
+    if not has_room:
+        return FULL
+    store(slot, 2 * posted + at_near + 1)
+    return FINISHED
 
 
 @njit
@@ -128,7 +135,10 @@ def _move(request):
         set_field(near, PEER, -1 - moves)
         return DISAGREED
     status = move_far(field(request, FAR))
-    return FINISHED if status == PENDING and moves > 0 else status
+    if status == PENDING and moves > 0:
+        status = FINISHED
+    set_field(request, HAS_MOVED, int64(status == FINISHED))
+    return status
 
 
 @njit
@@ -153,21 +163,22 @@ def _rest(request, waited_ns):
 def _wait_for(request, number, began):
     """Wait until a message is done, while all others move too. Return PENDING some time after `began`, even if messages move,
     so that the caller can check its deadline."""
-    posted = load(field(request, NUMBERS) + 8 * (number & (MESSAGES - 1)))
+    slot = field(request, NUMBERS) + 8 * (number & (MESSAGES - 1))
+    posted = load(slot) - 1
     far = field(request, FAR)
     context = field(request, NEAR) if posted & 1 else far
+    row = row_of(context, posted >> 1)
     tries = 0
     since = int64(0)
     is_late = False
     while True:
-        if _is_stopped(request):
-            return STOPPED
         if is_done(context, posted >> 1):
+            store(slot, 0)
             return FINISHED
-        if is_late:
-            set_field(context, PEER, field(row_of(context, posted >> 1), ROW_PEER))
+        if is_late or _is_stopped(request):
+            set_field(context, PEER, field(row, ROW_PEER))
             set_field(request, AT_NEAR, posted & 1)
-            return PENDING
+            return PENDING if is_late else STOPPED
         status = _move(request)
         if status in (LOST, DISAGREED):
             return status
@@ -262,6 +273,8 @@ def follow(request, instructions, count, tag, source, destination, scratch):
 
     source, destination, scratch: where its numbers lie; of a program of codes, `scratch` has the codes.
     """
+    if _is_stopped(request):
+        return STOPPED
     itemsize, rank = field(request, ITEMSIZE), field(field(request, FAR), RANK)
     began = monotonic_ns()
     for index in range(field(request, NEXT), count):

@@ -40,7 +40,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import field, set_field
 ROW_BYTES = 8 * ROW_FIELDS
 
 # The results of a kernel.
-FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED, LOST, FULL, MALFORMED = range(8)
+FINISHED, FINISHED_WITH_NEWS, PENDING, STOPPED, DISAGREED, LOST, FULL, MALFORMED, TOO_MANY = range(9)
 
 
 @njit

@@ -9,7 +9,15 @@ from __future__ import annotations
 from numba import int64, njit
 
 from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
+from gradwire.collectives.kernels.cpu.intrinsics import (
+    copy,
+    field,
+    load,
+    load_unaligned,
+    monotonic_ns,
+    set_field,
+    store,
+)
 from gradwire.collectives.kernels.cpu.rows import (
     ABORTED,
     CAPACITY,
@@ -121,11 +129,11 @@ def _begin_message(context, connection, peer):
             field(row, ROW_SENDS) == 0
             and field(row, ROW_DONE) == 0
             and field(row, ROW_PEER) == peer
-            and field(row, ROW_TAG) & TAG_MASK == load(header) & TAG_MASK
+            and field(row, ROW_TAG) & TAG_MASK == load_unaligned(header) & TAG_MASK
         ):
-            if field(row, ROW_TAG) != load(header) or field(row, ROW_NBYTES) != load(header + 8):
-                set_field(context, FOUND_TAG, load(header))
-                set_field(context, FOUND_NBYTES, load(header + 8))
+            if field(row, ROW_TAG) != load_unaligned(header) or field(row, ROW_NBYTES) != load_unaligned(header + 8):
+                set_field(context, FOUND_TAG, load_unaligned(header))
+                set_field(context, FOUND_NBYTES, load_unaligned(header + 8))
                 return -1
             set_field(connection, CURRENT, number)
             set_field(connection, BEGIN, field(connection, BEGIN) + HEADER_BYTES)
@@ -314,7 +322,7 @@ def _begins(connection, tag):
     waiting = field(connection, END) - field(connection, BEGIN)
     if waiting < HEADER_BYTES:
         return False
-    return load(field(connection, STAGE) + field(connection, BEGIN)) & TAG_MASK == tag & TAG_MASK
+    return load_unaligned(field(connection, STAGE) + field(connection, BEGIN)) & TAG_MASK == tag & TAG_MASK
 
 
 @njit

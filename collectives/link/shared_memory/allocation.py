@@ -92,7 +92,7 @@ class Allocations:
             return ELSEWHERE
         return TensorPlace(found[0], tensor.data_ptr() - start, found[1])
 
-    def follow(self) -> None:
+    def map_news(self) -> None:
         """Map new tensors of other ranks, and unmap freed ones. Every rank calls it after an operation with news."""
         group = self.group
         for member in np.flatnonzero(self._announced != group.known).tolist():

@@ -49,7 +49,7 @@ class SharedMemory(Allocations):
             self._sequence = sequence = self._sequence + 1
             place = ELSEWHERE if is_small else self.place(flat)
             if group.run(kernel, (address, flat.data_ptr(), sequence, tag, *place), deadline):
-                self.follow()
+                self.map_news()
 
         return Whole(allreduce, needs_meeting=False)
 
