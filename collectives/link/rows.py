@@ -84,7 +84,7 @@ class Table(Transport):
         return number < self.context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
 
     def has_unfinished_send(self) -> bool:
-        kernels, rows = self.kernels, self._unfinished()
+        kernels, rows = self.kernels, self._rows[self._unfinished() % len(self._rows)]
         unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
         return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
 
@@ -100,12 +100,11 @@ class Table(Transport):
         """Give unfinished messages new numbers, and their rows the places of these."""
         kernels, context, rows = self.kernels, self.context, self._rows
         count = int(context[kernels.COUNT])
-        stay = [n for n in range(int(context[kernels.FIRST]), count) if not rows[n % len(rows), kernels.ROW_DONE]]
-        saved = rows[np.array(stay, dtype=np.int64) % len(rows)]
-        new = {number: count + place for place, number in enumerate(stay)}
-        rows[np.arange(count, count + len(stay)) % len(rows)] = saved
+        stay = self._unfinished()
+        numbers = np.arange(count, count + len(stay))
+        rows[numbers % len(rows)] = rows[stay % len(rows)]
         context[kernels.FIRST], context[kernels.COUNT] = count, count + len(stay)
-        self._renumber(new)
+        self._renumber(dict(zip(stay.tolist(), numbers.tolist(), strict=True)))
         self._tidy_at = count + len(stay) + max(FIRST_LOOK, 2 * len(stay))
 
     def grow(self) -> None:
@@ -131,10 +130,10 @@ class Table(Transport):
         return made
 
     def _unfinished(self) -> np.ndarray:
-        """Return the rows of messages that are not done."""
+        """Return the numbers of messages that are not done."""
         kernels, context = self.kernels, self.context
-        rows = self._rows[np.arange(context[kernels.FIRST], context[kernels.COUNT]) % len(self._rows)]
-        unfinished: np.ndarray = rows[rows[:, kernels.ROW_DONE] == 0]
+        numbers = np.arange(context[kernels.FIRST], context[kernels.COUNT])
+        unfinished: np.ndarray = numbers[self._rows[numbers % len(self._rows), kernels.ROW_DONE] == 0]
         return unfinished
 
     def _renumber(self, new: dict[int, int]) -> None:
