@@ -291,8 +291,17 @@ def lose_a_rank(how: signal.Signals) -> None:
     dist.destroy_process_group(groups["send"])
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        ("shared_memory", signal.SIGKILL),
+        ("sockets", signal.SIGKILL),
+        ("sockets", signal.SIGSTOP),
+        pytest.param("shared_memory", signal.SIGSTOP, marks=pytest.mark.wide),
+        *(pytest.param("process_group", how, marks=pytest.mark.wide) for how in (signal.SIGKILL, signal.SIGSTOP)),
+    ],
+    indirect=["ranks"],
+)
 def test_a_rank_that_is_lost_is_named(ranks: Worlds, how: signal.Signals) -> None:
     world = ranks.fresh(3)
     world.start(lose_a_rank, how)
