@@ -59,7 +59,7 @@ class Request:
 
 
 class Coding(NamedTuple):
-    """What a compiled loop needs to run a CodedProgram of float32 numbers on the CPU. All but the counts are addresses.
+    """Contains what a compiled loop needs to run a CodedProgram of float32 numbers on the CPU. All but the counts are addresses.
 
     encode_function, encode_settings, decode_function, decode_settings: see CFunctions. divide_function: divides by `divisor`.
     values: the buffer. sums: room for the sum of one block. codes: the scratch memory of the program. worker, owner: the

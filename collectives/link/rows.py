@@ -92,7 +92,7 @@ class Table(Transport):
         return len(self._unfinished()) > 0
 
     def tidy(self) -> None:
-        """From time to time, give unfinished messages new numbers. This thread holds `running`."""
+        """Give unfinished messages new numbers, from time to time. The calling thread must hold `running`."""
         if self.context[self.kernels.COUNT] >= self._tidy_at:
             self._move_up()
 

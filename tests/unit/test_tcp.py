@@ -222,8 +222,18 @@ def run_codes(
     schedule = how.planner(Place(rank, size))
     planned = CodedProgram(schedule, partition.chunks, longest, range(size), encodes_sums=how.encodes_sums)
     memory = Scratch(), Scratch()
-    settings = {"feedback": feedback, "divisor": size, "step": step, "seed": 3, "via_host": False}
-    payload = Codes(planned, result, codec, partition, *memory, **settings)  # type: ignore[arg-type]
+    payload = Codes(
+        planned,
+        result,
+        codec,
+        partition,
+        *memory,
+        feedback=feedback,
+        divisor=size,
+        step=step,
+        seed=3,
+        via_host=False,
+    )
     if compiled:
         assert transport.follow_codes(planned, payload, step, in_time())
     else:

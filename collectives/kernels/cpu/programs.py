@@ -24,6 +24,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
 )
 from gradwire.collectives.kernels.cpu.messages import UNSTARTED
 from gradwire.collectives.kernels.cpu.messages import move_some as move_near
+from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.rows import (
     ABORTED,
     COUNT,
@@ -45,7 +46,7 @@ from gradwire.collectives.kernels.cpu.rows import (
 )
 from gradwire.collectives.kernels.cpu.tcp import SLICE_MS, SLICE_NS, add_message
 from gradwire.collectives.kernels.cpu.tcp import move_some as move_far
-from gradwire.collectives.kernels.cpu.tcp_context import MOST_TRIES, TRIES, polls_again, sleep, spin_less
+from gradwire.collectives.kernels.cpu.tcp_context import polls_again, sleep, spin_less, spin_more
 
 # The fields of a request, the same in all calls for a program.
 (
@@ -183,8 +184,7 @@ def _wait_for(request, number, began):
         if status in (LOST, DISAGREED):
             return status
         if status == FINISHED:
-            if 0 < tries <= field(far, TRIES):
-                set_field(far, TRIES, min(field(far, MOST_TRIES), max(field(far, TRIES), 4 * tries)))
+            spin_more(far, tries)
             tries = 0
             since = 0
             is_late = monotonic_ns() - began > SLICE_NS
@@ -230,10 +230,7 @@ def _call_decode(builder, function, code, values, count, settings, add):
 @njit
 def _mixed(seed, value):
     """Return 32 bits that mix both numbers: see gradwire.collectives.compression.seeds."""
-    x = uint32(uint32(uint32(seed) * uint32(0x9E3779B9)) + uint32(value) + uint32(1))
-    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
-    x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
-    return int64(uint32(x ^ (x >> uint32(16))))
+    return int64(random_bits(seed, uint32(value + 1)))
 
 
 @njit

@@ -72,6 +72,7 @@ from gradwire.collectives.kernels.cpu.tcp_context import (
     polls_again,
     sleep,
     spin_less,
+    spin_more,
 )
 from gradwire.collectives.kernels.wire import TAG_MASK
 
@@ -270,8 +271,7 @@ def _wait_for(context, number, began):
         if status in (LOST, DISAGREED):
             return status
         if status == FINISHED:
-            if 0 < tries <= field(context, TRIES):
-                set_field(context, TRIES, min(field(context, MOST_TRIES), max(field(context, TRIES), 4 * tries)))
+            spin_more(context, tries)
             tries = 0
             slept = False
             is_late = monotonic_ns() - began > SLICE_NS

@@ -91,6 +91,13 @@ def spin_less(context):
 
 
 @njit
+def spin_more(context, tries):
+    """Let later waits poll four times as often as this one, which has polled with success."""
+    if 0 < tries <= field(context, TRIES):
+        set_field(context, TRIES, min(field(context, MOST_TRIES), max(field(context, TRIES), 4 * tries)))
+
+
+@njit
 def _offer_the_core(context):
     """Let other processes use the core. Other ranks return it soon. If another process computes on it, a sleeping process gets
     it back sooner than a spinning one, so later waits sleep at once for a while."""
