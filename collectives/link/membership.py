@@ -171,9 +171,10 @@ class Membership:
         within_s seconds. A rank that has left is no cause: it has connected, or has reported why it has not."""
         deadline = time.monotonic() + within_s
         while self.presence is not None:
+            ended = self._numbers(self.presence.ended())  # first: a rank reports a failure before it ends
             if (error := self._reported()) is not None:
                 return error
-            if ended := self._numbers(self.presence.ended()):
+            if ended:
                 return Failure.loss_of(ended).as_link_error()
             if time.monotonic() >= deadline:
                 break

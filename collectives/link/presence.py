@@ -100,12 +100,12 @@ class Presence:
         the deadline, with the ranks that did not arrive.
         """
         while not self.cards:
-            self._look()
+            gone = self.gone()  # one look for all checks: the end of a connection follows the reason for it
             if self._refused is not None:
                 raise self._refused
             if (failure := self._failures.get("")) is not None:
                 raise failure.as_link_error()
-            if gone := self.gone():
+            if gone:
                 raise Failure.loss_of(gone).as_link_error()
             if time.monotonic() >= deadline:
                 missing = self.silent()

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import socket
 import threading
 import time
@@ -146,10 +147,10 @@ def test_two_jobs_at_one_port() -> None:
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started[rank, job] = start([python(), "-c", JOB, job], ROOT, **place)
     said = {who: process.communicate(timeout=DEADLINE_S)[0] for who, process in started.items()}
-    mixed = [text for text in said.values() if "job A of B" in text or "job B of A" in text]
-    assert mixed == [], said
+    everything = "\n".join(f"rank {rank} of job {job}: {text}" for (rank, job), text in said.items())
+    assert not re.search("job (A of B|B of A)", everything), everything
     winners = {job for (_, job), process in started.items() if process.returncode == 0}
-    assert len(winners) == 1, said
+    assert len(winners) == 1, everything
     for (_, job), text in said.items():
         if job not in winners:
             assert "CollectiveError" in text

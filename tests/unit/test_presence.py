@@ -13,7 +13,7 @@ from gradwire.collectives.link import own_address
 from gradwire.collectives.link.arrival import arrive
 from gradwire.collectives.link.hub import ANSWER_S, Admission, Card, Failure, Hub
 from gradwire.collectives.link.membership import membership_from
-from gradwire.collectives.link.presence import Presence
+from gradwire.collectives.link.presence import Presence, TurnedAway
 from gradwire.collectives.link.watch import Neighbour
 from tests.harness import wait_until
 
@@ -139,3 +139,23 @@ def test_a_rank_that_ends_right_after_its_card_is_lost() -> None:
         first.say(card=made, token="t")
         wait_until(lambda: {"kind": "gone", "rank": 1, "left": False} in first.read()[0])
     hub.join()
+
+
+def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost() -> None:
+    """Else the report would end the job that turned it away."""
+    here, hub = socket.socketpair()
+    presence = Presence(card_of(1), {"rank": 0, "token": "t"}, here)
+    looks, look = 0, presence._look
+
+    def look_after_refusal() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            Neighbour(hub).say(kind="refused", why="a stranger", again=False)
+            hub.close()
+        look()
+
+    presence._look = look_after_refusal  # type: ignore[method-assign]
+    here.setblocking(False)
+    with pytest.raises(TurnedAway, match="a stranger"):
+        list(presence.await_all(time.monotonic() + DEADLINE_S))
