@@ -133,7 +133,7 @@ def test_precompiling_leaves_no_kernel_to_compile(
     told = capfd.readouterr().out.splitlines()
     assert told[-2] == "all kernels were compiled already"
     (folder,) = re.findall(r"saved in (.*); for another folder, set NUMBA_CACHE_DIR", told[-1])
-    assert list(Path(folder).glob("*.nbc"))
+    assert list(Path(folder).glob("*.o"))
 
 
 def test_progress_needs_no_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

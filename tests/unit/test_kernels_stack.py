@@ -5,6 +5,9 @@ import torch
 from numba import int64, njit, types
 
 from gradwire.collectives.kernels.cpu import stack
+from gradwire.collectives.kernels.cpu.deferred import use_numba
+
+use_numba()
 
 
 @njit(types.UniTuple(int64, 2)())

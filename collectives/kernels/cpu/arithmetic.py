@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import cfunc, float32, float64, int8, int16, int32, int64, njit, types, uint8, uint16
-from numba.extending import intrinsic
 
-from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.compiling import CFunction, compiled
+from gradwire.collectives.kernels.cpu.deferred import (
+    int64,
+    intrinsic,
+    njit,
+    types,
+)
 from gradwire.collectives.kernels.cpu.intrinsics import (
     I64,
     bfloat16_of,
@@ -108,25 +112,23 @@ def _combine_16_bits(is_half: bool) -> Callable[..., None]:
     return combine
 
 
-_ARITHMETIC: dict[torch.dtype, tuple[Callable[..., None], Any]] = {
-    torch.float16: (_combine_16_bits(True), uint16),
-    torch.bfloat16: (_combine_16_bits(False), uint16),
-    torch.float32: (_combine, float32),
-    torch.float64: (_combine, float64),
-    torch.uint8: (_combine, uint8),
-    torch.int8: (_combine, int8),
-    torch.int16: (_combine, int16),
-    torch.int32: (_combine, int32),
-    torch.int64: (_combine, int64),
+_ARITHMETIC: dict[torch.dtype, tuple[Callable[..., None], str]] = {
+    torch.float16: (_combine_16_bits(True), "uint16"),
+    torch.bfloat16: (_combine_16_bits(False), "uint16"),
+    torch.float32: (_combine, "float32"),
+    torch.float64: (_combine, "float64"),
+    torch.uint8: (_combine, "uint8"),
+    torch.int8: (_combine, "int8"),
+    torch.int16: (_combine, "int16"),
+    torch.int32: (_combine, "int32"),
+    torch.int64: (_combine, "int64"),
 }
 
 #: The dtypes that can be reduced.
 DTYPES = tuple(_ARITHMETIC)
 
 
-def arithmetic(dtype: torch.dtype) -> Any:
+def arithmetic(dtype: torch.dtype) -> CFunction:
     """Return the C function (destination, source, count, op, divisor) of a dtype, compiled or loaded from the disk."""
     function, memory = _ARITHMETIC[dtype]
-    pointer = types.CPointer(memory)
-    signature = types.void(pointer, pointer, int64, int64, int64)
-    return compiled(cfunc, signature, error_model="numpy")(function)
+    return compiled(f"void(CPointer({memory}), CPointer({memory}), int64, int64, int64)")(function)

@@ -9,9 +9,9 @@ of a float (as integers they have an order that NaN and Inf do not disturb), rou
 from __future__ import annotations
 
 import numpy as np
-from numba import int32, int64, njit, uint8, uint32
 
 from gradwire.collectives.kernels import wire
+from gradwire.collectives.kernels.cpu.deferred import int32, int64, njit, uint8, uint32
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,

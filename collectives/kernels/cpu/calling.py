@@ -5,38 +5,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numba import cfunc, float32, int64, njit, types
 
-from gradwire.collectives.kernels.cpu.compiling import compiled
-
-
-class CFunction(NamedTuple):
-    """A compiled C function, as something to call and as an address. compiled: what keeps the code in memory."""
-
-    call: Callable[..., Any]
-    address: int
-    compiled: Any
-
+from gradwire.collectives.kernels.cpu.compiling import CFunction, compiled
 
 #: (values, residual, wire, numel, settings, seed), and (wire, out, numel, settings, add, scale), which returns how many indices
-#: on the wire are outside of the result. Of a float32 each `values`, `residual` and `out`; residual may be 0. Compiled loops call
-#: these by address, so they must not raise.
-ENCODES, DECODES = types.void(*[int64] * 6), int64(*[int64] * 5, float32)
+#: on the wire are outside of the result. Of a float32 each `values`, `residual` and `out`; residual may be 0.
+ENCODES = "void(int64, int64, int64, int64, int64, int64)"
+DECODES = "int64(int64, int64, int64, int64, int64, float32)"
 
 
 @cache
-def kernel_of(function: Callable[..., Any], signature: Any = None) -> Any:
-    """Return a function compiled, or loaded from the disk: `scale` and `decay` are float32, all else is int64. With a signature,
-    return a CFunction."""
-    if signature is not None:
-        made = compiled(cfunc, signature, error_model="numpy")(function)
-        return CFunction(made.ctypes, made.address, made)
-    kinds = [float32 if name in ("scale", "decay") else int64 for name in inspect.signature(function).parameters]
-    return compiled(njit, tuple(kinds), nogil=True, error_model="numpy")(function)
+def kernel_of(function: Callable[..., Any], signature: str = "") -> CFunction:
+    """Return a function compiled, or loaded from the disk. signature: by default, `scale` and `decay` are float32, and all else
+    and the result int64."""
+    if not signature:
+        names = inspect.signature(function).parameters
+        signature = f"int64({', '.join('float32' if name in ('scale', 'decay') else 'int64' for name in names)})"
+    return compiled(signature)(function)
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int]:
@@ -57,7 +46,7 @@ class CodecKernel:
     of_settings: returns the integers that the function takes, for the settings of its codec.
     """
 
-    signature: ClassVar[Any]
+    signature: ClassVar[str]
 
     def __init__(
         self, function: Callable[..., Any], of_settings: Callable[..., tuple[int, ...]] = lambda *settings: settings

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numba import float32, int32, int64, njit, uint8
-
 from gradwire.collectives.kernels.cpu.blocks import INFINITY, NAN, ZERO, pad16, residual_at
 from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
+from gradwire.collectives.kernels.cpu.deferred import float32, int32, int64, njit, uint8
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
@@ -18,7 +16,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint16_at,
 )
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, NAN_KEY, bits_set, key_of, lowest_bit, reaching
-from gradwire.collectives.kernels.cpu.stack import clear
+from gradwire.collectives.kernels.cpu.stack import clear, room_for
 
 CHUNK = 4096
 
@@ -87,14 +85,17 @@ def _write_chunk(indices, codes, k, count, places, negative, reaches):
         code[byte] = uint8(bits)
 
 
+_chunk_room = room_for(4 * CHUNK)
+
+
 def _chunktopk_encode(values, residual, wire, numel, settings, seed):
     k = field(settings, 0)
     chunks = (numel + CHUNK - 1) // CHUNK
     codes = wire + pad16(chunks * 3 * k // 2)
     scales = uint16_at(codes + pad16(chunks * k // 4))
-    numbers, sent = np.zeros(CHUNK, np.int32), np.empty(k, np.float32)
-    keys = numbers.ctypes.data  # which are there as long as somebody asks for `numbers`
-    places, negative, reaches = np.empty(k, np.int64), np.empty(k, np.int64), np.empty(k, np.int64)
+    keys = _chunk_room()
+    numbers, sent = int32_at(keys), float32_at(_chunk_room())
+    places, negative, reaches = int32_at(_chunk_room()), int32_at(_chunk_room()), int32_at(_chunk_room())
     for c in range(chunks):
         start = c * CHUNK
         n = min(CHUNK, numel - start)

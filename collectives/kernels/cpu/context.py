@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, types
-
-from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.compiling import entry
+from gradwire.collectives.kernels.cpu.deferred import int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import (
     field,
     give_way,
@@ -72,10 +71,11 @@ def line_of(context, rank, line):
     return field(context, RANKS) + rank * RANK_BYTES + line
 
 
-@compiled(njit, types.void(int64, int64))
+@entry(2)
 def publish(address, value):
     """Set a word that other processes poll, with release order: they see all earlier writes."""
     store(address, value)
+    return FINISHED
 
 
 _SLICE_NS = 50_000_000

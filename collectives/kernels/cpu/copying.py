@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 from llvmlite import ir
-from numba import int64, njit, types
-from numba.core import cgutils
 
 from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
+from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, njit, types
 from gradwire.collectives.kernels.cpu.intrinsics import I32, I64, copy, instruction, uint8_at, uint64_at
 from gradwire.collectives.kernels.cpu.stack import room, settle
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES
@@ -64,8 +63,9 @@ def _add_pieces(table, count, target, sums):
             _add_lines(last, target, 1, sums)
             target += LINE_BYTES if target != 0 else 0
     settle()
+    return count
 
 
 def add_pieces(sums, pieces, target=None):
     table = torch.tensor([(piece.data_ptr(), piece.nbytes) for piece in pieces], dtype=torch.int64)
-    kernel_of(_add_pieces)(table.data_ptr(), len(table), *addresses(target, sums))
+    kernel_of(_add_pieces).call(table.data_ptr(), len(table), *addresses(target, sums))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from numba import uint64
-
 from gradwire.collectives.kernels.cpu.calling import kernel_of
+from gradwire.collectives.kernels.cpu.deferred import uint64
 from gradwire.collectives.kernels.cpu.intrinsics import uint64_at
 
 
@@ -20,4 +19,4 @@ def _hash_words(words, count, place):
 
 
 def hash_words(words, place=1):
-    return int(kernel_of(_hash_words)(words.data_ptr(), words.numel(), place))
+    return kernel_of(_hash_words).call(words.data_ptr(), words.numel(), place) % 2**64

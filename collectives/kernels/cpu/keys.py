@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 from llvmlite import ir
-from numba import int64, njit
-from numba.core import cgutils
 
-from gradwire.collectives.kernels.cpu.intrinsics import I32, I64, float32_at, instruction, int32_at, splat
+from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, njit
+from gradwire.collectives.kernels.cpu.intrinsics import I32, I64, float32_at, instruction, int32_at, int64_at, splat
+from gradwire.collectives.kernels.cpu.stack import room_for
 
 LANES = 64  # numbers that are compared at once: the bits of a word
 TILE = 2048  # numbers that are added, then searched, while they are in the first-level cache
@@ -44,14 +43,18 @@ def key_of(bits):
     return min(int64(bits) & 0x7FFFFFFF, NAN_KEY)
 
 
+_bins = room_for(8 * _BINS)
+
+
 @njit
 def kth_largest(numbers, count, k):
     """Return the k-th largest key of `count` numbers, 0 < k <= count, and how many that have it are among the k."""
     bits = int32_at(numbers)
-    histogram = np.empty(_BINS, np.int64)
+    histogram = int64_at(_bins())
     key, wanted = 0, k
     for shift, width in ((20, 11), (10, 10), (0, 10)):
-        histogram[:] = 0
+        for i in range(_BINS):
+            histogram[i] = 0
         for i in range(count):
             prefix = key_of(bits[i]) >> shift
             if prefix >> width == key:

@@ -6,10 +6,9 @@ process has posted, see gradwire.collectives.kernels.cpu.rows.
 
 from __future__ import annotations
 
-from numba import int64, njit
-
-from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.compiling import entry
 from gradwire.collectives.kernels.cpu.context import BLOCKED, LINE, PATIENT, RING_CAPACITY, RINGS, rest
+from gradwire.collectives.kernels.cpu.deferred import int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
 from gradwire.collectives.kernels.cpu.rows import (
     ABORTED,
@@ -176,13 +175,13 @@ def _is_receiving(context, peer):
     return False
 
 
-@compiled(njit, int64(*[int64] * 6), nogil=True)
+@entry(6)
 def add(context, sends, peer, tag, address, nbytes):
     """Post a message. Return FINISHED, or FULL if the table has no room."""
     return FINISHED if add_row(context, sends, peer, tag, address, nbytes, UNSTARTED) else FULL
 
 
-@compiled(njit, int64(*[int64] * 4), nogil=True)
+@entry(4)
 def next_sender(context, tag, start, patient):
     """Find a message with a tag, from any rank, those from `start` on first; with `patient`, wait for it a while. PEER becomes
     the rank's place, or -1. The message stays in its ring."""
@@ -215,7 +214,7 @@ def next_sender(context, tag, start, patient):
             beats, since = 0, monotonic_ns()
 
 
-@compiled(njit, int64(int64, int64), nogil=True)
+@entry(2)
 def move(context, number):
     """Move messages until the message of that number is done; with -1, only move messages without waiting."""
     if field(context, ABORTED) != 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, int32, int64, njit, types, uint8, uint16
 
 from gradwire.collectives.kernels.cpu.blocks import (
     INFINITY,
@@ -19,6 +18,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     put,
 )
 from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
+from gradwire.collectives.kernels.cpu.deferred import float32, int32, int64, njit, types, uint8, uint16
 from gradwire.collectives.kernels.cpu.intrinsics import (
     FLOAT,
     I16,

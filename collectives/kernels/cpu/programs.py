@@ -6,10 +6,10 @@ Each message is a row in the table of one of the two links: see gradwire.collect
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import int64, njit, types, uint32
 
 from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, OPS, combine
-from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.compiling import entry
+from gradwire.collectives.kernels.cpu.deferred import int64, njit, types, uint32
 from gradwire.collectives.kernels.cpu.intrinsics import (
     FLOAT,
     I64,
@@ -264,7 +264,7 @@ def _code(coding, rank, kind, offset, length, place, number, segment, block):
     return FINISHED
 
 
-@compiled(njit, int64(*[int64] * 7), nogil=True)
+@entry(7)
 def follow(request, instructions, count, tag, source, destination, scratch):
     """Run the `count` instructions of a program. After PENDING or FULL, call it again with the same arguments.
 

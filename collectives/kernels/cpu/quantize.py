@@ -8,7 +8,6 @@ A function is compiled, or loaded from the disk, when it is first called.
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int8, int32, njit, uint8, uint16
 
 from gradwire.collectives.kernels.cpu.blocks import (
     ONE,
@@ -24,6 +23,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     scaling_to,
 )
 from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
+from gradwire.collectives.kernels.cpu.deferred import float32, int8, int32, njit, uint8, uint16
 from gradwire.collectives.kernels.cpu.digits import decode_fours, pack_fours
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,

@@ -7,8 +7,7 @@ later ones of its sender wait.
 
 from __future__ import annotations
 
-from numba import njit
-
+from gradwire.collectives.kernels.cpu.deferred import njit
 from gradwire.collectives.kernels.cpu.intrinsics import field, set_field
 
 # The first fields of every context. A context has fields of 64 bits, which a kernel shares with the process that calls it.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int32, int64, njit
 
+from gradwire.collectives.kernels.cpu.deferred import float32, int32, int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import float32_at, float_of, int32_at
 from gradwire.collectives.kernels.cpu.keys import (
     INFINITY_KEY,

@@ -6,10 +6,8 @@ arithmetic is compiled, or loaded from the disk, when this module is imported, w
 
 from __future__ import annotations
 
-from numba import int64, njit
-
 from gradwire.collectives.kernels.cpu.arithmetic import DIVIDE, OPS, arithmetic, combine
-from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.compiling import entry
 from gradwire.collectives.kernels.cpu.context import (
     ANNOUNCED,
     BASES,
@@ -55,6 +53,7 @@ from gradwire.collectives.kernels.cpu.context import (
     wait_for_headers,
     wait_for_line,
 )
+from gradwire.collectives.kernels.cpu.deferred import int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import copy, field, load, monotonic_ns, set_field, store
 from gradwire.collectives.kernels.cpu.messages import RING_BYTES, add, move, next_sender
 from gradwire.collectives.kernels.cpu.rows import (
@@ -294,7 +293,7 @@ def _allreduce_staged(context, data, nbytes, itemsize, function, op, divisor, do
 _START, _ANNOUNCED, _STAGING_NOW, _REDUCED_NOW = range(4)
 
 
-@compiled(njit, int64(*[int64] * 7), nogil=True)
+@entry(7)
 def allreduce(request, data, sequence, tag, slot, offset, born):
     """Reduce a tensor at `data` over the ranks of a segment, in place. After PENDING, call it again with the same arguments.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import int64, types
-from numba.core import cgutils
 
+from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, types
 from gradwire.collectives.kernels.cpu.intrinsics import I8, I16, I32, I64, call, instruction
 
 #: Linux's, on every processor: errno.h, poll.h.

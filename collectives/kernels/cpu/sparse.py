@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import float32, int64, njit
 
 from gradwire.collectives.kernels import wire as sections
 from gradwire.collectives.kernels.cpu.blocks import folded
 from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder, addresses, kernel_of
 from gradwire.collectives.kernels.cpu.chunks import chunktopk_decode, chunktopk_encode
-from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, int32_at
+from gradwire.collectives.kernels.cpu.deferred import float32, int64, njit
+from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, float64_at, int32_at
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
 from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.selection import SAMPLES, SMALL, select
@@ -54,13 +54,13 @@ def _selected(
     parts = places, places + 4 * slots, slots
     lists = gathered[0].data_ptr(), gathered[1].data_ptr(), capacity
     *numbers, threshold = addresses(values, residual, momentum, tau)
-    return int(kernel_of(select)(*numbers, decay, n, k, threshold, entries - k, *parts, *lists))
+    return kernel_of(select).call(*numbers, decay, n, k, threshold, entries - k, *parts, *lists)
 
 
 def _scattered(places: int, entries: int, count: int, out: torch.Tensor, add: bool, scale: float) -> None:
     """Scatter from the part of a wire at an address that has room for so many entries, `count` of them used."""
     n = out.numel()
-    if kernel_of(_scatter)(places, places + pad16(4 * entries), count, out.data_ptr(), n, add, scale):
+    if kernel_of(_scatter).call(places, places + pad16(4 * entries), count, out.data_ptr(), n, add, scale):
         raise ValueError(f"the wire holds indices outside of [0, {n}): it was encoded from another number of elements")
 
 
@@ -168,33 +168,38 @@ randomk_encode, randomk_decode = Encoder(_draw), Decoder(_place)
 
 
 @njit
-def _dot(a, b):
+def _dot(a, b, length):
     """Return the sum of a * b, of a length that 128 divides, in the order of reference.block_sums."""
-    sums = np.zeros(128)
-    for begin in range(0, len(a), 128):
+    sums = float64_at(room())
+    for e in range(128):
+        sums[e] = 0
+    for begin in range(0, length, 128):
         for e in range(128):
             sums[e] += a[begin + e] * b[begin + e]
     return folded(sums)
 
 
-def _orthonormalize(vectors, batch, rank, length):
-    done = np.zeros((rank, (length + 127) // 128 * 128))
+def _orthonormalize(vectors, batch, rank, length, done):
+    """done: zeros, float64, room for `rank` vectors whose lengths are rounded up to a multiple of 128."""
+    padded = (length + 127) // 128 * 128
     for b in range(batch):
         for a in range(rank):
-            vector, left = float32_at(vectors + 4 * (b * rank + a) * length), done[a]
+            vector, left = float32_at(vectors + 4 * (b * rank + a) * length), float64_at(done + 8 * a * padded)
             for e in range(length):
                 left[e] = vector[e]
-            before = _dot(left, left)
-            for other in done[:a]:
-                part = _dot(other, left)
+            before = _dot(left, left, padded)
+            for c in range(a):
+                other = float64_at(done + 8 * c * padded)
+                part = _dot(other, left, padded)
                 for e in range(length):
                     left[e] -= part * other[e]
-            after = _dot(left, left)
+            after = _dot(left, left, padded)
             norm = np.sqrt(after)
             lost = after <= 1e-12 * before and before < np.inf
             for e in range(length):
                 left[e] = 0.0 if lost else left[e] / norm
                 vector[e] = left[e]
+    return batch
 
 
 def _multiply(left, right, out, rank, rows, columns):
@@ -217,11 +222,14 @@ def _multiply(left, right, out, rank, rows, columns):
                 stream(piece, target, n)
     if streaming:
         settle()
+    return rows
 
 
 def powersgd_orthonormalize(vectors: torch.Tensor) -> None:
-    kernel_of(_orthonormalize)(vectors.data_ptr(), *vectors.shape)
+    _, rank, length = vectors.shape
+    done = torch.zeros((rank, (length + 127) // 128 * 128), dtype=torch.float64)
+    kernel_of(_orthonormalize).call(vectors.data_ptr(), *vectors.shape, done.data_ptr())
 
 
 def powersgd_multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    kernel_of(_multiply)(*addresses(left, right, out), *left.shape, right.shape[1])
+    kernel_of(_multiply).call(*addresses(left, right, out), *left.shape, right.shape[1])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from llvmlite import ir
-from numba import int64, njit, types
-from numba.core import cgutils
+from typing import Any
 
+from llvmlite import ir
+
+from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, njit, types
 from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I32, I64, float32_at, instruction
 
 PIECE = 1024  # numbers for which there is room
@@ -19,15 +20,20 @@ _ALIGNMENT = 64
 _VECTOR = ir.VectorType(FLOAT, _LANES)
 
 
-@instruction(int64)
-def room(builder):
-    """Return the address of 4 * PIECE bytes and a vector, aligned to vectors, valid until the calling function returns.
+def room_for(nbytes: int) -> Any:
+    """Return an intrinsic without arguments, which returns the address of so many bytes and a vector, aligned to vectors, valid
+    until the calling function returns."""
 
-    (An array frees its memory after its last use, even if its address is still in use.)
-    """
-    vectors = cgutils.alloca_once(builder, ir.ArrayType(_VECTOR, PIECE // _LANES + 1))
-    vectors.align = _ALIGNMENT
-    return builder.ptrtoint(vectors, I64)
+    @instruction(int64)
+    def room(builder):
+        vectors = cgutils.alloca_once(builder, ir.ArrayType(_VECTOR, nbytes // _ALIGNMENT + 1))
+        vectors.align = _ALIGNMENT
+        return builder.ptrtoint(vectors, I64)
+
+    return room
+
+
+room = room_for(4 * PIECE)
 
 
 @instruction(types.void, int64, int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int8, int32, njit, uint8, uint32
 
 from gradwire.collectives.kernels.cpu.blocks import (
     LARGEST,
@@ -22,6 +21,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     scaling_to,
 )
 from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
+from gradwire.collectives.kernels.cpu.deferred import float32, int8, int32, njit, uint8, uint32
 from gradwire.collectives.kernels.cpu.digits import decode_fours, decode_twos, pack_fours, pack_twos
 from gradwire.collectives.kernels.cpu.intrinsics import bits_of, field, float32_at, float_of, int8_at, uint8_at
 from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform

@@ -6,9 +6,8 @@ of the messages that a process has posted, see gradwire.collectives.kernels.cpu.
 
 from __future__ import annotations
 
-from numba import int64, njit
-
-from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.compiling import entry
+from gradwire.collectives.kernels.cpu.deferred import int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import (
     copy,
     field,
@@ -293,13 +292,13 @@ def add_message(context, sends, peer, tag, address, nbytes):
     return add_row(context, sends, peer, tag, address, nbytes, -HEADER_BYTES if sends != 0 else 0)
 
 
-@compiled(njit, int64(*[int64] * 6), nogil=True)
+@entry(6)
 def add(context, sends, peer, tag, address, nbytes):
     """Post a message. Return FINISHED, or FULL if the table has no room."""
     return FINISHED if add_message(context, sends, peer, tag, address, nbytes) else FULL
 
 
-@compiled(njit, int64(int64, int64), nogil=True)
+@entry(2)
 def wait_for(context, number):
     """Wait until the message of that number is done; with -1, only move messages without waiting."""
     if field(context, ABORTED) != 0:
@@ -344,7 +343,7 @@ def _find_sender(context, tag, first):
     return -1
 
 
-@compiled(njit, int64(*[int64] * 4), nogil=True)
+@entry(4)
 def next_sender(context, tag, first, milliseconds):
     """Wait for a message with a tag, from any rank, for at most `milliseconds`; ranks from `first` on are checked first. PEER
     becomes the rank, or -1. The message is not received."""

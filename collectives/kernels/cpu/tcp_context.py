@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from gradwire.collectives.kernels.cpu.deferred import njit
 from gradwire.collectives.kernels.cpu.intrinsics import field, give_way, load, monotonic_ns, set_field
 from gradwire.collectives.kernels.cpu.rows import FINISHED, LOST, OTHER_FIELDS, PEER, SIZE
 from gradwire.collectives.kernels.cpu.sockets import POLLIN, POLLOUT, POLLRDHUP, has_ended, poll, watch_for
