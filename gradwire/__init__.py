@@ -10,10 +10,10 @@ from Horovod's in these points:
   not call anything; a verb called there raises an error that is both a ValueError and a HorovodInternalError.
 - A root rank is a rank of the world, with any process set.
 
-Tensors may have any shape (at least one dimension for verbs that move rows) and the dtypes float16, bfloat16, float32, float64,
-int8, uint8, int16, int32, int64 and bool. The tensors of one grouped call, such as grouped_allreduce(), are on one device. A
-result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64. The result is then
-truncated toward zero, and so are averages of integers.
+Tensors may have any shape (at least one dimension for allgather, alltoall and reducescatter) and the dtypes float16, bfloat16,
+float32, float64, int8, uint8, int16, int32, int64 and bool. The tensors of one grouped call, such as grouped_allreduce(), are
+on one device. A result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64. The
+result is then truncated toward zero, and so are averages of integers.
 
 Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients. The gradient of allgather and
 of broadcast is the average of all ranks' gradients. The gradient of reducescatter with op=Sum is the concatenation of all
@@ -21,8 +21,8 @@ ranks' gradients, times the number of ranks.
 
 All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. If the ranks could not finish
 together, they raise gradwire.collectives.CollectiveError; gradwire.HorovodInternalError is the same class. allgather and
-alltoall compare the arguments of all ranks before data is sent. If these do not fit together, all ranks raise an error that
-is both a ValueError and a HorovodInternalError. The table in docs/guides/from-horovod.md compares the errors with
+alltoall compare the arguments of all ranks before data is sent. If the arguments do not fit together, all ranks raise an error
+that is both a ValueError and a HorovodInternalError. The table in docs/guides/from-horovod.md compares the errors with
 Horovod's.
 """
 

@@ -49,7 +49,7 @@ def ddp_comm_hook(
 ) -> "CompressionHook":
     """Return a hook that averages gradients: `model.register_comm_hook(None, gradwire.ddp_comm_hook("int8"))`.
 
-    compression, allow, policy: as of DistributedOptimizer, with the same buffers, error feedback and warm-up. The first two
+    compression, allow, policy: as in DistributedOptimizer, with the same error feedback and warm-up. The first two
     exchanges are always uncompressed, because DDP rebuilds its buckets after the first step. Exception: if all parameters
     of a bucket use the same cast, the hook casts this bucket from the first exchange on.
     named_parameters: all parameters of the module under DDP; policy matches their names.
@@ -69,9 +69,8 @@ def ddp_comm_hook(
 class CompressionHook:
     """Averages each full bucket over the ranks, when DDP calls this hook. ddp_comm_hook returns it.
 
-    The hook copies those gradients of a bucket that have the same encoding into one buffer, exchanges this buffer, and
-    keeps its residuals. It keeps the buffer as long as DDP fills a bucket with the same parameters. When DDP changes its
-    buckets, the hook adds the residuals to the gradients, exchanges these once without compression, and makes new buffers.
+    When DDP changes its buckets, the hook adds the residuals to the gradients, and exchanges these gradients once without
+    compression.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class CompressionHook:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this rank saved, in a world of the same size, with the same model, arguments of DDP, compression and
-        policy. Training resumes bit for bit if it was saved after three steps or more.
+        policy. Training resumes bit for bit if the state was saved after three steps or more.
 
         Raises ValueError for anything else. For the state of another model, only backward() raises it.
         """

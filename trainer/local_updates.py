@@ -29,7 +29,7 @@ class LocalReport:
     bytes_per_step: bytes of movements, per step after the warm-up.
     inner_bytes_per_step: bytes of gradients to inner ranks, per step after the warm-up.
     bytes_sent: all bytes that this rank has sent since the optimizer was made.
-    bytes_saved: how many times fewer bytes the movements have than uncompressed.
+    bytes_saved: the bytes of the movements without compression, divided by the bytes that this rank has sent for them.
     wait_share: the share of the time since the optimizer was made that this rank waited for others.
     batch_per_rank: the batch of a step, as given to report(). global_batch: the sum over all ranks.
     """
@@ -74,7 +74,7 @@ class LocalUpdates(DistributedOptimizer):
     has followed the warm-up. After each exchange the ranks compare a hash of the common parameters; if the hashes differ,
     ReplicasDiffer is raised.
 
-    optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as of DistributedOptimizer.
+    optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as in DistributedOptimizer.
     every: the number of steps from one exchange to the next.
     outer: an optimizer of the same parameters, as a template: its class, settings and state are used. None averages the
     parameters. With codec="chunktopk", None sums the movements, because few ranks send the same elements.

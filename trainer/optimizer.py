@@ -57,18 +57,19 @@ class DistributedOptimizer(WrappingOptimizer):
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
     - If parameters are DTensors, as after fully_shard(model, mesh=mesh["shard"]), pass process_set=mesh["replicate"]: ranks
       that hold the same shards then exchange the gradients of these shards.
-    - Activation checkpoints with use_reentrant=True exchange gradients once per segment. Prefer use_reentrant=False; with op=Sum
-      or backward_passes_per_step > 1, use only that.
+    - With activation checkpoints of use_reentrant=True, gradients are exchanged once per segment. Prefer use_reentrant=False;
+      with op=Sum or backward_passes_per_step > 1, use_reentrant=True is not supported.
 
     optimizer: any torch optimizer. Its parameters that require gradients are of dtype float16, bfloat16, float32 or float64.
     Move them to their device first: if all are on the CPU now, later gradients on a GPU are copied through the host.
-    named_parameters: pairs (name, parameter) that cover the optimizer's, for policy and error messages; the same on all ranks.
+    named_parameters: pairs (name, parameter) for all parameters of the optimizer, the same on all ranks. `policy` and error
+    messages use the names.
     compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
-    ErrorFeedback(codec). Codecs apply to matrices (two dimensions or more) of 4096 elements or more, casts to all
-    parameters. onebit, topk, threshold, randomk, dgc and chunktopk always have error feedback; other codecs have it only as
-    ErrorFeedback(...). See docs/guides/compression.md. With "auto", the ranks measure links and codecs, in about a second.
-    Each bucket then uses the codec in `allow`, or none, that is predicted to be fastest, and the first training steps
-    correct this choice once.
+    ErrorFeedback(codec). Codecs apply to matrices (two dimensions or more) of 4096 elements or more; the casts fp16 and bf16
+    apply to all parameters. onebit, topk, threshold, randomk, dgc and chunktopk always have error feedback; other codecs have
+    it only as ErrorFeedback(...). See docs/guides/compression.md. With "auto", the ranks measure links and codecs, in about a
+    second. From these measurements, they predict for each bucket which codec in `allow`, or no codec, is fastest, and choose
+    it. They correct the choice once, by the times of the first training steps.
     allow: for compression="auto", the codecs to choose from, each as compression= takes it; None: ("int8",).
     policy: the compression of parameters by name, whatever their size: `{"*.bias": "none", "embed*": "topk"}`. The patterns
     are those of file names, and the first that matches counts. Needs named_parameters.
@@ -78,14 +79,14 @@ class DistributedOptimizer(WrappingOptimizer):
     num_groups: the number of buckets into which the gradients are divided evenly, instead of by bucket_bytes.
     groups: a number of buckets, as num_groups; or lists of parameters. The parameters of one list share a bucket (one per dtype
     and codec) of any size. The other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
-    sparse_as_dense: True makes sparse gradients, as of nn.Embedding(sparse=True), dense. Otherwise all ranks gather their
-    indices and values, and the result is sparse and coalesced.
+    sparse_as_dense: True makes sparse gradients, such as those of nn.Embedding(sparse=True), dense. Otherwise all ranks gather
+    their indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps by itself.
     bucket_bytes: the size up to which gradients are fused. None: HOROVOD_FUSION_THRESHOLD; else 4 MB for gradients on the CPU
     that no codec encodes, and for all with overlap="next_forward"; else 25 MB.
-    rule: a class derived from Rule, or a function from a Setup to a Rule: what is exchanged, and when. This docstring
-    describes the default rule.
+    rule: a class derived from Rule, or a function that makes a Rule from a Setup. The rule decides what is exchanged, and
+    when. This docstring describes the default rule.
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
     shard_states: True has each rank step only its share of the parameters, and keep only the optimizer state of that share
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
@@ -324,7 +325,7 @@ class DistributedOptimizer(WrappingOptimizer):
         return self._rule.clip_grad_norm_(max_norm, norm_type)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Return a context manager in which step() does not warn that it follows synchronize(), as Horovod's programs use it.
+        """Return a context manager in which step() after synchronize() raises no warning, for programs written for Horovod.
 
         It has no other effect: gradients that have been exchanged are never exchanged again.
         """
@@ -355,7 +356,7 @@ class DistributedOptimizer(WrappingOptimizer):
         """Return the state_dict() of the wrapped optimizer, so that checkpoints do not depend on this class.
 
         With codecs it has one more key, "gradwire", which other optimizers ignore: residuals, codec states and buckets, with
-        which training resumes bit for bit. It differs between ranks: save that of every rank.
+        which training resumes bit for bit. They differ between ranks, so every rank saves its own state_dict().
 
         Raises RuntimeError, with codecs, while gradients are exchanged, as after a backward() that failed midway.
         """
@@ -391,7 +392,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def stand_in(self, verb: str, numel: int) -> bool:
-        """See Rule.stand_in; for join()."""
+        """See Rule.stand_in()."""
         return self._rule.stand_in(verb, numel)
 
     def settle(self) -> None:

@@ -77,8 +77,7 @@ class ExchangeStats:
     without codecs and casts.
 
     Both byte counts are calculated, not measured: 2(p-1)/p of the message or of its code. With several hosts, p is the number
-    of hosts, and messages inside a host do not count. On a single host, p is the number of its ranks. The counts do not
-    include the few bytes with which the ranks count how many ranks have each gradient.
+    of hosts, and messages inside a host do not count. On a single host, p is the number of its ranks.
     """
 
     exchanges: int = 0

@@ -84,8 +84,8 @@ class Handle(Generic[T]):
     """The handle of a running operation: the *_async verbs return it, and poll() and synchronize() take it."""
 
     def __init__(self, call: NamedCall, works: Sequence[Work], finish: Callable[[], T]) -> None:
-        """Take what a Communicator's verbs returned with async_op=True. finish: is called once, when these are done, and
-        returns the result."""
+        """Make a handle of the Works that a Communicator's verbs returned with async_op=True. finish: a function that is
+        called once all Works are complete, and returns the result."""
         call.goes_on = True
         self._call = call
         self._works = works

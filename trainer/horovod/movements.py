@@ -23,7 +23,8 @@ T = TypeVar("T")
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> Tensor:
     """Return all ranks' tensors, concatenated along dimension 0, the only one in which their sizes may differ.
 
-    The gradient is Horovod's: this rank's rows of the average of all ranks' gradients of their results.
+    The gradient is Horovod's: the gradients of the results are averaged over the ranks, and each rank gets the rows of its own
+    tensor.
     """
     return _allgather("allgather", [tensor], name, process_set)[0]
 
@@ -54,7 +55,7 @@ def broadcast(
 ) -> Tensor:
     """Return a new tensor like `tensor` with the values that it has on root_rank.
 
-    The gradient is Horovod's: on root_rank the average of all ranks' gradients of their results, elsewhere 0.
+    The gradient is Horovod's: on root_rank, the average over the ranks of the gradients of their results; on other ranks, 0.
     """
     communicator = communicator_of(process_set)
     with NamedCall("broadcast", name, communicator):

@@ -14,7 +14,7 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether gloo joins the ranks of this world, if only to find each other; False before init()."""
+    """Return whether the process group of this world has the backend gloo; False before init()."""
     return is_initialized() and "gloo" in dist.get_backend_config()
 
 
@@ -34,17 +34,17 @@ def rocm_built() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return False: MPI may start the processes, but moves nothing here."""
+    """Return False: gradwire sends nothing over MPI, even if mpirun started the processes."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Return False: MPI may start the processes, but moves nothing here."""
+    """Return False: gradwire sends nothing over MPI, even if mpirun started the processes."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: MPI is not initialized here, so whoever initializes it decides about threads."""
+    """Return False: gradwire does not initialize MPI."""
     return False
 
 

@@ -66,10 +66,10 @@ def allreduce(
     average: Horovod's deprecated argument for Average or Sum.
     prescale_factor, postscale_factor: factors before and after the reduction.
     compression: the compression of floating-point tensors. A codec, or its name, is for Average and Sum; it has no error
-    feedback, and equal tensors round alike in every call.
+    feedback, and makes the same error for the same tensor in every call.
 
     Adasum is for floating-point tensors, on any number of ranks: orthogonal gradients are added, equal ones averaged (Maleki
-    et al. 2020). Integers times a factor, and averages of integers, are truncated toward zero.
+    et al. 2020).
 
     The gradient is allreduce() of the result's gradients, with the same op (Average or Sum), compression and factors.
     """
@@ -188,10 +188,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the reduction. Dimension 0 is divided evenly; if it is not a multiple of the ranks, the first
-    ranks have one row more.
+    """Return this rank's rows of the reduction. Dimension 0 is divided evenly; if its size is not a multiple of the number of
+    ranks, the first ranks have one row more.
 
-    The tensors have the same shape on all ranks. op: as of allreduce(), except Adasum, which raises an error as with Horovod.
+    The tensors have the same shape on all ranks. op: as in allreduce(), except Adasum, which raises an error as in Horovod.
 
     The gradient is Horovod's: the concatenated gradients of all ranks' rows, times the factors, and with op=Sum times the
     number of ranks.

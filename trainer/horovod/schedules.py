@@ -48,7 +48,7 @@ class WarmupLR(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:  # list[float | Tensor]; in some versions of torch list[float]
-        """Return the rates of this step, for step(): those of the last step times the ratio of the multipliers."""
+        """Return the learning rate of each param group for the current step; step() calls this."""
         before = self._multiplier(self.last_epoch - 1) if self.last_epoch > 0 else 1.0
         change = self._multiplier(self.last_epoch) / before
         return [float(group["lr"]) * change for group in self.optimizer.param_groups]

@@ -26,9 +26,9 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
 
-    All ranks must give tensors of the same shapes and dtypes in the same order (a mapping in the order of its keys). None, as
-    the bias of a layer without one, is skipped. Raises TypeError for anything else that is not a tensor, and for tensors
-    without their own memory, such as DTensors.
+    All ranks must give tensors of the same shapes and dtypes in the same order (a mapping in the order of its keys). None,
+    such as the bias of a layer that has no bias, is skipped. Raises TypeError for anything else that is not a tensor, and for
+    tensors without their own memory, such as DTensors.
     """
     entries: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     values = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]

@@ -61,8 +61,8 @@ class LARS(ForeachOptimizer):
         v = momentum * v + rate * (g + weight_decay * w)
         w = w - v
 
-    Where |w| or |g| is 0, or the group has adapt=False (as practice has it for biases and normalization
-    layers), rate = lr. lr, weight_decay: at least 0. momentum: at least 0 and below 1. trust_coefficient: above 0.
+    If |w| or |g| is 0, or the group has adapt=False (usual for biases and normalization layers), rate = lr. lr,
+    weight_decay: at least 0. momentum: at least 0 and below 1. trust_coefficient: above 0.
     """
 
     def __init__(
@@ -108,9 +108,8 @@ class LAMB(ForeachOptimizer):
         r = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
         w = w - lr * |w| / |r| * r
 
-    Where |w| or |r| is 0, or the group has adapt=False (as practice has it for biases and normalization
-    layers), the ratio is 1. t counts the steps of a parameter. lr, eps, weight_decay: at least 0. betas: each at least 0
-    and below 1.
+    If |w| or |r| is 0, or the group has adapt=False (usual for biases and normalization layers), 1 replaces
+    |w| / |r|. t counts the steps of a parameter. lr, eps, weight_decay: at least 0. betas: each at least 0 and below 1.
     """
 
     def __init__(

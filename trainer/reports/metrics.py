@@ -47,8 +47,8 @@ class StepMetrics:
     exchange_s: the seconds from the start of the first bucket to the end of the exchange, including backward() in
     between; None without an exchange.
     bytes_sent, bytes_uncompressed: as in stats, for this step.
-    busbw_gb_s: 2(p-1)/p times the bytes of the gradients over exchange_s, in 1e9 bytes per second; None without an
-    exchange.
+    busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; None
+    without an exchange.
     buckets: how each bucket is exchanged.
     compression_error: in every tenth step, the norm of this rank's residuals of error feedback over the norm of their
     gradients; None in other steps, and without error feedback.

@@ -44,9 +44,11 @@ _MOST_POSTED = 1000
 class Stragglers:
     """Holds how long ranks waited for each other in `steps` exchanges of gradients, up to exchange number `last`.
 
+    A rank is ready for an exchange when it has all of its gradients. Its delay is the time from the moment when half of the
+    ranks are ready to the moment when it is ready, or 0 if it is ready earlier.
+
     step_s: the mean seconds from one exchange to the next. cost_s, worst_s: for each rank, the mean and the maximum of its
-    delay: the seconds from the moment at which half of the ranks were ready to the moment at which it was ready, at least
-    0. waited_s: for each rank i, a tuple with the mean seconds by which rank i was ready before each rank r.
+    delay, in seconds. waited_s: for each rank i, a tuple with the mean seconds by which rank i was ready before each rank r.
     """
 
     steps: int
@@ -58,7 +60,7 @@ class Stragglers:
 
     @property
     def slowest(self) -> int:
-        """Return the rank with the largest mean cost."""
+        """Return the rank with the largest mean delay."""
         return max(range(len(self.cost_s)), key=self.cost_s.__getitem__)
 
     @property
@@ -69,7 +71,7 @@ class Stragglers:
 
     @property
     def next_cost_s(self) -> float:
-        """Return the second largest mean cost."""
+        """Return the second largest mean delay."""
         return sorted(self.cost_s)[-2]
 
     @property

@@ -71,9 +71,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class ServerReport(Counts):
-    """Holds the Counts summed over all servers. A step of a rank makes one contribution to each server.
+    """Holds the Counts of all servers: their sums, the maximum of `lead`, and all `lost` workers. A step of a rank makes one
+    contribution to each server.
 
-    servers: the number of servers. updates: the sum of the updates of all servers.
+    servers: the number of servers.
     """
 
     servers: int

@@ -108,7 +108,8 @@ class KVStore:
         self._group.meet()  # no rank pushes before all servers hold the keys
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
-        """Send values to the servers, whose optimizers step with the sum over all ranks; without an optimizer, assign the sum.
+        """Send values to the servers. The server of a key steps its optimizer with the sum over all ranks; without an
+        optimizer, it sets the value of the key to the sum.
 
         With "dist_async", a server uses each rank's push alone. Several tensors for a key are summed on this rank. A push takes
         effect after all earlier calls of this rank for the key, and does not wait for other ranks.
@@ -165,8 +166,8 @@ class KVStore:
     def row_sparse_pull(self, key: Key, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Fetch some rows of values; only these rows are sent.
 
-        row_ids: a tensor of row numbers, in any order, possibly repeated; or a list with one such tensor for each key, or, for
-        a single key, for each tensor in out.
+        row_ids: a tensor of row numbers, in any order, possibly repeated; or a list of such tensors: one for each key, or with
+        a single key, one for each tensor in out.
         out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; in a dense tensor, only these rows are
         written.
 

@@ -44,16 +44,16 @@ _SLICE_S = 1.0
 
 
 class ParameterServer(WrappingOptimizer):
-    """Wraps an optimizer so that it runs on servers inside the ranks, each of which holds a part of the parameters.
+    """Wraps an optimizer so that servers inside the ranks run it. Each server holds a part of the parameters.
 
     step() pushes this rank's gradients to all servers, waits until each of them lets it continue, and pulls the newest
     parameters. A server makes an update when the gradients of `quorum` ranks have arrived and grace_s seconds have passed, or
     when all have arrived. The update uses the weighted average. docs/guides/parameter-server.md is the guide.
 
     optimizer, named_parameters, process_set: as in DistributedOptimizer. Each parameter is on one server, so the optimizer must
-    update each parameter independently. An update uses the settings of the param groups on the server's rank. A server that
-    does not train uses the settings of the lowest-numbered worker at its last step(); numbers, strings and tuples are
-    supported.
+    update each parameter independently. An update uses the settings of the param groups on the server's rank. If this rank
+    does not train, the update uses those that the lowest-numbered worker had in that worker's last step(); numbers, strings
+    and tuples are supported.
     quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: updates do not
     wait for the slowest ranks (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
     grace_s: how many seconds a server waits for further gradients after the quorum.
@@ -210,8 +210,9 @@ class ParameterServer(WrappingOptimizer):
         weight: the weight of these gradients in the average, such as their number of tokens.
 
         Raises QuorumLost if too few ranks remain, and PeerLost if a server is lost. After any such error or Ctrl-C, every
-        further call raises CollectiveError. Raises RuntimeError if parameters have changed since the servers copied them, and
-        ValueError if a parameter requires a gradient now but did not when this optimizer was made.
+        further call raises CollectiveError. The first step() after the constructor or load_state_dict() raises RuntimeError if
+        parameters have changed since the servers copied them. Raises ValueError if a parameter requires a gradient now but did
+        not when this optimizer was made.
         """
         worker = self._training()
         self._check_unbroken()

@@ -51,7 +51,7 @@ class ProcessSet:
     def rank(self) -> int | None:
         """Return the index of this process among the ranks; None unless registered. Raises ValueError if it is not in the set.
 
-        An allgather puts this rank's part at that index. Root ranks are ranks of the world.
+        An allgather puts this rank's part at that index.
         """
         if self.process_set_id is None:
             return None

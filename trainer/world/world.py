@@ -72,9 +72,10 @@ def init(
     timeout_s: the deadline for the ranks to find each other, and for each operation of the verbs and optimizers; default 300.
     An existing torch.distributed, and a Communicator given as process_set, keep their own deadlines.
     stall_warning_s: the seconds after which a rank that waits for others logs which ones; default 60; 0: never.
-    stall_shutdown_s: the seconds after which such a rank gives up, if this is before timeout_s; 0, the default: timeout_s.
+    stall_shutdown_s: the seconds after which such a rank raises CollectiveTimeout, if they are fewer than timeout_s; 0, the
+    default: only after timeout_s.
 
-    In an elastic job, as of gradwire run --min-np, the launcher decides which processes are the ranks, and init() waits for its
+    In an elastic job (gradwire run --min-np), the launcher decides which processes are the ranks, and init() waits for its
     decision. A process that starts when training has begun is alone until it calls a function that hvd.elastic.run decorates.
     After shutdown(), init() waits for the launcher's next world.
 
