@@ -39,12 +39,12 @@ from gradwire.collectives.tuning import Tuned, compared, text_of
 class Communicator(Tuned):
     """Runs collective operations and messages among the ranks of a torch.distributed group.
 
-    Making a Communicator is a collective call, and so is every verb: all ranks of the group call the same verbs in the same
-    order. The verbs follow torch.distributed: they work in place and return None, or with async_op=True a Work.
-    docs/guides/collectives.md is the guide.
+    Making a Communicator is a collective call. So is each *verb*, a method that runs a collective operation, such as allreduce:
+    all ranks of the group call the same verbs in the same order. The verbs follow torch.distributed: they work in place and
+    return None, or with async_op=True a Work. docs/guides/collectives.md is the guide.
 
-    group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world; or a
-    Membership that no other Communicator uses.
+    group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world. gradwire itself
+    also passes a Membership, which describes the ranks without a ProcessGroup, and which no other Communicator may use.
     timeout_s: the deadline of each operation, in seconds from its start, and of making the Communicator.
     segment_bytes: the maximum size of the pieces in which one rank's share of a buffer is sent; None chooses by topology.
     Codes of CUDA tensors are sent in pieces of up to 4 MB.
@@ -54,8 +54,8 @@ class Communicator(Tuned):
     missing ranks, and the file and line where they are. None turns this off.
     stall_shutdown_s: a shorter deadline than timeout_s, for operations only; None: timeout_s.
 
-    segment_bytes, link and the tables of COLLECTIVES_<VERB> must be equal on all ranks; otherwise all raise ValueError.
-    timeout_s, stall_warning_s and stall_shutdown_s may differ.
+    segment_bytes, link and the environment variables COLLECTIVES_<VERB> must be equal on all ranks; otherwise all raise
+    ValueError. timeout_s, stall_warning_s and stall_shutdown_s may differ.
 
     With the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts. If
     memory cannot be shared, they travel over TCP. Without compiled kernels, they travel through the backend of the group.
@@ -240,12 +240,11 @@ class Communicator(Tuned):
 
     @property
     def absence(self) -> Absence:
-        """This rank's Absence, with which join() lets the rank take part in the operations of the other ranks, with
-        zeros."""
+        """The Absence of this rank, by which gradwire.join() contributes zeros to the operations of the other ranks."""
         return Absence(self, self._engine)
 
     def post(self, topic: str, record: Any) -> None:
-        """Send a record to all ranks, which replaces this rank's earlier record of the same topic; posted() returns the
+        """Send a record to all ranks. It replaces this rank's earlier record of the same topic. posted() returns the
         records. allgather_record() lists what a record may contain. Returns at once, before the record has arrived. Not an
         operation: no other rank needs to take part.
         """

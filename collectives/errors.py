@@ -103,7 +103,7 @@ class Mismatch(CollectiveError):
     """Ranks called different operations, or the same one with different arguments.
 
     Attributes: calls (by rank, what it called), places (by rank, the 'file:line' of the call in the user's code, as far as it
-    is known). If ranks differ in a call that is new to all of them, no data has moved, and the Communicator remains usable.
+    is known). If no rank has made its call before on this Communicator, no data has moved, and the Communicator remains usable.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class Mismatch(CollectiveError):
 
 
 class PeerJoined(CollectiveError):
-    """An operation is not supported because ranks have joined: they take part with zeros in sums, averages and barriers only.
+    """An operation is not supported while some ranks wait in join(): they only contribute zeros to sums and averages, and take
+    part in barriers.
 
-    The Communicator is not broken, but the output of the operation is undefined. Attribute: ranks (the ranks that have
-    joined).
+    The Communicator is not broken, but the output of the operation is undefined. Attribute: ranks (the ranks in join()).
     """
 
     def __init__(self, ranks: Iterable[int], *, rank: int, operation: str) -> None:

@@ -18,7 +18,7 @@ _Registered = TypeVar("_Registered", bound=type[Codec])
 
 
 def register_codec(codec: _Registered) -> _Registered:
-    """Add a codec that can be used by name like those of this package. Returns it, so it can be a decorator.
+    """Add a codec that can be used by name like those of this package. Returns the codec, so this function can be a decorator.
 
     codec: a frozen dataclass that derives from Codec, all of whose settings have defaults, with its own lower-case name. Every
     rank must register it before it is used.

@@ -38,7 +38,7 @@ class Work:
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the operation is done; other Python threads run meanwhile.
 
-        timeout: seconds, or a timedelta; None waits until the operation ends, which its own deadline limits.
+        timeout: seconds, or a timedelta; None waits until the operation ends, at its own deadline at the latest.
         Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues).
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -51,7 +51,7 @@ class Work:
             torch.cuda.current_stream().wait_event(self._finished)
 
     def is_completed(self) -> bool:
-        """Return True once wait() would return or raise at once."""
+        """Return whether wait() would return or raise without waiting."""
         return self._done.is_set()
 
     def when_done(self, callback: Callable[[], None]) -> None:

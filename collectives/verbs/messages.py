@@ -25,9 +25,9 @@ class PointToPoint(Ranks):
         (0 to 65535).
 
         Only these two ranks make a call: messages do not count among the operations that all ranks call in the same order.
-        But between two ranks, messages and operations are received in the order in which they are sent. While a rank has
-        not received a message, its calls of later operations, and of recv for later messages from the same sender, wait
-        until their deadline.
+        But between two ranks, messages and operations are received in the order in which they are sent. If a rank does not
+        receive a message, its next operation waits until the deadline, and so does a recv of a later message from the same
+        sender.
 
         When send returns, the tensor may be changed, but the message may not have arrived. send may also wait until dst
         receives, as it does inside a host. So two ranks that both call send before recv must use async_op=True. Over NCCL,
@@ -55,8 +55,8 @@ class PointToPoint(Ranks):
         """Fill `tensor` with a message that rank src sends with this tag; return src. See send for the order.
 
         src: None receives the next message with the tag from any rank, taking ranks in turn, and returns the sender (with
-        async_op=True, the handle has it as .sender). Over gloo's and NCCL's messages, None raises ValueError. A thread that
-        receives while other threads call operations needs its own Communicator.
+        async_op=True, the handle has it as .sender). If messages travel over gloo or NCCL, as with link='process_group', None
+        raises ValueError. A thread that receives while other threads call operations needs its own Communicator.
         """
         engine = self._engine
         arguments.check_written(engine, tensor)

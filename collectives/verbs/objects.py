@@ -19,9 +19,10 @@ class Objects(Movement):
     """The verbs for objects that are no tensors."""
 
     def allgather_record(self, record: Any) -> list[Any]:
-        """Return every rank's record, in rank order: numbers, strings, booleans, None, and lists and dicts of these.
+        """Return every rank's record, in rank order.
 
-        Records are sent as JSON, so a tuple comes back as a list, and a record cannot run code on another rank.
+        A record consists of numbers, strings, booleans, None, and lists and dicts of these. It is sent as JSON, so a tuple
+        comes back as a list, and a record cannot run code on another rank.
         """
         return [json.loads(data) for data in self._allgather(json.dumps(record).encode())]
 
