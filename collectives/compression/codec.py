@@ -59,7 +59,7 @@ class Codec(ABC):
     @property
     def identity(self) -> str:
         """Return the text that ranks compare before they exchange codes, and that checkpoints contain: the name and all
-        settings. A codec whose bytes change for equal settings needs another name."""
+        settings. If a new version of a codec writes other bytes for equal settings, it needs another name."""
         return identity_of(self.name, self)
 
     @property
@@ -73,7 +73,7 @@ class Codec(ABC):
         return 0.0
 
     def at(self, step: int) -> Codec:
-        """Return the codec of a step, counted from 0. A buffer is cut into shards as `self` requires, at every step."""
+        """Return the codec of a step, counted from 0. At every step, parts of a buffer have the alignment of `self`."""
         return self
 
     def headroom(self, size: int) -> float:
@@ -86,8 +86,8 @@ class Codec(ABC):
         return {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in self.remembers} or None
 
     def c_functions(self) -> CFunctions | None:
-        """Return what a compiled loop calls instead of encode() and decode(), compiled or loaded from the disk. None if the codec
-        has a state, or no such functions."""
+        """Return the C functions that a compiled loop calls instead of encode() and decode(). None if the codec has a state, or
+        no such functions."""
         return None
 
     @abstractmethod

@@ -81,7 +81,7 @@ class Blocked(Dense):
 @dataclass(frozen=True)
 class Float16(Dense):
     """IEEE half precision, rounded to nearest even. The largest number is 65504. So if the codes of p ranks are added, each
-    rank first divides its numbers by a power of two that is at least p, and the sum is multiplied by it.
+    rank first divides its numbers by the smallest power of two that is at least p, and later multiplies the sum by it.
 
     Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most
     2^-11). Smaller magnitudes have an absolute error of at most 2^-25. Larger ones become Inf, and leave no residual.
@@ -115,13 +115,12 @@ class BFloat16(Dense):
 @register_codec
 @dataclass(frozen=True)
 class Float8(Blocked):
-    """8-bit floats with a scale per block. Scaled by it, the block's largest magnitude becomes the largest number of the
-    format (448 for e4m3, 57344 for e5m2).
+    """8-bit floats with a scale per block of `block` numbers. The scale maps the block's largest magnitude to the largest
+    number of the format (448 for e4m3, 57344 for e5m2).
 
     Rounded to nearest even: biased by rounding only. Contraction: the relative error is at most 2^-4 with e4m3 and 2^-3
-    with e5m2, so 1 - delta <= 2^-8 or 2^-6. Scaled numbers below the normal range of the format have an absolute error of
-    at most 2^-10 or 2^-17 instead, which adds less than 1e-8 to 1 - delta. Formats: Micikevicius et al. 2022 (e4m3 without
-    infinities).
+    with e5m2, so 1 - delta <= 2^-8 or 2^-6. Numbers below the format's normal range add less than 1e-8 to 1 - delta.
+    Formats: Micikevicius et al. 2022 (e4m3 without infinities).
     """
 
     name: ClassVar[str] = "fp8"
@@ -208,8 +207,8 @@ class OneBit(Blocked):
 @register_codec
 @dataclass(frozen=True)
 class QSGD(Blocked):
-    """The sign of each number c, and |c| as a multiple of norm / levels, rounded stochastically to an integer. norm is the
-    L2 norm of the block (Alistarh et al. 2017).
+    """The sign of each number c, and the integer |c| * levels / norm, rounded stochastically. norm is the L2 norm of the
+    block (Alistarh et al. 2017).
 
     Unbiased; omega <= min(d / levels^2, sqrt(d) / levels) for blocks of d elements (Lemma 3.1 of the paper).
     """

@@ -16,8 +16,9 @@ class Feedback:
     worker: float32, (numel,): the error of this rank's encodings of its own numbers; zero for numbers that another rank of
     its host encodes. owner: float32, (shard.length,): the error of this rank's encodings of sums, in the units of the
     result: divided by the number of ranks for an average. shard: the part of the buffer whose sums this rank encodes.
-    state: the codec's state for each chunk and shard. step: the step of the next call, if the call has no `step` argument:
-    one more than that of the last call. seed: the seed of a call that has no `seed` argument; each buffer needs another.
+    state: the codec's state for each piece of the buffer that is encoded as a whole. step: the step of the next call, one more
+    than that of the last call; a `step` argument of the call replaces it. seed: the seed of a call that has no `seed`
+    argument; each buffer needs another.
 
     No error is lost: for the op 'sum', the results of all calls so far, plus the `worker` residuals of all ranks, plus the
     `owner` residuals, are the sum of all inputs. Exception: if codes are added undecoded (fp16, bf16), no residual keeps

@@ -62,12 +62,8 @@ class Sparse(Codec):
 class TopK(Sparse):
     """The k = ceil(ratio * n) numbers of largest magnitude, as indices and values; of equal magnitudes the first ones.
 
-    Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf count as the largest. So if
-    any number is NaN or Inf, the code contains at least one of them, which reaches every rank.
-
-    To find the k-th largest magnitude quickly, the codec first guesses it from a sample of c = values + residual. One pass
-    then computes c and gathers the numbers that reach the guess. The exact k-th largest is found among the gathered
-    numbers, so the numbers sent do not depend on the guess.
+    Contraction: delta >= k / n (Stich et al. 2018). NaN and Inf count as the largest. So if any number is NaN or Inf, the
+    code contains at least one of them, which reaches every rank.
     """
 
     name: ClassVar[str] = "topk"
@@ -85,13 +81,10 @@ class Threshold(Sparse):
     if there is no tau yet, exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m
     numbers were sent, tau is multiplied by 1 + (m - k) / (8 k).
 
-    For thresholds t near tau, the count of numbers that reach t is proportional to t^-a, where
-    a = tau * density(tau) * n / k. The adaptation settles if a is below 16. For 1 % of gaussian numbers, a is about 7.
-
     Contraction: delta >= (k - floor(k / 20)) / n, since the numbers sent are the largest, whatever their count.
 
-    State: tau, one number. Without state, as when the owner of a shard encodes the sum, the codec works as topk, and its
-    code is 5 % longer.
+    State: tau, one number. Without state, as in the encoding of the sum over the ranks, the codec works as topk, and its
+    code is 5 % longer than that of topk.
     """
 
     name: ClassVar[str] = "threshold"
@@ -167,14 +160,14 @@ class DGC(Sparse):
     Lin et al. also clip the gradients of each rank before the encoding, with the usual maximum norm divided by
     sqrt(ranks); the codec does not clip.
 
-    Only a rank's own gradients have a momentum. Without state, as when the owner of a shard encodes the sum, the codec
-    works as topk.
+    Only a rank's own gradients have a momentum. Without state, as in the encoding of the sum over the ranks, the codec works
+    as topk.
 
     Contraction of v: delta >= k / n.
 
     ratio: the ratio after the ramp. ramp_steps: the number of steps in which the ratio falls from 25 %, by a factor of 4 in
     stages of equal length. As the size of a code must depend on the codec alone, `at(step)` returns a codec with the ratio
-    of that step. State and residual are the same for all steps.
+    of that step.
     """
 
     name: ClassVar[str] = "dgc"
@@ -222,13 +215,14 @@ _MOST_OF_A_CHUNK = 1024  # a kernel on a GPU has room for no more
 @dataclass(frozen=True)
 class ChunkTopK(Codec):
     """The k numbers of largest magnitude in every chunk of 4096: indices of 12 bits, values of 2 bits (a sign, and one of two
-    magnitudes of the chunk), and two scales as bfloat16. For k = 64 that is 116 bytes a chunk, 141 times fewer than float32.
+    magnitudes), and the two magnitudes of the chunk as bfloat16. For k = 64 that is 116 bytes a chunk, 141 times fewer than
+    float32.
 
     The codec of SparseLoCo (2025). Biased: it needs error feedback. Contraction: the numbers sent have at least k / 4096 of
     a chunk's squared norm, of which the rounding to two magnitudes loses a part. Ranks mostly choose different indices, so
     the sum over p ranks has up to p * k nonzero numbers in a chunk, and encoding the sum would keep only k of them.
     Instead, every rank sends its code to all other ranks, and each rank adds all codes. In a chunk with a number that is
-    not finite, all numbers sent decode to NaN. Of a shorter last chunk, k / 4096 of the numbers are sent, rounded up.
+    not finite, all numbers sent decode to NaN. If the last chunk is shorter, k / 4096 of its numbers are sent, rounded up.
 
     k: a multiple of 4 from 4 to 1024.
     """
