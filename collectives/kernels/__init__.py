@@ -54,14 +54,20 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
 def cpu_or_reference(module: str) -> ModuleType:
     """Return cpu.<module>, for tensors on the CPU; without Numba, reference.<module>, which does the same more slowly."""
     try:
-        return import_module(f"gradwire.collectives.kernels.cpu.{module}")
+        return _cpu(module)
     except ImportError:
         return import_module(f"gradwire.collectives.kernels.reference.{module}")
 
 
+def _cpu(module: str) -> ModuleType:
+    """Return cpu.<module>. Raises ImportError if kernels can be neither loaded from the disk nor compiled."""
+    import_module("gradwire.collectives.kernels.cpu.context")  # which compiles or loads a small kernel
+    return import_module(f"gradwire.collectives.kernels.cpu.{module}")
+
+
 def cpu_cache() -> Path | None:
     """Return the folder in which compiled kernels are kept; None, with a warning, if no folder is writable."""
-    from gradwire.collectives.kernels.cpu.compiling import kernel_folder
+    from gradwire.collectives.kernels.cpu.object_files import kernel_folder
 
     return kernel_folder()
 
@@ -78,7 +84,7 @@ def kernels_for(device: torch.device, family: Literal["quantize", "sparse"] = "q
 def _kernels(kind: str, family: str) -> ModuleType:
     if kind == "cpu":
         try:
-            return import_module(f"gradwire.collectives.kernels.cpu.{family}")
+            return _cpu(family)
         except ImportError as error:
             raise ImportError(f"codecs cannot encode tensors on cpu: {error}: pip install numba") from error
     if kind == "cuda":

@@ -151,9 +151,10 @@ class Membership:
 
     def check(self) -> None:
         """Raise LinkError with the ranks, if ranks are known to have ended or to be unable to connect."""
+        lost = self.lost()  # first, as in cause()
         if (error := self._reported()) is not None:
             raise error
-        if lost := self.lost():
+        if lost:
             raise Failure.loss_of(lost).as_link_error()
 
     def report(self, failure: Failure) -> None:

@@ -109,6 +109,8 @@ class Presence:
                 raise Failure.loss_of(gone).as_link_error()
             if time.monotonic() >= deadline:
                 missing = self.silent()
+                if self._refused is not None:
+                    raise self._refused
                 detail = f"{ranks_text(missing)} did not arrive" if missing else "the ranks arrived too late"
                 raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
             self._wait(POLL_S)

@@ -41,16 +41,16 @@ def prepared_inside_operations() -> list[str]:
 
         return noted
 
-    folder = compiling.kernel_folder
+    kept = compiling.kept
 
-    def kernel_folder() -> Any:  # which every kernel asks for first
+    def noted_kept(file: str) -> Any:  # every kernel looks first whether it is kept
         if (call := getattr(running, "call", None)) is not None:
             found.append(call)
-        return folder()
+        return kept(file)
 
     Operations._take_turn = noting(Operations._take_turn)  # type: ignore[method-assign]
     Operations._take_message_turn = noting(Operations._take_message_turn)  # type: ignore[method-assign]
-    compiling.kernel_folder = kernel_folder  # type: ignore[assignment]
+    compiling.kept = noted_kept
     return found
 
 

@@ -6,12 +6,17 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gradwire import collectives
 from gradwire.collectives.kernels.cpu import compiling
+from gradwire.collectives.kernels.cpu.calling import kernel_of
+from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.deferred import int64
 from tests.interpreter import python
 
 CALLER = """
@@ -105,17 +110,52 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(kernels: Path, tmp_path: P
 
 
 def test_what_calls_into_an_edited_file_is_compiled_anew(kernels: Path, tmp_path: Path) -> None:
-    """And what was compiled before the edit is kept no longer. That it is compiled is said, that it is loaded is not."""
+    """And what was compiled before the edit is deleted when it is old. That it is compiled is said, that it is loaded is not."""
     kept = tmp_path / "kept"
-    for answer, imports, told in (
-        (41, True, 1),
-        (41, False, 0),
-        (42, True, 1),
-    ):  # compiled, loaded without Numba, compiled
+    compiled_first, loaded, compiled_again = (41, True, 1), (41, False, 0), (42, True, 1)
+    for answer, imports, told in (compiled_first, loaded, compiled_again):
         done = ask(kernels, answer, "aloud", NUMBA_CACHE_DIR=str(kept))
         assert done.stdout == f"{answer} {imports}\n"
         assert len(list(kept.rglob("*.o"))) == 2
+        for file in kept.rglob("*.o"):
+            os.utime(file, (0, 0))
         assert done.stderr.count("gradwire: compiling kernels for this and later runs, some seconds") == told
+
+
+@pytest.mark.parametrize("damage", [lambda code: b"", lambda code: code[:-100], lambda code: code[:-1] + b"?"])
+def test_a_damaged_file_is_replaced(kernels: Path, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    """As a full disk or a loss of power may leave it."""
+    kept = tmp_path / "kept"
+    ask(kernels, 41, NUMBA_CACHE_DIR=str(kept))
+    (file,) = kept.rglob("twice.*.o")
+    code = file.read_bytes()
+    file.write_bytes(damage(code))
+    for imports in (True, False):
+        assert ask(kernels, 41, NUMBA_CACHE_DIR=str(kept)).stdout == f"41 {imports}\n"
+    assert len(file.read_bytes()) == len(code)
+
+
+def _with_seven(a, b, c, d, e, f, scale):
+    return a + 2 * b + 3 * c + 4 * d + 5 * e + 6 * f + int64(scale * 2)
+
+
+def test_python_passes_integers_of_64_bits_and_floats() -> None:
+    call = kernel_of(_with_seven).call
+    assert call(1, 10, 100, 1000, 10000, 100000, 1.5) == 654321 + 3
+    assert call(-1, 0, 0, 0, 0, 0, 0) == -1
+    assert call(2**64 - 5, True, 0, 0, 0, 0, 0.0) == -3
+    for wrong in ((1, 2), (1,) * 8, (1, 2, 3, 4, 5, 6, "7"), (1.5, 2, 3, 4, 5, 6, 7)):
+        with pytest.raises(TypeError):
+            call(*wrong)
+
+
+def _allocating(n):
+    return np.zeros(n).sum()
+
+
+def test_a_kernel_that_would_need_numba_where_it_is_loaded_is_refused() -> None:
+    with pytest.raises(TypeError, match="the kernel _allocating must not allocate: it calls NRT_"):
+        compiled("int64(int64)")(_allocating)
 
 
 def test_what_is_kept_is_loaded_though_another_process_holds_the_lock() -> None:

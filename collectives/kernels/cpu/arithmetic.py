@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from gradwire.collectives.kernels.cpu.compiling import CFunction, compiled
+from gradwire.collectives.kernels.cpu.compiling import compiled
 from gradwire.collectives.kernels.cpu.deferred import (
     int64,
     intrinsic,
@@ -27,6 +27,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     half_of,
     instruction,
 )
+from gradwire.collectives.kernels.cpu.object_files import CFunction
 
 SUM, PRODUCT, MIN, MAX, DIVIDE = range(5)
 OPS = {"sum": SUM, "average": SUM, "product": PRODUCT, "min": MIN, "max": MAX}

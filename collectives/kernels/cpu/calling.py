@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradwire.collectives.kernels.cpu.compiling import CFunction, compiled
+from gradwire.collectives.kernels.cpu.compiling import compiled
+from gradwire.collectives.kernels.cpu.object_files import CFunction
 
 #: (values, residual, wire, numel, settings, seed), and (wire, out, numel, settings, add, scale), which returns how many indices
 #: on the wire are outside of the result. Of a float32 each `values`, `residual` and `out`; residual may be 0.

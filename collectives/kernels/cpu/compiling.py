@@ -1,81 +1,73 @@
-"""Compiles with Numba for the CPU: once per machine, kept on the disk; if that is not possible, once per process.
-
-A kernel is kept as an object file, which llvmlite loads. Its name has digests of the sources of all kernels, and of what else
-the code depends on: the versions of Numba and llvmlite, and the processor.
-"""
+"""Compiles with Numba for the CPU: once per machine, kept on the disk; if that is not possible, once per process."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import hashlib
-import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
-from importlib.metadata import version
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import binding as llvm
 from llvmlite import ir
 
 from gradwire.collectives.kernels.cpu.deferred import cfunc, real, use_numba
+from gradwire.collectives.kernels.cpu.object_files import (
+    CALLER,
+    KERNEL,
+    SOURCES_DIGEST,
+    CFunction,
+    digest,
+    keep,
+    kept,
+    kernel_folder,
+    loaded,
+    machine,
+    machine_key,
+)
 from gradwire.collectives.kernels.first_use import FIRST_USE
-
-_log = logging.getLogger("gradwire")
 
 #: How long one process may compile; one that holds the lock for longer counts as stopped.
 COMPILE_S = 60.0
 _POLL_S = 0.01
 
-#: The version of the kernels: a digest of their sources. Kernels call nothing outside of this package.
-_SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
+#: Numba's functions that a kernel would call if it raised, which it does not. They are not there when a kernel is loaded.
+_RAISE = {
+    "NRT_Free",
+    "numba_do_raise",
+    "numba_gil_ensure",
+    "numba_gil_release",
+    "numba_runtime_build_excinfo_struct",
+    "numba_unpickle",
+}
 
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-_DIGEST = _digest(b"".join(source.read_bytes() for source in _SOURCES))
-
-#: The names in an object file: the C function, and the function that Python calls, which calls the C function.
-_KERNEL, _CALLER = "kernel", "caller"
-
-
-class CFunction(NamedTuple):
-    """A compiled C function, as something to call, with positional arguments and without the GIL, and as an address."""
-
-    call: Callable[..., Any]
-    address: int
-
-
-#: What keeps the loaded code in memory: the process never unloads it.
-_LOADED: list[Any] = []
+#: The beginnings of the names of all functions that exist only where Numba is imported.
+_NUMBA_ONLY = ("NRT_", "numba_", "__svml_")
 
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], CFunction]:
-    """Return a decorator that compiles a function by numba.cfunc, at once. signature: as text, of int64, float32, pointers and
-    void. The function must not raise, nor use Numba's arrays or objects.
+    """Return a decorator that compiles a function by numba.cfunc, at once. signature: as text; the
+    arguments are int64, float32 and pointers, the result int64 or void. The function must not raise, nor use Numba's arrays.
 
     The result is loaded from the disk if it is there, and saved there if a folder is writable. Processes wait for each other
     only to compile: one that is stopped while it loads a kernel delays no other.
     """
 
     def finish(function: Callable[..., Any]) -> CFunction:
-        name = function.__name__
-        key = *_machine_key(), function.__module__, function.__qualname__, signature
-        file = f"{name}.{_DIGEST}.{_digest(repr(key).encode())}.o"
-        code, folder = _kept(file), kernel_folder()
+        name, cells = function.__name__, [cell.cell_contents for cell in function.__closure__ or ()]
+        key = *machine_key(), function.__module__, function.__qualname__, cells, signature
+        file = f"{name}.{SOURCES_DIGEST}.{digest(repr(key).encode())}.o"
+        code = kept(file)
         if code is None:
+            folder = kernel_folder()
             with FIRST_USE.compiling(name, kept=folder is not None), _one_at_a_time():
-                code = _kept(file) or _built(function, signature)
-                if folder is not None:
-                    _keep(folder / file, code)
-        return _loaded(name, code)
+                code = kept(file)
+                if code is None:
+                    code = _built(function, signature)
+                    if folder is not None:
+                        keep(folder / file, code)
+        return loaded(name, code)
 
     return finish
 
@@ -89,82 +81,25 @@ def entry(arguments: int) -> Callable[[Callable[..., Any]], Callable[..., int]]:
     return finish
 
 
-@cache
-def kernel_folder() -> Path | None:
-    """Return the writable folder for kernels, or None, and delete the kernels of other sources in it."""
-    for folder in _folders():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError:
-            continue
-        for kept in folder.glob("*.o"):
-            if _DIGEST not in kept.name:
-                with suppress(OSError):
-                    kept.unlink()
-        return folder
-    _warn("no folder is writable")
-    return None
-
-
-def _folders() -> list[Path]:
-    """Return the folders where kernels may be, the preferred one first."""
-    given = os.environ.get("NUMBA_CACHE_DIR")
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    own = [Path(__file__).parent / "__pycache__", Path(caches) / "gradwire"]
-    return [Path(given) / "gradwire", *own] if given else own
-
-
-def _kept(file: str) -> bytes | None:
-    for folder in _folders():
-        with suppress(OSError):
-            return (folder / file).read_bytes()
-    return None
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """Save a kernel, so that other processes find it complete or not at all."""
-    part = path.with_suffix(f".{os.getpid()}")
-    try:
-        part.write_bytes(code)
-        part.replace(path)
-    except OSError as error:  # a full disk
-        with suppress(OSError):
-            part.unlink()
-        _warn(str(error.strerror))
-
-
-@cache
-def _machine_key() -> tuple[str, ...]:
-    return version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-
-
-def _machine() -> Any:
-    """Return a new llvmlite TargetMachine for this processor. Each execution engine takes one."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(cpu, features, opt=3, jit=True)
-
-
 def _built(function: Callable[..., Any], signature: str) -> bytes:
     """Compile a function, and return the object file."""
     use_numba(function.__globals__)
     made = real(cfunc)(signature, error_model="numpy")(function)
     module = llvm.parse_assembly(made.inspect_llvm())
-    module.get_function(made.native_name).name = _KERNEL
-    # Numba's own functions, by which a kernel would raise or free memory, need not be there when it is loaded.
-    unused = [
-        each.name for each in module.functions if each.is_declaration and each.name.startswith(("numba_", "NRT_"))
-    ]
-    stubs = [f"define void @{name}() {{\n call void @abort()\n unreachable\n}}" for name in unused]
+    module.get_function(made.native_name).name = KERNEL
+    missing = {each.name for each in module.functions if each.is_declaration and each.name.startswith(_NUMBA_ONLY)}
+    if missing - _RAISE:
+        raise TypeError(
+            f"the kernel {function.__name__} must not allocate: it calls {', '.join(sorted(missing - _RAISE))}"
+        )
+    stubs = [f"define void @{name}() {{\n call void @abort()\n unreachable\n}}" for name in sorted(missing)]
     module.link_in(llvm.parse_assembly("\n".join(["declare void @abort()", *stubs])))
     module.link_in(llvm.parse_assembly(_caller(made._sig)))
     for each in (*module.functions, *module.global_variables):
-        if not each.is_declaration and each.name not in (_KERNEL, _CALLER):
+        if not each.is_declaration and each.name not in (KERNEL, CALLER):
             each.linkage = "internal"
     module.verify()
-    code: bytes = _machine().emit_object(module)
+    code: bytes = machine().emit_object(module)
     return code
 
 
@@ -173,21 +108,21 @@ def _caller(signature: Any) -> str:
     module, i64, double, void = ir.Module(), ir.IntType(64), ir.DoubleType(), ir.VoidType()
     pointer = ir.IntType(8).as_pointer()
     named = {"float32": ir.FloatType(), "int64": i64}
-    kinds = [named.get(str(kind), pointer) for kind in signature.args]
-    returns = str(signature.return_type) != "none"
+    kinds = [pointer if str(kind).endswith("*") else named[str(kind)] for kind in signature.args]
+    returns = {"int64": True, "none": False}[str(signature.return_type)]
 
     def declared(name: str, result: Any, *arguments: Any) -> Any:
         return ir.Function(module, ir.FunctionType(result, arguments), name)
 
     builder = ir.IRBuilder()
-    caller = declared(_CALLER, pointer, pointer, pointer.as_pointer(), i64)
+    caller = declared(CALLER, pointer, pointer, pointer.as_pointer(), i64)
     builder.position_at_end(caller.append_basic_block())
     _, given, count = caller.args
     with builder.if_then(builder.icmp_unsigned("!=", count, ir.Constant(i64, len(kinds)))):
         builder.call(declared("PyErr_BadArgument", ir.IntType(32)), ())
         builder.ret(ir.Constant(pointer, None))
     as_float = declared("PyFloat_AsDouble", double, pointer)
-    as_integer = declared("PyLong_AsUnsignedLongLongMask", i64, pointer)  # of an address, and of a number below 0
+    as_integer = declared("PyLong_AsUnsignedLongLongMask", i64, pointer)  # negative, or above 2**63
     arguments = []
     for index, kind in enumerate(kinds):
         item = builder.load(builder.gep(given, [ir.Constant(i64, index)]))
@@ -201,49 +136,11 @@ def _caller(signature: Any) -> str:
     with builder.if_then(failed):
         builder.ret(ir.Constant(pointer, None))
     state = builder.call(declared("PyEval_SaveThread", pointer), ())
-    result = builder.call(declared(_KERNEL, i64 if returns else void, *kinds), arguments)
+    result = builder.call(declared(KERNEL, i64 if returns else void, *kinds), arguments)
     builder.call(declared("PyEval_RestoreThread", void, pointer), [state])
     number = result if returns else ir.Constant(i64, 0)
     builder.ret(builder.call(declared("PyLong_FromLongLong", pointer, i64), [number]))
     return str(module)
-
-
-class _Method(ctypes.Structure):
-    """PyMethodDef of Python's C API."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
-
-
-_METH_FASTCALL = 0x80
-_function_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.POINTER(_Method), ctypes.c_void_p, ctypes.c_void_p)(
-    ("PyCFunction_NewEx", ctypes.pythonapi)
-)
-
-
-def _loaded(name: str, code: bytes) -> CFunction:
-    """Load an object file into memory."""
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    method = _Method(name.encode(), engine.get_function_address(_CALLER), _METH_FASTCALL, None)
-    call = _function_of(ctypes.byref(method), None, None)
-    _LOADED.append((engine, method))
-    return CFunction(call, engine.get_function_address(_KERNEL))
-
-
-@cache
-def _warn(reason: str) -> None:
-    """Warn that nothing is kept, once for each reason."""
-    _log.warning(
-        "gradwire: kernels cannot be saved (%s), so every process compiles them, which takes some seconds: "
-        "set NUMBA_CACHE_DIR to a writable folder",
-        reason,
-    )
 
 
 @contextmanager

@@ -31,7 +31,12 @@ class Deferred:
         return Deferred(lambda: getattr(real(self), name))
 
     def __call__(self, *arguments: Any, **options: Any) -> Deferred:
-        return Deferred(lambda: real(self)(*map(real, arguments), **options))
+        return Deferred(
+            lambda: real(self)(*map(real, arguments), **{name: real(value) for name, value in options.items()})
+        )
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Deferred has no value before a kernel is compiled: use real()")
 
 
 def real(value: Any) -> Any:
