@@ -3,9 +3,9 @@
 The collective operations (*verbs*), such as allreduce(), have Horovod's names, argument names and defaults. All verbs differ
 from Horovod's in these points:
 
-- Operations are matched by the order of the calls, which must be the same on all ranks, not by `name`. A `name` appears in
-  errors. From the start of an operation to its synchronize(), another call of the same verb with the same process set and
-  the same `name` raises ValueError.
+- Operations are matched by the order of the calls, not by `name`. The order must be the same on all ranks. A `name` appears
+  in errors. From the start of an asynchronous operation until synchronize() returns, or poll() returns True, another call of
+  the same verb with the same process set and the same `name` raises ValueError.
 - `process_set` may also be a torch.distributed group, a dimension of a DeviceMesh, or a Communicator. Ranks outside of it need
   not call anything; a verb called there raises an error that is both a ValueError and a HorovodInternalError.
 - A root rank is a rank of the world, with any process set.
@@ -15,9 +15,9 @@ float32, float64, int8, uint8, int16, int32, int64 and bool. The tensors of one 
 on one device. A result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64. The
 result is then truncated toward zero, and so are averages of integers.
 
-Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients. The gradient of allgather and
-of broadcast is the average of all ranks' gradients. The gradient of reducescatter with op=Sum is the concatenation of all
-ranks' gradients, times the number of ranks.
+Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients; reductions only with op=Average
+or op=Sum. The gradient of allgather, and on the root rank that of broadcast, is the average of all ranks' gradients. The
+gradient of reducescatter with op=Sum is the concatenation of all ranks' gradients, times the number of ranks.
 
 All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. If the ranks could not finish
 together, they raise gradwire.collectives.CollectiveError; gradwire.HorovodInternalError is the same class. allgather and

@@ -31,7 +31,7 @@ class LocalReport:
     bytes_sent: all bytes that this rank has sent since the optimizer was made.
     bytes_saved: the bytes of the movements without compression, divided by the bytes that this rank has sent for them.
     wait_share: the share of the time since the optimizer was made that this rank waited for others.
-    batch_per_rank: the batch of a step, as given to report(). global_batch: the sum over all ranks.
+    batch_per_rank: the batch size of this rank, as given to report(). global_batch: batch_per_rank times the number of ranks.
     """
 
     steps: int
@@ -65,9 +65,9 @@ class LocalUpdates(DistributedOptimizer):
 
     For the first `warmup_steps`, gradients are averaged, as by DistributedOptimizer. After that, the ranks exchange no
     gradients. Once in `every` steps, they average the movements of their parameters, that is, the changes since the last
-    exchange, and the outer optimizer applies the average to the common parameters. With an outer Nesterov SGD of rate 0.7
-    and momentum 0.9 this is DiLoCo (Douillard et al. 2023); with outer=None the parameters are averaged.
-    docs/guides/local-updates.md is the guide.
+    exchange, and the outer optimizer applies the average to the *common parameters*, a copy that is equal on all ranks.
+    With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023); with outer=None the
+    parameters are averaged. docs/guides/local-updates.md is the guide.
 
     Replicas must start equal (broadcast_parameters before the first step). They are equal right after an exchange; with
     fragments or a delay, they are only nearly equal then. So validate, and end training, when a multiple of `every` steps
@@ -156,7 +156,7 @@ class LocalUpdates(DistributedOptimizer):
         return super().can_rebind and not self._has_inner
 
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
-        """Return the costs of local updates so far. batch_per_rank: the batch of a step, for the report."""
+        """Return the costs of local updates so far. batch_per_rank: this rank's batch size, for the report."""
         steps, warmup_steps, steps_alone = self.steps, 0, 0
         warmup = moved = inner = ExchangeStats()
         if isinstance(self._rule, LocalSteps):  # not on a rank outside of the process set

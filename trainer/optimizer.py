@@ -66,10 +66,11 @@ class DistributedOptimizer(WrappingOptimizer):
     messages use the names.
     compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
     ErrorFeedback(codec). Codecs apply to matrices (two dimensions or more) of 4096 elements or more; the casts fp16 and bf16
-    apply to all parameters. onebit, topk, threshold, randomk, dgc and chunktopk always have error feedback; other codecs have
-    it only as ErrorFeedback(...). See docs/guides/compression.md. With "auto", the ranks measure links and codecs, in about a
-    second. From these measurements, they predict for each bucket which codec in `allow`, or no codec, is fastest, and choose
-    it. They correct the choice once, by the times of the first training steps.
+    apply to all parameters. onebit, topk, threshold, randomk, dgc, chunktopk and powersgd always have error feedback, which
+    adds the error of each encoding (the *residual*) to the next step's gradient. Other codecs have error feedback only as
+    ErrorFeedback(...). See docs/guides/compression.md. With "auto", the ranks measure links and codecs, in about a second.
+    From these measurements, they predict for each bucket which codec in `allow`, or no codec, is fastest, and choose it. They
+    correct the choice once, by the times of the first training steps.
     allow: for compression="auto", the codecs to choose from, each as compression= takes it; None: ("int8",).
     policy: the compression of parameters by name, whatever their size: `{"*.bias": "none", "embed*": "topk"}`. The patterns
     are those of file names, and the first that matches counts. Needs named_parameters.

@@ -26,7 +26,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
 
-    All ranks must give tensors of the same shapes and dtypes in the same order (a mapping in the order of its keys). None,
+    All ranks must give tensors of the same shapes and dtypes in the same order; those of a mapping are sorted by key. None,
     such as the bias of a layer that has no bias, is skipped. Raises TypeError for anything else that is not a tensor, and for
     tensors without their own memory, such as DTensors.
     """

@@ -159,7 +159,7 @@ class DelayedNesterov(ForeachOptimizer):
                                 w = w - lr * (g / delay + (1 - (delay - 1) * c) * momentum * m)
         any other step:         w = w - lr * (g / delay + c * momentum * m)
 
-    Over `delay` steps it equals one step of Nesterov SGD with the average gradient; with delay=1 it is torch's SGD with
+    With c=0, `delay` steps equal one step of Nesterov SGD with the average gradient; with delay=1 this is torch's SGD with
     nesterov=True. If every gradient is an update of its own, ordinary momentum would apply outdated gradients repeatedly.
     Steps are counted per parameter.
 

@@ -168,8 +168,8 @@ class KVStore:
 
         row_ids: a tensor of row numbers, in any order, possibly repeated; or a list of such tensors: one for each key, or with
         a single key, one for each tensor in out.
-        out: a sparse tensor (torch.sparse_coo) then consists of these rows, in order; in a dense tensor, only these rows are
-        written.
+        out: a sparse tensor (torch.sparse_coo) then consists of these rows, in ascending order and each once; in a dense
+        tensor, only these rows are written.
 
         Raises as pull() does; TypeError and ValueError for invalid row_ids.
         """
@@ -188,8 +188,8 @@ class KVStore:
         """Make an optimizer for every key, present and future, on the key's server. Collective.
 
         optimizer: a function that makes an optimizer for a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)
-        or torch.optim.Adam, with the same settings on all ranks. It receives the sum of the pushed values, not the average.
-        A second call replaces the optimizers and their states.
+        or torch.optim.Adam, with the same settings on all ranks. The gradient in a step is the sum of the pushed values, not
+        their average. A second call replaces the optimizers and their states.
 
         Raises TypeError for anything else, ValueError if ranks differ, and for keys that are not floating-point tensors.
         """
@@ -298,7 +298,7 @@ class KVStore:
 
     def report(self) -> Counts:
         """Return the counts of all pushes so far, summed over keys: updates, pushes by rank, and pushes by age. The age of
-        a push is the number of updates of its key since this rank's last pull.
+        a push is the number of updates of the key since the last pull of this key by the pushing rank.
 
         Returns after all pushes of this rank have arrived at the servers.
         """
