@@ -78,7 +78,8 @@ class Codec(ABC):
 
     def headroom(self, size: int) -> float:
         """Return the factor, a power of two, by which each of `size` ranks multiplies its numbers before it encodes them,
-        if the codes are added. With this factor, a sum of codes overflows only if the result does."""
+        if the codes are added. A codec of small range returns at most 1 / size: if the numbers of all ranks are within
+        this range, so is the sum of their codes."""
         return 1.0
 
     def new_state(self, numel: int, device: torch.device) -> State | None:
@@ -86,8 +87,8 @@ class Codec(ABC):
         return {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in self.remembers} or None
 
     def c_functions(self) -> CFunctions | None:
-        """Return the C functions that a compiled loop calls instead of encode() and decode(). None if the codec has a state, or
-        no such functions."""
+        """Return the C functions that the compiled loop of an exchange on the CPU calls instead of encode() and decode(). None
+        if the codec has a state, or no such functions."""
         return None
 
     @abstractmethod

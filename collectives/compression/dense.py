@@ -119,8 +119,8 @@ class Float8(Blocked):
     number of the format (448 for e4m3, 57344 for e5m2).
 
     Rounded to nearest even: biased by rounding only. Contraction: the relative error is at most 2^-4 with e4m3 and 2^-3
-    with e5m2, so 1 - delta <= 2^-8 or 2^-6. Numbers below the format's normal range add less than 1e-8 to 1 - delta.
-    Formats: Micikevicius et al. 2022 (e4m3 without infinities).
+    with e5m2, so 1 - delta <= 2^-8 or 2^-6. With the default block, numbers below the format's normal range add less than
+    1e-8 to 1 - delta. Formats: Micikevicius et al. 2022 (e4m3 without infinities).
     """
 
     name: ClassVar[str] = "fp8"

@@ -21,8 +21,9 @@ class Feedback:
     argument; each buffer needs another.
 
     No error is lost: for the op 'sum', the results of all calls so far, plus the `worker` residuals of all ranks, plus the
-    `owner` residuals, are the sum of all inputs. Exception: if codes are added undecoded (fp16, bf16), no residual keeps
-    the rounding of these sums. Communicator.new_feedback makes this object. Do not use it while an operation uses it.
+    `owner` residuals, are the sum of all inputs. There are two exceptions: if codes are added undecoded (fp16, bf16), no
+    residual keeps the rounding of these sums; dgc adds momentum. Communicator.new_feedback makes this object. Do not use it
+    while an operation uses it.
     """
 
     def __init__(self, codec: Codec, partition: Partition, device: torch.device, seed: int = 0) -> None:

@@ -165,9 +165,9 @@ class DGC(Sparse):
 
     Contraction of v: delta >= k / n.
 
-    ratio: the ratio after the ramp. ramp_steps: the number of steps in which the ratio falls from 25 %, by a factor of 4 in
-    stages of equal length. As the size of a code must depend on the codec alone, `at(step)` returns a codec with the ratio
-    of that step.
+    ratio: the ratio after the ramp. ramp_steps: the number of steps of the ramp, which has stages of equal length. The ratio
+    is 25 % in the first stage; in each later stage, it is a quarter of the ratio of the stage before. As the size of a code
+    must depend on the codec alone, `at(step)` returns a codec with the ratio of that step.
     """
 
     name: ClassVar[str] = "dgc"
