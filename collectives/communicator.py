@@ -40,14 +40,15 @@ class Communicator(Tuned):
     """Runs collective operations and messages among the ranks of a torch.distributed group.
 
     Making a Communicator is a collective call. So is each *verb*, a method that runs a collective operation, such as allreduce:
-    all ranks of the group call the same verbs in the same order. The verbs follow torch.distributed: they work in place and
-    return None, or with async_op=True a Work. docs/guides/collectives.md is the guide.
+    all ranks of the group call the same verbs in the same order. Most verbs follow torch.distributed: they write their result
+    into a tensor and return None, or with async_op=True a Work. The verbs for objects and records return their result.
+    docs/guides/collectives.md is the guide.
 
     group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world. gradwire itself
     also passes a Membership, which describes the ranks without a ProcessGroup, and which no other Communicator may use.
     timeout_s: the deadline of each operation, in seconds from its start, and of making the Communicator.
     segment_bytes: the maximum size of the pieces in which one rank's share of a buffer is sent; None chooses by topology.
-    Codes of CUDA tensors are sent in pieces of up to 4 MB.
+    With a codec, CUDA tensors are sent in pieces of up to 4 MB of encoded bytes.
     link: what moves the bytes: 'auto', 'tcp', 'process_group' or a name given to register_link; None: COLLECTIVES_LINK, else
     'auto'.
     stall_warning_s: after a wait of so many seconds, and whenever the wait has doubled, the logger "gradwire" names the
@@ -65,7 +66,7 @@ class Communicator(Tuned):
     - Tensors may be strided or empty, and an output may share memory with an input. A tensor without its own memory (a
       DTensor, a FakeTensor, a nested tensor) raises TypeError.
     - Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool.
-    - Ranks in arguments (src, dst) count within the group.
+    - src and dst are ranks of the group, from 0 to size - 1, not ranks of the world.
     - op is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name. Sums and products of integers wrap
       around, averages of them truncate toward zero. On bool, sum and max are "or", product and min are "and", and average
       raises TypeError.
@@ -232,8 +233,8 @@ class Communicator(Tuned):
         meaning as for chosen(). For a verb with a root, the root is rank 0.
 
         With a codec, the message is float32 numbers that have nbytes before encoding, and bytes that the ranks of a host
-        send each other before encoding do not count. Return None if the backend runs an algorithm of its own, and if
-        nothing is sent because memory is shared.
+        send each other before encoding do not count. Return None in two cases: the backend runs an algorithm of its own,
+        or nothing is sent because memory is shared.
         """
         made = make_codec(codec) if codec is not None else None
         return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)

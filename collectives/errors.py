@@ -151,8 +151,9 @@ class PeerJoined(CollectiveError):
 class ReplicasDiffer(CollectiveError):
     """Ranks that train one model no longer hold the same values. The Communicator remains usable.
 
-    Attributes: tensor (the name of the first value that differs), ranks (the ranks whose value is not that of most ranks, or,
-    without a majority, not that of the lowest rank), count (how many values differ).
+    Attributes: tensor (the name of the first value that differs), ranks (the ranks that do not hold the most frequent value; if
+    several values are equally frequent, the one on the lowest rank counts as the most frequent), count (how many values
+    differ).
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class Reductions(Ranks):
 
         prescale, postscale: factors of the contributions and of the result; floating-point tensors only.
         codec: a codec of gradwire.collectives.compression, or its name for the default settings. The ranks then send codes
-        instead of float32 numbers; for the sum or average of floating-point tensors. It must be the same on all ranks, or they
-        raise Mismatch.
+        instead of float32 numbers. A codec requires a floating-point tensor, and op 'sum' or 'average'. If the codec is not the
+        same on all ranks, all raise Mismatch.
         feedback: a Feedback from new_feedback(), which adds the error of the previous encoding to this one's input. Each buffer
         needs its own.
         step: the training step, for codecs whose codes depend on it: equal steps, seeds and inputs give equal bits.
