@@ -7,8 +7,8 @@ It imports nothing of the tests, so that it can run beside an installed gradwire
 
 import platform
 import sys
+from importlib.metadata import version
 
-import numba
 import numpy as np
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ def main() -> None:
         with_the_optimizer()
         with_the_hook()
         if gradwire.rank() == 0:
-            versions = f"torch {torch.__version__}, numpy {np.__version__}, numba {numba.__version__}"
+            versions = f"torch {torch.__version__}, numpy {np.__version__}, numba {version('numba')}"
             print(
                 f"ok: {platform.python_implementation()} {platform.python_version()}, {versions}, {gradwire.size()} ranks"
             )
