@@ -47,8 +47,10 @@ _NUMBA_ONLY = ("NRT_", "numba_", "__svml_")
 
 
 def compiled(signature: str) -> Callable[[Callable[..., Any]], CFunction]:
-    """Return a decorator that compiles a function by numba.cfunc, at once. signature: as text; the
-    arguments are int64, float32 and pointers, the result int64 or void. The function must not raise, nor use Numba's arrays.
+    """Return a decorator that compiles a function by numba.cfunc, at once.
+
+    signature: Numba's, as text. The arguments are int64, float32 and pointers, the result is int64 or void. The function must
+    not raise, nor use Numba's arrays.
 
     The result is loaded from the disk if it is there, and saved there if a folder is writable. Processes wait for each other
     only to compile: one that is stopped while it loads a kernel delays no other.
@@ -94,7 +96,7 @@ def _built(function: Callable[..., Any], signature: str) -> bytes:
         )
     stubs = [f"define void @{name}() {{\n call void @abort()\n unreachable\n}}" for name in sorted(missing)]
     module.link_in(llvm.parse_assembly("\n".join(["declare void @abort()", *stubs])))
-    module.link_in(llvm.parse_assembly(_caller(made._sig)))
+    module.link_in(llvm.parse_assembly(_caller(signature)))
     for each in (*module.functions, *module.global_variables):
         if not each.is_declaration and each.name not in (KERNEL, CALLER):
             each.linkage = "internal"
@@ -103,13 +105,15 @@ def _built(function: Callable[..., Any], signature: str) -> bytes:
     return code
 
 
-def _caller(signature: Any) -> str:
+def _caller(signature: str) -> str:
     """Return the LLVM code of a function that Python can call (METH_FASTCALL), which calls the kernel without the GIL."""
     module, i64, double, void = ir.Module(), ir.IntType(64), ir.DoubleType(), ir.VoidType()
     pointer = ir.IntType(8).as_pointer()
     named = {"float32": ir.FloatType(), "int64": i64}
-    kinds = [pointer if str(kind).endswith("*") else named[str(kind)] for kind in signature.args]
-    returns = {"int64": True, "none": False}[str(signature.return_type)]
+    returned, _, rest = signature.partition("(")
+    names = [name for name in rest[:-1].split(", ") if name]
+    kinds = [pointer if name.startswith("CPointer(") else named[name] for name in names]
+    returns = {"int64": True, "void": False}[returned]
 
     def declared(name: str, result: Any, *arguments: Any) -> Any:
         return ir.Function(module, ir.FunctionType(result, arguments), name)
