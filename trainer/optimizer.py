@@ -96,7 +96,8 @@ class DistributedOptimizer(WrappingOptimizer):
     default, the ranks send the parameters themselves, uncompressed, and the weights are bitwise those of training without
     shard_states.
     check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
-    0: never. If they differ, step() raises ReplicasDiffer on all ranks.
+    0: never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
+    all ranks.
     overlap: "backward"; or "next_forward": backward() and step() do not wait for the exchange, and a module's parameters are
     updated just before its next forward, with bitwise the same result for equal bucket_bytes. Call settle() before
     parameters are used outside of a forward of the model. docs/guides/optimizer.md lists what this supports.
@@ -253,7 +254,8 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def stats(self) -> ExchangeStats:
-        """Return how many bytes of gradients this rank has sent so far, and would have sent uncompressed."""
+        """Return how many bytes this rank has sent so far, and would have sent uncompressed: of gradients, and with
+        shard_states of parameters."""
         return self._rule.setup.combination.traffic.stats
 
     def stragglers(self) -> Stragglers | None:
