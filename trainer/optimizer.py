@@ -359,15 +359,16 @@ class DistributedOptimizer(WrappingOptimizer):
         """Return the state_dict() of the wrapped optimizer, so that checkpoints do not depend on this class.
 
         With codecs it has one more key, "gradwire", which other optimizers ignore: residuals, codec states and buckets, with
-        which training resumes bit for bit. They differ between ranks, so every rank saves its own state_dict().
+        which training resumes bit for bit. They differ between ranks, so every rank saves its own state_dict(). With
+        shard_states, every rank does so too: its state_dict() has the state of its share, and a key that describes the share.
 
         Raises RuntimeError, with codecs, while gradients are exchanged, as after a backward() that failed midway.
         """
         return self._rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
-        """Load a state into the wrapped optimizer of this rank. With codecs, collective. docs/guides/checkpoints.md is the
-        guide.
+        """Load a state into the wrapped optimizer of this rank. Collective with codecs or shard_states.
+        docs/guides/checkpoints.md is the guide.
 
         If the number of ranks is that of the checkpoint, and each rank loads its own state_dict, training continues bit for
         bit. With another number of ranks, or other codecs, the residuals are redistributed: every rank gets the mean (op=Sum:
