@@ -261,8 +261,8 @@ class DistributedOptimizer(WrappingOptimizer):
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.
 
-        None before the first report, in a world of one, and with a rule that does not exchange gradients in buckets. Any rank
-        may call it; it returns at once.
+        None before the first report, in a world of one, with overlap="next_forward", and with a rule that does not exchange
+        gradients in buckets. Any rank may call it; it returns at once.
         """
         return self._reports.stragglers()
 
