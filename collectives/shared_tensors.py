@@ -28,9 +28,10 @@ class SharedTensors(Verbs):
         """Return an uninitialised CPU tensor that ranks of one host allreduce without a copy, from its second allreduce on.
 
         Make the tensor once and reuse it. The shape is given as for torch.empty. Not a collective call, but every rank
-        should pass a tensor that it made with empty() to the allreduce. If memory cannot be shared, if 256 such tensors
-        exist already, or if too little memory is left, the result is an ordinary tensor. The memory is reserved at once,
-        and freed with the tensor. After a fork, parent and child share its contents.
+        should pass a tensor that it made with empty() to the allreduce. The memory is reserved at once, and freed with the
+        tensor. After a fork, parent and child share its contents. The result is an ordinary tensor if the ranks are on
+        several hosts or cannot share memory, if the group also has NCCL, if 256 such tensors exist already, or if too
+        little memory is left.
 
         Raises TypeError for a dtype that is not supported.
         """

@@ -96,7 +96,8 @@ class DistributedOptimizer(WrappingOptimizer):
     default, the ranks send the parameters themselves, uncompressed, and the weights are bitwise those of training without
     shard_states.
     check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
-    0: never. If they differ, step() raises ReplicasDiffer on all ranks.
+    0: never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
+    all ranks.
     overlap: "backward"; or "next_forward": backward() and step() do not wait for the exchange, and a module's parameters are
     updated just before its next forward, with bitwise the same result for equal bucket_bytes. Call settle() before
     parameters are used outside of a forward of the model. docs/guides/optimizer.md lists what this supports.
@@ -253,14 +254,15 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def stats(self) -> ExchangeStats:
-        """Return how many bytes of gradients this rank has sent so far, and would have sent uncompressed."""
+        """Return how many bytes this rank has sent so far, and would have sent uncompressed: of gradients, and with
+        shard_states of parameters."""
         return self._rule.setup.combination.traffic.stats
 
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.
 
-        None before the first report, in a world of one, and with a rule that does not exchange gradients in buckets. Any rank
-        may call it; it returns at once.
+        None before the first report, in a world of one, with overlap="next_forward", and with a rule that does not exchange
+        gradients in buckets. Any rank may call it; it returns at once.
         """
         return self._reports.stragglers()
 
@@ -357,15 +359,16 @@ class DistributedOptimizer(WrappingOptimizer):
         """Return the state_dict() of the wrapped optimizer, so that checkpoints do not depend on this class.
 
         With codecs it has one more key, "gradwire", which other optimizers ignore: residuals, codec states and buckets, with
-        which training resumes bit for bit. They differ between ranks, so every rank saves its own state_dict().
+        which training resumes bit for bit. They differ between ranks, so every rank saves its own state_dict(). With
+        shard_states, every rank does so too: its state_dict() has the state of its share, and a key that describes the share.
 
         Raises RuntimeError, with codecs, while gradients are exchanged, as after a backward() that failed midway.
         """
         return self._rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
-        """Load a state into the wrapped optimizer of this rank. With codecs, collective. docs/guides/checkpoints.md is the
-        guide.
+        """Load a state into the wrapped optimizer of this rank. Collective with codecs or shard_states.
+        docs/guides/checkpoints.md is the guide.
 
         If the number of ranks is that of the checkpoint, and each rank loads its own state_dict, training continues bit for
         bit. With another number of ranks, or other codecs, the residuals are redistributed: every rank gets the mean (op=Sum:

@@ -76,8 +76,9 @@ class ExchangeStats:
     including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it would have sent
     without codecs and casts.
 
-    Both byte counts are calculated, not measured: 2(p-1)/p of the message or of its code. With several hosts, p is the number
-    of hosts, and messages inside a host do not count. On a single host, p is the number of its ranks.
+    Both byte counts are calculated, not measured. On a single host with p ranks, they are 2(p-1)/p of the message or of its
+    code. With p hosts, messages inside a host do not count, and the ranks of a host send these bytes together. Exceptions:
+    chunktopk sends p - 1 times its code; sparse gradients, and codes of parameter_compression, are sent to every other rank.
     """
 
     exchanges: int = 0

@@ -34,8 +34,8 @@ def join(device: int = -1) -> int:
     device: the index of the CUDA device for the zeros, if the other ranks' tensors are on CUDA devices; -1 for the current
     one. For tensors on the CPU, the zeros are on the CPU.
 
-    Raises CollectiveError if the ranks could not finish together; it waits for each next operation no longer than that
-    operation's deadline. Raises ValueError for an invalid device.
+    Raises CollectiveError if an operation of the ranks fails, or if the other ranks neither begin an operation nor call join()
+    for the timeout_s of init(). Raises ValueError for an invalid device.
     """
     if isinstance(device, bool) or not isinstance(device, int) or device < -1:
         raise ValueError(f"{here()}device must be the index of a CUDA device, or -1, not {device!r}")

@@ -65,8 +65,9 @@ def allreduce(
     op: Average (the default), Sum, Min, Max, Product or Adasum.
     average: Horovod's deprecated argument for Average or Sum.
     prescale_factor, postscale_factor: factors before and after the reduction.
-    compression: the compression of floating-point tensors. A codec, or its name, is for Average and Sum; it has no error
-    feedback, and makes the same error for the same tensor in every call.
+    compression: the compression of floating-point tensors. Codecs are for Average and Sum; they have no error feedback here,
+    and make the same error for the same tensor in every call. RandomK, PowerSGD and the names of codecs that always have error
+    feedback, such as "topk", raise ValueError; TopK() does not.
 
     Adasum is for floating-point tensors, on any number of ranks: orthogonal gradients are added, equal ones averaged (Maleki
     et al. 2020).

@@ -62,7 +62,7 @@ def broadcast_optimizer_state(
     state is copied; the state of codecs remains separate on each rank.
     model: Horovod's argument, which is ignored.
 
-    Raises TypeError for an optimizer of DTensors.
+    Raises TypeError for an optimizer of DTensors, and ValueError for one with shard_states=True.
     """
     communicator = communicator_of(process_set)
     share_optimizer_state(optimizer, communicator, root_in(communicator, root_rank))

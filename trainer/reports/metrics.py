@@ -45,10 +45,10 @@ class StepMetrics:
     seconds: the time since the end of the previous step, or for the first, since the optimizer was made.
     wait_s: how many of these seconds backward(), step() and synchronize() waited for the exchange.
     exchange_s: the seconds from the start of the first bucket to the end of the exchange, including backward() in
-    between; None without an exchange.
+    between; None without an exchange, and with overlap="next_forward".
     bytes_sent, bytes_uncompressed: as in stats, for this step.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; None
-    without an exchange.
+    if exchange_s is None.
     buckets: how each bucket is exchanged.
     compression_error: in every tenth step, the norm of this rank's residuals of error feedback over the norm of their
     gradients; None in other steps, and without error feedback.
