@@ -306,7 +306,9 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
     "calls `zero_grad()` between `backward()` and `step()`": [zero_grad_between],
     "calls `skip_synchronize()` with `op=Adasum`": [skip_with_adasum],
     "broadcasts the state of LBFGS": [lbfgs],
-    "broadcasts parameters or a state with None, or integer parameters without gradients": [broadcast_what_is_none],
+    "broadcasts None as a parameter or in an optimizer's state, or integer parameters, which have no gradients": [
+        broadcast_what_is_none
+    ],
 }
 
 
