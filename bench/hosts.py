@@ -126,7 +126,6 @@ def network_description(hosts: int, rate: str) -> str:
 class Rank:
     """A process to start: its host, and the environment that torchrun would give it."""
 
-    rank: int
     host: int
     environment: dict[str, str]
 
@@ -147,7 +146,7 @@ def plan_ranks(ranks: int, hosts: int, network: str) -> list[Rank]:
                 "OMP_NUM_THREADS": "1",
                 "BENCH_NETWORK": network,
             }
-            planned.append(Rank(len(planned), host, environment))
+            planned.append(Rank(host, environment))
     return planned
 
 
@@ -173,11 +172,10 @@ class Namespace:
         inside = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}", "--"]
         return ["setpriv", "--pdeathsig", "KILL", *inside, *command]
 
-    def run(self, command: str) -> str:
+    def run(self, command: str) -> None:
         done = subprocess.run(self.enter(command.split()), capture_output=True, text=True, timeout=30)
         if done.returncode != 0:
             raise HostsError(f"`{command}` failed: {done.stderr.strip()}")
-        return done.stdout
 
     def close(self) -> None:
         self.process.kill()

@@ -47,7 +47,7 @@ class Killer:
         if host is None:
             killed = [self._random.choice(ranks)]
         else:
-            self._hosts.cut_off(host)
+            self._hosts.set_link(host, "down")
             killed = processes_of(self._log, networks[host])
         for process in killed:
             with suppress(ProcessLookupError):

@@ -91,7 +91,7 @@ def run(way: str, flags: argparse.Namespace) -> Outcome:
                 time.sleep(0.05)
                 for host in [host for host, at in back_at.items() if time.time() >= at]:
                     del back_at[host]
-                    hosts.connect(host)
+                    hosts.set_link(host, "up")
                     job.bring_back(host)
                 if way != UNDISTURBED and next_kill <= time.time() < until - flags.every_s:
                     if (lost := killer()) is not None:

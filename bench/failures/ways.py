@@ -69,15 +69,8 @@ class Hosts:
         entered = command if self._cluster is None else self._cluster.hosts[host].enter(command)
         return subprocess.Popen(entered, stdout=output, stderr=output, env=self._environment)
 
-    def cut_off(self, host: int) -> None:
-        """Take the link of a simulated host down. Then not even packets that close connections leave the host."""
-        self._set_link(host, "down")
-
-    def connect(self, host: int) -> None:
-        """Bring the link of a simulated host up again."""
-        self._set_link(host, "up")
-
-    def _set_link(self, host: int, state: str) -> None:
+    def set_link(self, host: int, state: str) -> None:
+        """Take the link of a simulated host "down", after which not even packets that close connections leave it, or "up"."""
         assert self._cluster is not None
         self._cluster.hosts[host].run(f"ip link set eth0 {state}")
 

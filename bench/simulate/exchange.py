@@ -81,12 +81,10 @@ class AllreducePredictor:
     codec: None for no codec. Raises ValueError for an algorithm that the codec does not support, or that is not in SHIFTED.
     """
 
-    def __init__(
-        self, costs: Costs, algorithm: str = "auto", codec: Codec | None = None, *, quick: bool = True
-    ) -> None:
+    def __init__(self, costs: Costs, algorithm: str = "auto", codec: Codec | None = None) -> None:
         self.costs = costs
         self._codec = codec
-        self._segment_bytes = default_segment_bytes(Topology(0, costs.hosts), quick=quick)
+        self._segment_bytes = default_segment_bytes(Topology(0, costs.hosts), quick=True)
         self._calls: dict[int, AllreduceCost] = {}
         self._messages = 0
         allowed = SHIFTED if codec is None else _ridden(codec)

@@ -105,19 +105,11 @@ class Jitter:
     sigma: float = 0.0
     seed: int = 0
 
-    def generator(self) -> np.random.Generator:
-        """Return the random number generator of a run."""
-        return np.random.default_rng(self.seed)
-
-    def factors(self, generator: np.random.Generator, *shape: int) -> Times:
-        """Return the time of each computation, over its mean."""
-        return generator.lognormal(-(self.sigma**2) / 2, self.sigma, shape)
-
-    def slowest(self, steps: int, ranks: int, every: int = 1) -> Times:
+    def slowest(self, steps: int, ranks: int, every: int) -> Times:
         """Return the slowest rank's time for `every` steps, over its mean, of shape (steps,)."""
-        generator = self.generator()
-        sums = (self.factors(generator, every, ranks).sum(axis=0) for _ in range(steps))
-        return np.array([each.max() / every for each in sums])
+        generator = np.random.default_rng(self.seed)
+        draws = (generator.lognormal(-(self.sigma**2) / 2, self.sigma, (every, ranks)) for _ in range(steps))
+        return np.array([each.sum(axis=0).max() / every for each in draws])
 
 
 @dataclass(frozen=True)

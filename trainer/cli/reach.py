@@ -15,10 +15,9 @@ from gradwire.trainer.cli.failure import LastWords
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
 
-#: The environment variables that other hosts get. Each host has its own host id.
+#: The environment variables that other hosts get, except HOST_ID, of which each host has its own.
 _PREFIXES = ("COLLECTIVES_", "GLOO_", "HOROVOD_", "NCCL_")
 _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_ENV")
-_NOT = (HOST_ID,)
 
 #: ssh ends after ten seconds without an answer from the host, which is sooner than the ranks' connections fail.
 _SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
@@ -110,7 +109,7 @@ def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     if missing := next((name for name in job.names if name not in environment), None):
         raise ValueError(f"-x {missing}: it is not set here; write -x {missing}=VALUE")
     names = {name for name in environment if name.startswith(_PREFIXES)} | {*_NAMES, *job.names}
-    return {name: environment[name] for name in sorted(names - {*_NOT}) if name in environment} | job.settings
+    return {name: environment[name] for name in sorted(names - {HOST_ID}) if name in environment} | job.settings
 
 
 def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str, str]) -> list[str]:

@@ -58,9 +58,8 @@ class Commits:
         self._topology = Topology.from_host_ids(self._world.rank, self._communicator.allgather_record(memory.key))
         hosts = self._topology.hosts
         pairs = zip(hosts, (*hosts[1:], hosts[0]), strict=True) if len(hosts) > 1 else ()
-        targets = {rank: nexts[i % len(nexts)] for ranks, nexts in pairs for i, rank in enumerate(ranks)}
-        self._targets = targets
-        self._sources = [rank for rank, target in targets.items() if target == self._world.rank]
+        self._targets = {rank: nexts[i % len(nexts)] for ranks, nexts in pairs for i, rank in enumerate(ranks)}
+        self._sources = [rank for rank, target in self._targets.items() if target == self._world.rank]
         self._beside = self._world.open_communicator(None, beside_others=True)
         # Of a commit, each message, the allreduce and wants_update() have limits of their own, which name ranks.
         self._limit_s = (3 * len(self._sources) + 5) * self._beside.timeout_s

@@ -38,16 +38,12 @@ def train_in_place(
     _check(state, optimizers)
     failures = _failures(state, worker, number, max_failures)
     since_s = time.perf_counter()
-    is_first = True
+    is_first = not worker.is_late
     if worker.is_late:
-        for load in (
-            cpu_kernels,
-            cpu_sockets,
-            load_kernels,
-        ):  # a world of one has not loaded them; in the next world, the other ranks would wait for that
+        # A world of one has not loaded them; in the next world, the other ranks would wait for that.
+        for load in (cpu_kernels, cpu_sockets, load_kernels):
             load()
         _leave(state, optimizers, None)
-        is_first = False
     while True:
         error: CollectiveError | None = None
         try:

@@ -165,10 +165,6 @@ class OperationChain(ABC):
         self._following = self._operations(step)
         self._work = next(self._following, None)
 
-    def is_done(self) -> bool:
-        """Return whether wait() would return or raise at once."""
-        return self._work is None or self._work.is_completed()
-
     def wait(self) -> None:
         """Wait for the first operation, and begin those that depend on it. Raises its error."""
         if self._work is not None:

@@ -1,1 +1,1 @@
-"""Horovod's API with its names, arguments and defaults: verbs, a sampler, schedules, SyncBatchNorm."""
+"""Horovod's API with its names, arguments and defaults: verbs, schedules, SyncBatchNorm."""

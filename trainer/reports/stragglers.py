@@ -123,9 +123,7 @@ class StragglerWatch:
     def report(self) -> Stragglers | None:
         """Return the report of the last exchanges that all ranks have posted; None before."""
         common = self._common()
-        if common is None:
-            return None
-        return stragglers_of(*common)
+        return None if common is None else stragglers_of(*common)
 
     def slowest(self) -> int | None:
         """Return the rank with the largest mean cost in the exchanges of report(); None before all ranks have
