@@ -1,4 +1,4 @@
-"""The names of the environment variables that the collective layer reads, all when a Communicator is made."""
+"""The names of the environment variables that the collective layer reads."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def precompile() -> int:
 
 
 def _parts() -> list[Part]:
-    """Return all kernels for the CPU that links and codecs use. Imports Numba."""
+    """Return all kernels for the CPU."""
     from gradwire.collectives.kernels.cpu.arithmetic import DTYPES
     from gradwire.collectives.kernels.cpu.copying import add_pieces
     from gradwire.collectives.kernels.cpu.hashing import hash_words

@@ -30,7 +30,7 @@ from gradwire.collectives.torch_internals import default_store, store_of_one
 _FIRST_POLL_S = 0.0002
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
-_ROUNDING_S = 0.005
+ROUNDING_S = 0.005
 
 _Answer = TypeVar("_Answer")
 
@@ -287,7 +287,7 @@ def coming_together(
 ) -> Iterator[None]:
     """Turn a RuntimeError, LinkError or OSError while ranks connect into a CollectiveError. Report any error except a
     CollectiveError to the other members."""
-    end = time.monotonic() + timeout_s - _ROUNDING_S
+    end = time.monotonic() + timeout_s - ROUNDING_S
     try:
         yield
     except CollectiveError:

@@ -23,7 +23,7 @@ from gradwire.collectives import torch_internals
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Message, Pending, Posted, Request, Transport, Whole
-from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.link.membership import ROUNDING_S, Membership
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.reduction import finish
 from gradwire.collectives.torch_internals import Backend
@@ -31,9 +31,6 @@ from gradwire.collectives.torch_internals import Backend
 #: A tag that no operation uses, for a receive that no rank answers.
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
-
-#: gloo counts whole milliseconds, so its timeout may end a wait a little before the deadline.
-_ROUNDING_S = 0.005
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -87,7 +84,7 @@ def _link_errors(peer: int | None = None, deadline: float = math.inf) -> Iterato
         yield
     except RuntimeError as error:
         detail = str(error).rpartition("] ")[2].partition(". ")[0].strip()
-        raise LinkError(peer, timed_out=time.monotonic() >= deadline - _ROUNDING_S, detail=detail) from None
+        raise LinkError(peer, timed_out=time.monotonic() >= deadline - ROUNDING_S, detail=detail) from None
 
 
 @dataclass(eq=False, slots=True)

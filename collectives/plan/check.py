@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradwire.collectives.errors import ranks_text
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.algorithms import PLANNERS, ROOTED
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Kind
 from gradwire.collectives.plan.schedule import Action, Place, Planner, Schedule, Step
@@ -22,9 +22,6 @@ Masks = list[list[int]]
 
 #: The largest world in which check_algorithm() also checks codes; larger worlds follow the same rules.
 _MOST_CODED = 16
-
-#: The collectives that have a root.
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class ScheduleError(ValueError):

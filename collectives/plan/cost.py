@@ -163,10 +163,10 @@ class Costs:
         usual = median(self.uplinks)
         return tuple(index for index, uplink in enumerate(self.uplinks) if uplink > SLOW * usual > 0)
 
-    def place(self, rank: int, root: int = 0) -> Place:
+    def place(self, rank: int) -> Place:
         """Return the Place of a rank, the argument of planners."""
         slow = tuple(sorted(rank for index in self.slow_hosts for rank in self.hosts[index]))
-        return Place(rank, self.size, root, self.hosts, slow)
+        return Place(rank, self.size, 0, self.hosts, slow)
 
     def slow(self) -> list[str]:
         """Return a line for each host, link and rank that is much slower than others of its kind."""

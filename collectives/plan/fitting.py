@@ -130,11 +130,9 @@ def _of_all(costs: Costs, measured: Together) -> Costs:
 
 def _of_additions(costs: Costs, measured: Timed) -> Costs:
     """Fit the costs of messages inside hosts, or of their bytes."""
-    link = costs.inside
 
     def messages(factor: float) -> Costs:
-        latency_s, message_cpu_s = factor * link.latency_s, factor * link.message_cpu_s
-        return replace(costs, inside=replace(link, latency_s=latency_s, message_cpu_s=message_cpu_s))
+        return replace(costs, inside=_times(costs.inside, factor, "latency_s", "message_cpu_s"))
 
     return fitted(messages(fit(messages, *measured, 1.0)), "inside", "byte_cpu_s", *measured)
 
@@ -155,11 +153,11 @@ def fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], seco
 
 def scaled(costs: Costs, factor: float, *names: str) -> Costs:
     """Return costs in which the named numbers of the links are multiplied by a factor."""
+    return replace(costs, inside=_times(costs.inside, factor, *names), between=_times(costs.between, factor, *names))
 
-    def times(link: LinkCost) -> LinkCost:
-        return replace(link, **{name: factor * getattr(link, name) for name in names})
 
-    return replace(costs, inside=times(costs.inside), between=times(costs.between))
+def _times(link: LinkCost, factor: float, *names: str) -> LinkCost:
+    return replace(link, **{name: factor * getattr(link, name) for name in names})
 
 
 def fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float) -> float:

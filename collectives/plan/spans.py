@@ -21,6 +21,9 @@ class Span(NamedTuple):
 #: The place of each block of a schedule in a buffer, in elements; one Span per block.
 Layout = tuple[Span, ...]
 
+#: The blocks of a message with all of a buffer that is one block.
+WHOLE: Layout = (Span(0, 1),)
+
 
 def split(span: Span, parts: int) -> Layout:
     """Cut a span into `parts` consecutive spans whose lengths differ by at most one, the longer ones first."""

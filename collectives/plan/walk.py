@@ -51,7 +51,7 @@ class Leg(NamedTuple):
 
 
 def predict(
-    costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4, root: int = 0
+    costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4
 ) -> float:
     """Return the seconds of a call that moves plain numbers: those of the walk, corrected by measured calls of the nearest
     sizes. Between hosts, the walk misses a fixed time per call, and also a share of large calls. Inside a host, where caches
@@ -65,7 +65,7 @@ def predict(
         if not measured:
             raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
         return _interpolated(measured, nbytes)
-    call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize, root)
+    call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize)
     # A measured call may have been quicker than its links, which had saved up for a burst. Calls that follow each other are not.
     least_s = max(costs.call_s, _busiest(*call, nbytes) if costs.burst_bytes else 0.0)
     return corrected(measured, nbytes, partial(_in_segments, *call), least_s, scales=len(costs.hosts) == 1)
@@ -102,13 +102,13 @@ def corrected(
 
 
 def _in_segments(
-    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int
 ) -> float:
     """Return the seconds of a call by the walk alone."""
-    blocks = PLANNERS[collective][algorithm](costs.place(0, root)).blocks
+    blocks = PLANNERS[collective][algorithm](costs.place(0)).blocks
     pieces = blocks if collective in _OF_BUFFERS else costs.size
     count = max(1, -(-nbytes // (segment_bytes * pieces)))
-    call = (costs, collective, algorithm, segment_bytes, itemsize, root)
+    call = (costs, collective, algorithm, segment_bytes, itemsize)
     segment = nbytes // count
     return in_segments(count, lambda number: _walked(*call, nbytes if number == count else segment * number))
 
@@ -131,18 +131,14 @@ def _interpolated(measured: Sequence[tuple[int, float]], nbytes: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _walked(
-    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
-) -> float:
-    return price(costs, _legs(costs, collective, algorithm, segment_bytes, itemsize, root, nbytes))
+def _walked(costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int) -> float:
+    return price(costs, _legs(costs, collective, algorithm, segment_bytes, itemsize, nbytes))
 
 
 @lru_cache(maxsize=4096)
-def _busiest(
-    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
-) -> float:
+def _busiest(costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int) -> float:
     in_one_segment = max(segment_bytes, nbytes)
-    return busiest_uplink_s(costs, _legs(costs, collective, algorithm, in_one_segment, itemsize, root, nbytes))
+    return busiest_uplink_s(costs, _legs(costs, collective, algorithm, in_one_segment, itemsize, nbytes))
 
 
 def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
@@ -161,13 +157,13 @@ def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
 
 
 def _legs(
-    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, root: int, nbytes: int
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int
 ) -> list[list[Leg]]:
     """Return by rank the programs of a call."""
     segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
     legs = []
     for rank in range(costs.size):
-        schedule = PLANNERS[collective][algorithm](costs.place(rank, root))
+        schedule = PLANNERS[collective][algorithm](costs.place(rank))
         segments: tuple[Layout, ...]
         if collective in _OF_BUFFERS:
             segments = segments_of_buffer(numel, schedule.blocks, segment)

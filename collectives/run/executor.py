@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition
 from gradwire.collectives.compression.seeds import mixed, rounding_seed
 from gradwire.collectives.kernels import cpu_arithmetic
-from gradwire.collectives.link.base import Coding, Message, Pending
+from gradwire.collectives.link.base import Coding, Message, Pending, Posted
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Instruction, Kind, Program
 from gradwire.collectives.reduction import Combine
@@ -21,9 +22,7 @@ from gradwire.collectives.reduction import Combine
 class Poster(Protocol):
     """The part of a Transport that a program needs."""
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """See Transport."""
 
 
@@ -145,7 +144,7 @@ class Codes:
         self._codes = self._messages = scratch.take(program.scratch, flat.device)
         if via_host and flat.is_cuda:
             self._messages = scratch.take(program.scratch, flat.device, pinned=True)
-        self._nbytes: dict[int, int] = {}
+        self.wire_bytes = cache(codec.wire_bytes)  # of the code of so many numbers
         # The sums of all blocks use one buffer, one after the other, so that it stays in the caches.
         self._sum = sums.take(4 * partition.longest, flat.device).view(torch.float32)
         self._has_sum = False
@@ -178,12 +177,6 @@ class Codes:
             self._group.data_ptr(),
             len(self._group),
         )
-
-    def wire_bytes(self, numel: int) -> int:
-        """Return the bytes of the code of so many numbers."""
-        if numel not in self._nbytes:
-            self._nbytes[numel] = self._codec.wire_bytes(numel)
-        return self._nbytes[numel]
 
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
         message = self._at(self._messages, length, scratch)

@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import Partition, effective, partition_of
-from gradwire.collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, hierarchical
+from gradwire.collectives.plan.algorithms import IN_HALVES, PLANNERS, RESERVED, ROOTED, hierarchical
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.cost import Costs
 from gradwire.collectives.plan.program import LOOKAHEAD, Program
@@ -29,9 +29,6 @@ _Given = ParamSpec("_Given")
 
 #: How many programs and partitions are kept, the most recently used ones.
 _KEPT = 256
-
-#: Verbs in which a rank may finish before others have begun. In all other verbs, each rank's result depends on every rank.
-_ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -355,7 +352,7 @@ class Plans:
         grouped: bool,
     ) -> Program:
         lookahead = 0 if grouped else LOOKAHEAD
-        answered = self._eager and not grouped and collective in _ONE_WAY
+        answered = self._eager and not grouped and collective in ROOTED
         return Program(schedule, segments, sources, lookahead, answered=answered)
 
     def _segment(self, element_size: int) -> int:

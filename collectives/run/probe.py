@@ -21,7 +21,7 @@ from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCo
 from gradwire.collectives.plan.fitting import Pair, Timed, Together, Uplinks, costs_of
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
-from gradwire.collectives.plan.spans import Span, consecutive, segments_of_buffer
+from gradwire.collectives.plan.spans import WHOLE, Span, consecutive, segments_of_buffer
 from gradwire.collectives.plan.topology import Machine, Topology
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.run.engine import Engine
@@ -184,17 +184,16 @@ class Probe:
     def _pair(self, pair: Sequence[int], *, inside: bool) -> Pair:
         """Measure the cost of a message between two ranks while all others are idle."""
         one, other = pair
-        block = (Span(0, 1),)
 
         def swaps(rank: int) -> Sequence[Round]:
             peer = {one: other, other: one}.get(rank)
-            return (() if peer is None else send(peer, block) + reduce(peer, block),) * _STREAM
+            return (() if peer is None else send(peer, WHOLE) + reduce(peer, WHOLE),) * _STREAM
 
         def stream(rank: int) -> Sequence[Round]:
             if rank == one:
-                return [sum((send(other, (Span(i, i + 1),)) for i in range(_STREAM)), ()), reduce(other, block)]
+                return [sum((send(other, (Span(i, i + 1),)) for i in range(_STREAM)), ()), reduce(other, WHOLE)]
             if rank == other:
-                return [sum((reduce(one, (Span(i, i + 1),)) for i in range(_STREAM)), ()), send(one, block)]
+                return [sum((reduce(one, (Span(i, i + 1),)) for i in range(_STREAM)), ()), send(one, WHOLE)]
             return [(), ()]
 
         swapping, streaming = self._programs([4], swaps), self._programs([8] * 2 * _STREAM, stream)

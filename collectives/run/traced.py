@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gradwire.collectives.diagnostics.timeline import Lane, now_ns
-from gradwire.collectives.link.base import Message, Pending, Transport
+from gradwire.collectives.link.base import Message, Pending, Posted, Transport
 from gradwire.collectives.plan.program import Instruction, Kind
 from gradwire.collectives.run.executor import Payload
 from gradwire.collectives.run.operations import Turn
@@ -62,9 +62,7 @@ class TracedTransport:
         self._transport = transport
         self._lane = lane
 
-    def post(
-        self, sends: Sequence[Message], receives: Sequence[Message], tag: int
-    ) -> tuple[list[Pending], list[Pending]]:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         begin_ns = now_ns()
         sent, received = self._transport.post(sends, receives, tag)
         if sends:

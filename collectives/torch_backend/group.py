@@ -23,7 +23,7 @@ from gradwire.collectives.link.membership import membership_in
 from gradwire.collectives.plan.topology import host_id
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.torch_backend.mover import Mover
-from gradwire.collectives.torch_backend.reductions import allreduce_bits, allreduce_sparse, bitwise
+from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
 from gradwire.collectives.torch_backend.work import GradwireWork, at_once
 from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
 
@@ -104,14 +104,14 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         """Reduce a tensor in place, to the same bits on all ranks."""
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
-        if tensor.is_sparse:
-            allreduce_sparse(self._communicator, tensor, _name_of(opts.reduceOp))
-            return GradwireWork(tensors)
-        if (combine := bitwise(opts.reduceOp)) is not None:
-            allreduce_bits(self._communicator, tensor, combine)
-            return GradwireWork(tensors)
         op = _name_of(opts.reduceOp)
-        return self._started(tensors, opts, lambda a: [self._communicator.allreduce(_real(tensor), op, async_op=a)])
+        if tensor.is_sparse:
+            allreduce_sparse(self._communicator, tensor, op)
+        elif op in BITWISE:
+            allreduce_bits(self._communicator, tensor, BITWISE[op])
+        else:
+            return self._started(tensors, opts, lambda a: [self._communicator.allreduce(_real(tensor), op, async_op=a)])
+        return GradwireWork(tensors)
 
     @_verb("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:

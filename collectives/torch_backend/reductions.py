@@ -15,20 +15,16 @@ from gradwire.collectives.communicator import Communicator
 
 _Combine = Callable[[Tensor, Tensor], Tensor]
 
-_BITWISE: dict[Any, _Combine] = {
+#: The functions of the reductions of bits.
+BITWISE: dict[Any, _Combine] = {
     dist.ReduceOp.BAND: torch.bitwise_and,
     dist.ReduceOp.BOR: torch.bitwise_or,
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 
-def bitwise(op: Any) -> _Combine | None:
-    """Return the function of ReduceOp.BAND, BOR or BXOR; None for another operation."""
-    return _BITWISE.get(getattr(op, "op", op))
-
-
 def allreduce_bits(communicator: Communicator, tensor: Tensor, combine: _Combine) -> None:
-    """Combine the bits of all ranks' tensors, in place and in rank order. combine: from bitwise(). Raises TypeError for
+    """Combine the bits of all ranks' tensors, in place and in rank order. combine: from BITWISE. Raises TypeError for
     a tensor of floating-point or complex numbers."""
     if tensor.dtype.is_floating_point or tensor.is_complex():
         raise TypeError(

@@ -1,1 +1,1 @@
-"""Kernels for the CPU (Numba). Others load `shared_memory`, `tcp`, `quantize`, `sparse`, which gather the rest."""
+"""Kernels for the CPU (Numba). The package above says which modules others load."""

@@ -66,6 +66,6 @@ def _module(name: str) -> Any:
 numba = _module("numba")
 cgutils = _module("numba.core.cgutils")
 cfunc, intrinsic, njit, types = numba.cfunc, _module("numba.extending").intrinsic, numba.njit, numba.types
-int8, int16, int32, int64 = numba.int8, numba.int16, numba.int32, numba.int64
+int8, int32, int64 = numba.int8, numba.int32, numba.int64
 uint8, uint16, uint32, uint64 = numba.uint8, numba.uint16, numba.uint32, numba.uint64
 float32, float64 = numba.float32, numba.float64

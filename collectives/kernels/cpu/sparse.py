@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradwire.collectives.kernels import wire as sections
 from gradwire.collectives.kernels.cpu.blocks import folded
 from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder, addresses, kernel_of
 from gradwire.collectives.kernels.cpu.chunks import chunktopk_decode, chunktopk_encode

@@ -1,1 +1,1 @@
-"""The codecs in plain torch, on any device."""
+"""The kernels in plain torch."""

@@ -84,6 +84,18 @@ def _cast_decode(dtype: torch.dtype) -> Callable[[Tensor, Tensor, bool, float], 
     return decode
 
 
+def _digits_decode(
+    bits: int, of_scales: torch.dtype = torch.float32
+) -> Callable[[Tensor, Tensor, int, bool, float], None]:
+    def decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+        code_bytes = (out.numel() * bits + 7) // 8
+        codes = in_blocks(signed(unpack(wire[:code_bytes], bits, out.numel()), bits), block)
+        put(out, scaled(codes, scales_of(wire, code_bytes, len(codes), of_scales), out.numel()), add, scale)
+
+    return decode
+
+
+int4_decode, qsgd_decode, terngrad_decode = _digits_decode(4, torch.bfloat16), _digits_decode(4), _digits_decode(2)
 fp16_encode, fp16_decode = _cast_encode(torch.float16), _cast_decode(torch.float16)
 bf16_encode, bf16_decode = _cast_encode(torch.bfloat16), _cast_decode(torch.bfloat16)
 
@@ -127,12 +139,6 @@ def int4_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: in
     codes = _integers(blocks, quotient(1.0, scales), finite, 7, stochastic, seed)
     write(wire, pack(codes.view(-1)[: values.numel()], 4), with_nan(scales.to(torch.bfloat16), finite))
     keep_dense_loss(residual, blocks, codes, with_nan(scales, finite))
-
-
-def int4_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
-    code_bytes = (out.numel() + 1) // 2
-    codes = in_blocks(signed(unpack(wire[:code_bytes], 4, out.numel()), 4), block)
-    put(out, scaled(codes, scales_of(wire, code_bytes, len(codes), torch.bfloat16), out.numel()), add, scale)
 
 
 class Float8Format(NamedTuple):
@@ -211,12 +217,6 @@ def qsgd_encode(values: Tensor, residual: Tensor | None, wire: Tensor, levels: i
     keep_dense_loss(residual, blocks, codes, scales)
 
 
-def qsgd_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
-    code_bytes = (out.numel() + 1) // 2
-    codes = in_blocks(signed(unpack(wire[:code_bytes], 4, out.numel()), 4), block)
-    put(out, scaled(codes, scales_of(wire, code_bytes, len(codes)), out.numel()), add, scale)
-
-
 # terngrad: scale = maximum; code = sign with probability |c| / maximum, else 0; four codes a byte, two's complement.
 
 
@@ -228,12 +228,6 @@ def terngrad_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block
     scales = with_nan(maximum, finite)
     write(wire, pack(codes.view(-1)[: values.numel()], 2), scales)
     keep_dense_loss(residual, blocks, codes, scales)
-
-
-def terngrad_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
-    code_bytes = (out.numel() + 3) // 4
-    codes = in_blocks(signed(unpack(wire[:code_bytes], 2, out.numel()), 2), block)
-    put(out, scaled(codes, scales_of(wire, code_bytes, len(codes)), out.numel()), add, scale)
 
 
 # natural: one byte, bit 7 the sign, the rest an exponent (0: zero, 127: NaN and Inf). 23 random bits are added to the

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Common parts
-
 
 def random_bits(numel: int, seed: int, device: torch.device) -> Tensor:
     """Return (numel,) int64, 32 random bits for each index: Wellons' lowbias32 (2018) of index * 0x9E3779B9 + seed."""

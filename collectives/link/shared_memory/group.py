@@ -28,7 +28,7 @@ SLOTS = 256
 SLOT_FIELDS = 4
 
 #: Every rank reduces tensors of up to this size whole. For larger ones, less data moves if each reduces a share.
-_WHOLE_BYTES = 8 << 10
+WHOLE_BYTES = 8 << 10
 
 #: Chunks of an allreduce in flight: while one is copied out, the next are reduced and staged. Many ranks use fewer.
 _DEPTH, _SMALLEST_DEPTH = 8, 2
@@ -41,7 +41,7 @@ _RINGS_BYTES, _SMALLEST_RING, _LARGEST_RING = 16 << 20, 16 << 10, 512 << 10
 #: overwrite its source, it is formed in this rank's slot for small tensors of an operation of the same parity. This
 #: slot is free: all ranks have begun this operation, so no rank still reads the tensor of the operation two before.
 _BLOCK_BYTES = 8 << 10
-assert _BLOCK_BYTES <= _WHOLE_BYTES, "a block has room in a slot for a whole message"
+assert _BLOCK_BYTES <= WHOLE_BYTES, "a block has room in a slot for a whole message"
 
 #: How long close() waits for a kernel to return. After an abort, a kernel that waits returns within milliseconds.
 _LEAVE_S = 1.0
@@ -70,7 +70,7 @@ class _Plan:
         self.ring_bytes = _power_of_two(_RINGS_BYTES // max(1, size * (size - 1)), _SMALLEST_RING, _LARGEST_RING)
         self.tables = size * kernels.RANK_BYTES
         self.whole = self.tables + size * SLOTS * SLOT_FIELDS * 8
-        self.staging = self.whole + 2 * size * _WHOLE_BYTES
+        self.staging = self.whole + 2 * size * WHOLE_BYTES
         self.rings = self.staging + self.depth * size * size * self.chunk_bytes
         self.nbytes = self.rings + size * size * (kernels.RING_BYTES + self.ring_bytes)
 
@@ -115,8 +115,6 @@ class LocalGroup:
         self._members_by_descriptor: dict[int, int] = {}
         assert segment.address is not None
         self.base = segment.address
-        self.whole_bytes = _WHOLE_BYTES
-        self.rings = self.base + self.plan.rings
         self._everyone = everyone
         state_offset = self.index * kernels.RANK_BYTES + kernels.STATE
         self._finalizer = weakref.finalize(self, _give_back, segment, state_offset, self._members_by_descriptor)
@@ -127,7 +125,7 @@ class LocalGroup:
             kernels.BLOCK: _BLOCK_BYTES,
             kernels.RANKS: self.base,
             kernels.WHOLE: self.base + self.plan.whole,
-            kernels.WHOLE_BYTES: _WHOLE_BYTES,
+            kernels.WHOLE_BYTES: WHOLE_BYTES,
             kernels.STAGING: self.base + self.plan.staging,
             kernels.CHUNK_BYTES: self.plan.chunk_bytes,
             kernels.DEPTH: self.plan.depth,
@@ -142,11 +140,6 @@ class LocalGroup:
     def is_ours(self) -> bool:
         """Return False in a forked child, which has mapped the segment but is no member of the group."""
         return os.getpid() == self._process
-
-    @staticmethod
-    def segment_bytes(kernels: ModuleType, size: int) -> int:
-        """Return the number of bytes in the segment of `size` ranks."""
-        return int(_Plan(kernels, size).nbytes)
 
     def wait_beside_work(self, beside_work: bool) -> None:
         """Set whether later waits leave the cores to other threads of this process."""
@@ -283,7 +276,7 @@ def join_host(membership: Membership, kernels: ModuleType | str, deadline: float
     rank = membership.rank
     members = next(host for host in membership.hosts if rank in host)
     first, joins = members[0], len(members) > 1
-    nbytes = 0 if isinstance(kernels, str) else LocalGroup.segment_bytes(kernels, len(members))
+    nbytes: int = 0 if isinstance(kernels, str) else _Plan(kernels, len(members)).nbytes
     segment: Segment | None = None
     group: LocalGroup | None = None
     with ExitStack() as made:

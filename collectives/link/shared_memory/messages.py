@@ -11,7 +11,7 @@ from gradwire.collectives.kernels import cpu_arithmetic
 from gradwire.collectives.link.base import Request, Whole
 from gradwire.collectives.link.rows import Table
 from gradwire.collectives.link.shared_memory.allocation import ELSEWHERE, Allocations
-from gradwire.collectives.link.shared_memory.group import LocalGroup
+from gradwire.collectives.link.shared_memory.group import WHOLE_BYTES, LocalGroup
 
 #: The algorithm of each verb that needs no messages in shared memory. A barrier is an allreduce of an empty tensor.
 PREFERRED = {"allreduce": "shared", "barrier": "shared"}
@@ -43,7 +43,7 @@ class SharedMemory(Allocations):
         kind = (nbytes, request.dtype.itemsize, arithmetic, kernels.OPS[request.op], divisor, doing)
         words = np.array((group.context_address, *kind), dtype=np.int64)
         kernel, address = kernels.allreduce, words.ctypes.data
-        is_small = nbytes <= group.whole_bytes
+        is_small = nbytes <= WHOLE_BYTES
 
         def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float, keeps: object = words) -> None:
             self._sequence = sequence = self._sequence + 1
@@ -70,14 +70,12 @@ class SharedMemoryTransport(Table):
         self.reductions = reductions
         self.preferred = {} if reductions is None else PREFERRED
         self.algorithms = {verb: (name,) for verb, name in self.preferred.items()}
-        self.share_alignment_bytes = {
-            name: group.kernels.LINE for verb, name in self.preferred.items() if verb == "allreduce"
-        }
+        self.share_alignment_bytes = {} if reductions is None else {"shared": group.kernels.LINE}
         self._group = group
         self._index = {member: index for index, member in enumerate(group.members)}
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
         context = {
-            self.kernels.RINGS: group.rings,
+            self.kernels.RINGS: group.base + group.plan.rings,
             self.kernels.RING_CAPACITY: group.plan.ring_bytes,
             self.kernels.BLOCKED: self._blocked.ctypes.data,
         }

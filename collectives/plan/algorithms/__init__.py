@@ -43,6 +43,9 @@ PLANNERS: dict[str, dict[str, Planner]] = {
     "barrier": {"recursive_doubling": recursive_doubling.allreduce, "tree": tree.allreduce},
 }
 
+#: The collectives that have a root, so that a rank may finish before others have begun.
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
 #: Allreduces that are, to the bit, the reduce_scatter and then the allgather of the same name.
 IN_HALVES = ("ring", "rsag", "direct")
 

@@ -10,7 +10,7 @@ contributions of the other ranks to its own in rank order.
 from __future__ import annotations
 
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
-from gradwire.collectives.plan.spans import Span
+from gradwire.collectives.plan.spans import WHOLE, Span
 
 
 def _block(rank: int) -> tuple[Span]:
@@ -46,23 +46,20 @@ def allreduce(place: Place) -> Schedule:
 
 def one_shot(place: Place) -> Schedule:
     """Send the whole buffer to all other ranks, and add their buffers, in one round: an allreduce that sends no sums."""
-    whole = (Span(0, 1),)
-    sends = [send(peer, whole) for peer in _others(place)]
-    return _schedule(place, 1, sends + [reduce(peer, whole) for peer in sorted(_others(place))])
+    sends = [send(peer, WHOLE) for peer in _others(place)]
+    return _schedule(place, 1, sends + [reduce(peer, WHOLE) for peer in sorted(_others(place))])
 
 
 def broadcast(place: Place) -> Schedule:
-    whole = (Span(0, 1),)
     if place.rank == place.root:
-        return _schedule(place, 1, [send(peer, whole) for peer in _others(place)])
-    return _schedule(place, 1, [receive(place.root, whole)])
+        return _schedule(place, 1, [send(peer, WHOLE) for peer in _others(place)])
+    return _schedule(place, 1, [receive(place.root, WHOLE)])
 
 
 def reduce_to_root(place: Place) -> Schedule:
-    whole = (Span(0, 1),)
     if place.rank == place.root:
-        return _schedule(place, 1, [reduce(peer, whole) for peer in sorted(_others(place))])
-    return _schedule(place, 1, [send(place.root, whole)])
+        return _schedule(place, 1, [reduce(peer, WHOLE) for peer in sorted(_others(place))])
+    return _schedule(place, 1, [send(place.root, WHOLE)])
 
 
 def scatter(place: Place) -> Schedule:

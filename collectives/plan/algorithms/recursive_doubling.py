@@ -9,9 +9,7 @@ add the same two operands, and addition commutes, so all ranks hold the same bit
 from __future__ import annotations
 
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
-from gradwire.collectives.plan.spans import Span
-
-_ALL = (Span(0, 1),)
+from gradwire.collectives.plan.spans import WHOLE
 
 
 def allreduce(place: Place) -> Schedule:
@@ -24,8 +22,8 @@ def allreduce(place: Place) -> Schedule:
     unfold: list[Round] = []
     if folded:
         paired = rank < 2 * folded
-        fold = [send(rank + 1, _ALL) if outside else reduce(rank - 1, _ALL) if paired else ()]
-        unfold = [receive(rank + 1, _ALL) if outside else send(rank - 1, _ALL) if paired else ()]
+        fold = [send(rank + 1, WHOLE) if outside else reduce(rank - 1, WHOLE) if paired else ()]
+        unfold = [receive(rank + 1, WHOLE) if outside else send(rank - 1, WHOLE) if paired else ()]
 
     def original(virtual: int) -> int:
         return 2 * virtual + 1 if virtual < folded else virtual + folded
@@ -35,6 +33,6 @@ def allreduce(place: Place) -> Schedule:
     distance = 1
     while distance < power:
         peer = original(virtual ^ distance)
-        doubling.append(() if outside else send(peer, _ALL) + reduce(peer, _ALL))
+        doubling.append(() if outside else send(peer, WHOLE) + reduce(peer, WHOLE))
         distance *= 2
     return Schedule(rank, size, 1, tuple(fold + doubling + unfold))

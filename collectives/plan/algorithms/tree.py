@@ -12,9 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
-from gradwire.collectives.plan.spans import Span
-
-_ALL = (Span(0, 1),)
+from gradwire.collectives.plan.spans import WHOLE
 
 
 def _order(place: Place) -> list[int]:
@@ -47,7 +45,7 @@ def _levels(place: Place) -> list[tuple[int | None, int | None]]:
 
 def reduce_to_root(place: Place) -> Schedule:
     rounds: list[Round] = [
-        (send(parent, _ALL) if parent is not None else ()) + (reduce(child, _ALL) if child is not None else ())
+        (send(parent, WHOLE) if parent is not None else ()) + (reduce(child, WHOLE) if child is not None else ())
         for parent, child in _levels(place)
     ]
     return Schedule(place.rank, place.size, 1, tuple(rounds))
@@ -55,7 +53,7 @@ def reduce_to_root(place: Place) -> Schedule:
 
 def broadcast(place: Place) -> Schedule:
     rounds: list[Round] = [
-        (receive(parent, _ALL) if parent is not None else ()) + (send(child, _ALL) if child is not None else ())
+        (receive(parent, WHOLE) if parent is not None else ()) + (send(child, WHOLE) if child is not None else ())
         for parent, child in reversed(_levels(place))
     ]
     return Schedule(place.rank, place.size, 1, tuple(rounds))
