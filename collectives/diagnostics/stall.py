@@ -36,6 +36,8 @@ _ANSWER_S = 3.0
 #: The maximum number of ranks that a warning names.
 _MOST_RANKS = 16
 
+_UNEVEN = " (if the ranks have different numbers of batches: join())"
+
 _SILENT = "does not answer: it is stopped, native code holds its interpreter's lock, or its host cannot be reached"
 
 
@@ -79,7 +81,7 @@ class Position:
         """Return the position as the answer to a question, with the place of the main thread of this process."""
         parts = [whereabouts.of_main_thread()]
         parts += [f"waits in {self.waits_in}"] if self.waits_in else []
-        parts += [f"waits in {shortened(call)} of another Communicator" for call in self.elsewhere]
+        parts += [f"waits in {shortened(call)} of another Communicator{_UNEVEN}" for call in self.elsewhere]
         finished = self.begun - self.is_running
         last = f"the last operation that it finished is {finished}, {self._call(finished)}"
         parts.append(last if finished >= 0 else "it has finished no operation")
