@@ -106,7 +106,9 @@ def test_a_rank_waits_in_another_communicator_and_for_a_message(tmp_path: Path) 
     where = "test_a_rank_waits_in_another_communicator_and_for_a_message"
     first, second = (Communicator(timeout_s=TIMEOUT_S, stall_warning_s=WARNING_S) for _ in range(2))
     if first.rank == 0:
-        wanted = rf"for rank 1\n *rank 1 is at .*{where}.*waits in operation 0, barrier\(.* of another Communicator .*join"
+        wanted = (
+            rf"for rank 1\n *rank 1 is at .*{where}.*waits in operation 0, barrier\(.* of another Communicator .*join"
+        )
         with heard(wanted, tmp_path / "elsewhere"):
             first.barrier(async_op=True)
             sleep_until([tmp_path / "elsewhere"])
