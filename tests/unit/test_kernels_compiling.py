@@ -124,7 +124,7 @@ def test_what_calls_into_an_edited_file_is_compiled_anew(kernels: Path, tmp_path
 
 @pytest.mark.parametrize("damage", [lambda code: b"", lambda code: code[:-100], lambda code: code[:-1] + b"?"])
 def test_a_damaged_file_is_replaced(kernels: Path, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    """As a full disk or a loss of power may leave it."""
+    """A kernel whose file is empty, cut off or altered, for example after a loss of power, is compiled again."""
     kept = tmp_path / "kept"
     ask(kernels, 41, NUMBA_CACHE_DIR=str(kept))
     (file,) = kept.rglob("twice.*.o")

@@ -141,8 +141,11 @@ def test_a_rank_that_ends_right_after_its_card_is_lost() -> None:
     hub.join()
 
 
-def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost() -> None:
-    """Else the report would end the job that turned it away."""
+def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hub refuses the process and closes the connection just before the second look. A report that the hub is lost would end
+    the job that turned the process away."""
     here, hub = socket.socketpair()
     presence = Presence(card_of(1), {"rank": 0, "token": "t"}, here)
     looks, look = 0, presence._look
@@ -155,7 +158,7 @@ def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost
             hub.close()
         look()
 
-    presence._look = look_after_refusal  # type: ignore[method-assign]
+    monkeypatch.setattr(presence, "_look", look_after_refusal)
     here.setblocking(False)
     with pytest.raises(TurnedAway, match="a stranger"):
         list(presence.await_all(time.monotonic() + DEADLINE_S))

@@ -133,6 +133,7 @@ def machine_key() -> tuple[Any, ...]:
     return version("numba"), version("llvmlite"), _processor(), settings
 
 
+@cache
 def _processor() -> tuple[str, str]:
     """Return LLVM's name of the processor and of its features, which Numba's variables replace."""
     named = os.environ.get("NUMBA_CPU_NAME", "")

@@ -70,7 +70,7 @@ class SharedMemoryTransport(Table):
         self.reductions = reductions
         self.preferred = {} if reductions is None else PREFERRED
         self.algorithms = {verb: (name,) for verb, name in self.preferred.items()}
-        self.share_alignment_bytes = {} if reductions is None else {"shared": group.kernels.LINE}
+        self.share_alignment_bytes = {} if reductions is None else {PREFERRED["allreduce"]: group.kernels.LINE}
         self._group = group
         self._index = {member: index for index, member in enumerate(group.members)}
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
