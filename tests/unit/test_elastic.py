@@ -24,6 +24,7 @@ from gradwire.trainer.elastic.commits import Commits
 from gradwire.trainer.elastic.memory import Agent, Memory, NamedMemory, Unfinished, open_own
 from gradwire.trainer.elastic.parts import Part, newest, takers
 from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, encode, flatten, unflatten
+from tests.interpreter import FINALIZE, python
 
 LAYOUT = encode({"part": [1, 2, 3]})
 
@@ -171,6 +172,28 @@ def test_nothing_outlives_the_process_that_launches() -> None:
     launcher.wait()
     Agent(os.getpid(), watcher.started_at(os.getpid())).watch()
     assert not memory.path("0.0").exists()
+
+
+LEAVING = """
+import atexit, sys, time
+import gradwire
+
+class Slow:
+    def __del__(self):
+        time.sleep(60)
+
+gradwire.slow = Slow()
+atexit.register(print, "an exit handler has run")
+sys.modules["gradwire.trainer.elastic.run"]._leave_soon(object())
+raise RuntimeError("a rank is lost")
+"""
+
+
+def test_a_rank_that_is_started_again_ends_without_freeing_its_objects() -> None:
+    command = [python(), "-c", LEAVING]
+    ended = subprocess.run(command, env={**os.environ, FINALIZE: "yes"}, capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout) == (1, "an exit handler has run\n"), ended.stderr
+    assert "RuntimeError: a rank is lost" in ended.stderr
 
 
 def part(commit: tuple[int, int, int], rank: int, start: int = 0, stop: int = 0) -> Part:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -111,3 +113,13 @@ def _leave_soon(failures: Failures | None) -> None:
         timer = threading.Timer(_LEAVE_S, os._exit, [1])
         timer.daemon = True
         timer.start()
+        atexit.register(_end)
+
+
+def _end() -> None:
+    """Run the other exit handlers, and end this process: the interpreter would take 0.6 s more to free torch's modules."""
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
