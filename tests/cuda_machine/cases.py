@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from gradwire.collectives.compression import dense
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Dense, Int8
 from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Sparse, Threshold, TopK
-from gradwire.collectives.kernels.cuda.kernels import CudaKernels
 from gradwire.collectives.kernels.reference import quantize as reference
 from gradwire.collectives.kernels.reference import sparse as reference_sparse
 
@@ -176,26 +174,3 @@ def code(pair: Pair, codec: Codec, values: Tensor, residual: Tensor | None) -> N
         wire = pair.both(f"{codec.name}_encode", values, residual, wire, *writes, at=at)[-1]
     for add in (False, True):
         pair.both(f"{codec.name}_decode", wire, before, *reads, add, 0.3, at=at)
-
-
-def check_many(kernels: CudaKernels, device: str) -> list[str]:
-    """More tensors than one launch takes, some of them empty, each with its own seed."""
-    codec, numels = Int8(stochastic=True), [(7 * i * i) % 700 for i in range(100)]
-    values = [numbers(numel, "wide", i) for i, numel in enumerate(numels)]
-    residuals = [numbers(numel, "gaussian", -i) for i, numel in enumerate(numels)]
-    wires = [_unwritten(codec.wire_bytes(numel)) for numel in numels]
-    seeds = [SEED - i for i in range(len(numels))]
-    there = [[t.to(device, copy=True) for t in tensors] for tensors in (values, residuals, wires)]
-    kernels.int8_encode(*there, *codec._encoder(), seeds)
-    outs = [torch.zeros_like(t) for t in there[0]]
-    kernels.int8_decode(there[2], outs, *codec._decoder(), False, 1.0)
-
-    def differences() -> Iterator[str]:
-        for i, (v, r, w, seed) in enumerate(zip(values, residuals, wires, seeds, strict=True)):
-            reference.int8_encode(v, r, w, *codec._encoder(), seed)
-            out = torch.zeros_like(v)
-            reference.int8_decode(w, out, *codec._decoder(), False, 1.0)
-            if not (torch.equal(w, there[2][i].cpu()) and same(r, there[1][i]) and same(out, outs[i])):
-                yield f"tensor {i} of {len(numels)}, {len(v)} numbers"
-
-    return list(differences())

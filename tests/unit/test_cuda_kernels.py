@@ -20,7 +20,7 @@ from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels,
 from gradwire.collectives.kernels.cuda.launch import CupyLaunch
 from gradwire.collectives.kernels.cuda.source import source
 from tests.cuda_machine import MachineLaunch, Order
-from tests.cuda_machine.cases import CHUNKED, CODECS, DENSE, KINDS, SPARSE, SPARSE_NUMELS, check, check_many
+from tests.cuda_machine.cases import CHUNKED, CODECS, DENSE, KINDS, SPARSE, SPARSE_NUMELS, check
 from tests.cuda_machine.nvrtc import compile_kernel
 from tests.harness import wide
 
@@ -79,12 +79,6 @@ class FewBlocks(CudaKernels):
 @pytest.mark.parametrize("codec", SPARSE, ids=repr)
 def test_blocks_of_several_chunks(codec: Sparse) -> None:
     assert check(FewBlocks(MachineLaunch()), "cpu", codec, (40_001,), ("ties",)) == []
-
-
-def test_many_tensors_in_one_launch() -> None:
-    launch = MachineLaunch()
-    assert check_many(CudaKernels(launch), "cpu") == []
-    assert len(launch.launched) == 4, "100 tensors, 96 of them in a launch"
 
 
 def test_blocks_that_no_warp_holds() -> None:

@@ -3,12 +3,9 @@
 // A warp works on a tile of VECTORS * 128 elements. Lane l holds the elements v * 128 + 4 l + (0..3), v < VECTORS, in registers:
 // each of its loads is 16 bytes, and all are under way before the first is used. So memory is read once and written once. A block
 // is BLOCK consecutive elements: some vectors of all lanes or, if it is shorter than 128, one vector of some lanes.
-// One launch works through a table of tensors.
 
 #include "common.cuh"
 #include "codecs.cuh"
-
-constexpr int TENSORS = 96;
 
 struct Tensor {
     float* values;  // what is encoded, or what becomes of the code
@@ -16,25 +13,8 @@ struct Tensor {
     byte* wire;
     long long numel;
     word seed;
-    word first_tile;  // of the launch
+    float scale;  // of what is decoded
 };
-
-struct Table {
-    Tensor tensors[TENSORS];
-    int count;
-    word tiles;
-    float scale;
-};
-
-// Which of the tensors a tile belongs to.
-__device__ __forceinline__ int tensor_of(const Table& table, word tile) {
-    int found = 0;
-    if (table.count == 1) return found;
-#pragma unroll 1
-    for (int step = 64; step > 0; step /= 2)
-        if (found + step < table.count && table.tensors[found + step].first_tile <= tile) found += step;
-    return found;
-}
 
 // How the codes of a tile lie in its lanes' words, and where in memory. `packed`: per vector, 4 codes, the first in the lowest bits.
 // Nothing behind `bytes` is touched.
@@ -84,15 +64,15 @@ struct Codes {
 template <class Codec>
 struct Tile {
     const Tensor& tensor;
-    word number;     // among the tensor's
+    word number;
     int lane;
     long long begin;  // its first element
     long long left;   // elements from there on
     long long code_bytes, blocks;
 
-    __device__ __forceinline__ Tile(const Table& table, word of_all)
-        : tensor(table.tensors[tensor_of(table, of_all)]),
-          number(of_all - tensor.first_tile),
+    explicit __device__ __forceinline__ Tile(const Tensor& tensor)
+        : tensor(tensor),
+          number(blockIdx.x * (THREADS / 32) + threadIdx.x / 32),
           lane(threadIdx.x % 32),
           begin((long long)number * Codec::TILE),
           left(tensor.numel - begin),
@@ -109,15 +89,13 @@ struct Tile {
     __device__ __forceinline__ bool whole() const { return left >= Codec::TILE; }
 };
 
-__device__ __forceinline__ word tile_of_warp() { return blockIdx.x * (THREADS / 32) + threadIdx.x / 32; }
-
 template <class Codec, bool FEEDBACK>
-__global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Tensor tensor) {
     constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
-    if (tile_of_warp() >= table.tiles) return;
-    const Tile<Codec> tile(table, tile_of_warp());
-    const float* values = tile.at(tile.tensor.values);
-    float* residual = FEEDBACK ? tile.at(tile.tensor.residual) : nullptr;
+    const Tile<Codec> tile(tensor);
+    if (tile.left <= 0) return;
+    const float* values = tile.at(tensor.values);
+    float* residual = FEEDBACK ? tile.at(tensor.residual) : nullptr;
     const bool vectors = tile.whole() && aligned_to_16(values) && aligned_to_16(residual);
 
     Four numbers[VECTORS], lost[VECTORS];
@@ -145,7 +123,7 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Table 
 #pragma unroll
     for (int first = 0; first < VECTORS; first += Codec::SPAN) {
         const long long block = tile.block(first);
-        const int count = (int)min((long long)Codec::BLOCK, tile.tensor.numel - block * Codec::BLOCK);
+        const int count = (int)min((long long)Codec::BLOCK, tensor.numel - block * Codec::BLOCK);
         const Scaling scaling = Codec::scaling(numbers + first, count);
         if (tile.lane % Codec::LANES == 0 && block < tile.blocks) Codec::store(tile.scales(), block, scaling.scale, scaling.broken);
 #pragma unroll
@@ -154,7 +132,7 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Table 
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const word index = (word)tile.begin + v * 128 + tile.lane * 4 + i;
-                const word code = Codec::encode(numbers[v].at[i], scaling, index, tile.tensor.seed) & ((1u << BITS) - 1);
+                const word code = Codec::encode(numbers[v].at[i], scaling, index, tensor.seed) & ((1u << BITS) - 1);
                 packed[v] |= (typename Codes<Codec>::Packed)code << (i * BITS);
                 if constexpr (FEEDBACK) {
                     const float decoded = Codec::decode(code, scaling.scale);
@@ -167,7 +145,7 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Table 
                 packed[v] &= (1u << min(max(tile.left_of(v), 0LL), 4LL)) - 1;
         }
     }
-    Codes<Codec>::store(tile.tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
+    Codes<Codec>::store(tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
     if (tile.left <= Codec::TILE) {
         const long long at = tile.blocks * Codec::SCALE_BYTES + tile.lane;
         if (at < padded(tile.blocks * Codec::SCALE_BYTES)) tile.scales()[at] = 0;
@@ -184,17 +162,17 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Table 
 }
 
 template <class Codec, bool ADD>
-__global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Tensor tensor) {
     constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
-    if (tile_of_warp() >= table.tiles) return;
-    const Tile<Codec> tile(table, tile_of_warp());
-    float* out = tile.at(tile.tensor.values);
+    const Tile<Codec> tile(tensor);
+    if (tile.left <= 0) return;
+    float* out = tile.at(tensor.values);
     const bool vectors = tile.whole() && aligned_to_16(out);
 
     typename Codes<Codec>::Packed packed[VECTORS];
     float scale[VECTORS];
     Four before[VECTORS];
-    Codes<Codec>::load(tile.tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
+    Codes<Codec>::load(tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         scale[v] = tile.block(v) < tile.blocks ? Codec::load(tile.scales(), tile.block(v)) : 0.0f;
@@ -206,7 +184,7 @@ __global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Table 
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const word code = (word)(packed[v] >> (i * BITS)) & ((1u << BITS) - 1);
-            const float number = Codec::decode(code, scale[v]) * table.scale;
+            const float number = Codec::decode(code, scale[v]) * tensor.scale;
             numbers.at[i] = ADD ? before[v].at[i] + number : number;
         }
         if (vectors)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from gradwire.collectives.kernels.cuda.source import THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.reference import quantize as reference
 
-#: One tensor, or several that one launch processes.
-Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-
-_TENSORS = 96  # the most of a launch, as in quantize.cu: the table must fit in the 4 KB of a kernel's parameters
 _TENSOR = np.dtype(
-    [("values", "u8"), ("residual", "u8"), ("wire", "u8"), ("numel", "i8"), ("seed", "u4"), ("first_tile", "u4")]
+    [("values", "u8"), ("residual", "u8"), ("wire", "u8"), ("numel", "i8"), ("seed", "u4"), ("scale", "f4")]
 )
-_TABLE = np.dtype([("tensors", _TENSOR, _TENSORS), ("count", "i4"), ("tiles", "u4"), ("scale", "f4"), ("unused", "u4")])
 _FRACTION = {"e4m3": 3, "e5m2": 2}  # bits of the mantissa
 _WARPS = THREADS // 32
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # lengths that a warp holds in registers
 _DEFAULTS = {"block": 512, "stochastic": False, "levels": 7}  # of parameters that a function does not take
-
-
-def _several(tensors: Tensors) -> Sequence[torch.Tensor]:
-    return (tensors,) if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _tile(name: str, block: int) -> int:
@@ -48,38 +39,30 @@ def _codec(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return <name>_encode and <name>_decode, with the arguments of the functions of reference.quantize.
 
-    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of each function. values and wire
-    are one tensor each, or sequences of equal length (and so are residuals, outputs and seeds), which a launch processes
-    together.
+    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of each function.
     """
 
     def encode(
-        self: Quantizers, values: Tensors, residual: Tensors | None, wire: Tensors, *parameters_and_seed: Any
+        self: Quantizers, values: Tensor, residual: Tensor | None, wire: Tensor, *parameters_and_seed: Any
     ) -> None:
         *given, seed = parameters_and_seed
         parameters = dict(zip(encoder, given, strict=True))
         block = parameters.get("block", _DEFAULTS["block"])
-        inputs, wires = _several(values), _several(wire)
-        residuals = [None] * len(inputs) if residual is None else _several(residual)
-        seeds = [seed] * len(inputs) if isinstance(seed, int) else seed
-        if block not in _BLOCKS:
-            for v, r, w, s in zip(inputs, residuals, wires, seeds, strict=True):
-                getattr(reference, f"{name}_encode")(v, r, w, *given, s)
-            return
-        kernel = f"encode<{_instance(template, parameters)}, {literal(residual is not None)}>"
-        self.work_through(kernel, _tile(name, block), inputs, residuals, wires, seeds, 1.0)
+        if block in _BLOCKS:
+            kernel = f"encode<{_instance(template, parameters)}, {literal(residual is not None)}>"
+            self.work_through(kernel, _tile(name, block), values, residual, wire, seed=seed)
+        else:
+            getattr(reference, f"{name}_encode")(values, residual, wire, *given, seed)
 
-    def decode(self: Quantizers, wire: Tensors, out: Tensors, *parameters_and_how: Any) -> None:
+    def decode(self: Quantizers, wire: Tensor, out: Tensor, *parameters_and_how: Any) -> None:
         *given, add, scale = parameters_and_how
         parameters = dict(zip(decoder, given, strict=True))
         block = parameters.get("block", _DEFAULTS["block"])
-        outputs, wires = _several(out), _several(wire)
-        if block not in _BLOCKS:
-            for w, o in zip(wires, outputs, strict=True):
-                getattr(reference, f"{name}_decode")(w, o, *given, add, scale)
-            return
-        nothing, kernel = [None] * len(outputs), f"decode<{_instance(template, parameters)}, {literal(add)}>"
-        self.work_through(kernel, _tile(name, block), outputs, nothing, wires, [0] * len(outputs), scale)
+        if block in _BLOCKS:
+            kernel = f"decode<{_instance(template, parameters)}, {literal(add)}>"
+            self.work_through(kernel, _tile(name, block), out, None, wire, scale=scale)
+        else:
+            getattr(reference, f"{name}_decode")(wire, out, *given, add, scale)
 
     return encode, decode
 
@@ -104,24 +87,18 @@ class Quantizers:
         self,
         kernel: str,
         tile: int,
-        values: Sequence[torch.Tensor],
-        residuals: Sequence[torch.Tensor | None],
-        wires: Sequence[torch.Tensor],
-        seeds: Sequence[int],
-        scale: float,
+        values: Tensor,
+        residual: Tensor | None,
+        wire: Tensor,
+        *,
+        seed: int = 0,
+        scale: float = 1.0,
     ) -> None:
-        """Launch a kernel of quantize.cu on all tensors, a table of them at a time. tile: how many elements a warp
-        processes."""
-        entries = list(zip(values, residuals, wires, seeds, strict=True))
-        for begin in range(0, len(entries), _TENSORS):
-            table = np.zeros((), _TABLE)
-            tiles, touched = 0, []
-            for place, (numbers, residual, wire, seed) in enumerate(entries[begin : begin + _TENSORS]):
-                lost = 0 if residual is None else residual.data_ptr()
-                numel, low = numbers.numel(), seed & 0xFFFFFFFF
-                table["tensors"][place] = (numbers.data_ptr(), lost, wire.data_ptr(), numel, low, tiles)
-                tiles += -(-numel // tile)
-                touched += [tensor for tensor in (numbers, residual, wire) if tensor is not None]
-            table["count"], table["tiles"], table["scale"] = min(_TENSORS, len(entries) - begin), tiles, scale
-            if tiles:
-                self._launch("quantize", kernel, -(-tiles // _WARPS), table, touched)
+        """Launch a kernel of quantize.cu. tile: how many elements a warp processes."""
+        numel = values.numel()
+        if numel > 0:
+            lost = 0 if residual is None else residual.data_ptr()
+            addresses = values.data_ptr(), lost, wire.data_ptr()
+            parameters = np.array((*addresses, numel, seed & 0xFFFFFFFF, scale), _TENSOR)
+            touched = [tensor for tensor in (values, residual, wire) if tensor is not None]
+            self._launch("quantize", kernel, -(-numel // (tile * _WARPS)), parameters, touched)
