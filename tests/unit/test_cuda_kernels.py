@@ -121,30 +121,23 @@ def test_cupy_compiles_the_same() -> None:
 
 def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """And compiles once for each device."""
-    compiled, launched, streams = [], [], [0]
+    compiled, launched = [], []
 
     class Stream:
-        def __init__(self, pointer: int) -> None:
-            self.pointer = pointer
-
-        @classmethod
-        def from_external(cls, stream: Any) -> "Stream":
+        @staticmethod
+        def from_external(stream: Any) -> int:
             version, pointer = stream.__cuda_stream__()
             assert version == 0
-            return cls(pointer)
-
-        def __enter__(self) -> None:
-            streams.append(self.pointer)
-
-        def __exit__(self, *_: object) -> None:
-            streams.pop()
+            return pointer
 
     class Module:
         def load(self, code: bytes) -> None:
             self.code = code
 
         def get_function(self, name: str) -> Any:
-            return lambda *arguments: launched.append((self.code, name, streams[-1], *arguments))
+            return lambda grid, block, arguments, stream: launched.append(
+                (self.code, name, stream, grid, block, *(argument.tobytes() for argument in arguments))
+            )
 
     def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
         compiled.append((family, kernel, architecture))
@@ -155,13 +148,13 @@ def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7 + device.index))
-    launch, parameters = CupyLaunch(cupy), np.zeros((), np.dtype("u4"))
+    monkeypatch.setattr(cuda, "current_stream_handle", lambda device: 7 + device.index)
+    launch, parameters = CupyLaunch(cupy), np.array((1, 2), [("first", "u1"), ("second", "u1")])
     for device in (0, 1, 0):
         launch("sparse", "mark", 5, parameters, [SimpleNamespace(device=torch.device("cuda", device))])
     assert compiled == [("sparse", "mark", "sm_90"), ("sparse", "mark", "sm_91")]
     assert launched == [
-        (code, "MARK", stream, (5, 1, 1), (256, 1, 1), (parameters,))
+        (code, "MARK", stream, (5, 1, 1), (256, 1, 1), b"\1\2")
         for code, stream in ((b"sm_90", 7), (b"sm_91", 8), (b"sm_90", 7))
     ]
 

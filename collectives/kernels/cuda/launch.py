@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from gradwire.collectives.kernels.cuda.source import OPTIONS, THREADS, source
+from gradwire.collectives.torch_internals import current_stream_handle
 
 
 class _Stream:
@@ -31,6 +32,7 @@ class CupyLaunch:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._functions: dict[tuple[str, torch.device], Any] = {}
+        self._streams: dict[tuple[int, torch.device], Any] = {}  # by the handles of torch's streams, which torch keeps
 
     def __call__(
         self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
@@ -41,8 +43,13 @@ class CupyLaunch:
             function = self._functions.get((kernel, device))
             if function is None:
                 function = self._functions[kernel, device] = self._compile(family, kernel, device)
-            with self._cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream)):
-                function((grid, 1, 1), (THREADS, 1, 1), (parameters,))
+            handle = current_stream_handle(device)
+            stream = self._streams.get((handle, device))
+            if stream is None:
+                stream = self._streams[handle, device] = self._cupy.cuda.Stream.from_external(_Stream(handle))
+            # Without the names of the fields, of which CuPy would ask a description at each launch.
+            unnamed = parameters.view(f"V{parameters.itemsize}")
+            function((grid, 1, 1), (THREADS, 1, 1), (unnamed,), stream=stream)
 
     def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
         """Compile a kernel. Do not use cupy.RawModule: it flushes denormals with any options."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,19 @@ _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # lengths that a warp holds in regi
 _DEFAULTS = {"block": 512, "stochastic": False, "levels": 7}  # of parameters that a function does not take
 
 
-def _tile(name: str, block: int) -> int:
-    """Return how many elements a warp processes: Layout::TILE of codecs.cuh."""
-    return 1024 if block > 512 or name == "onebit" else 512
-
-
-def _instance(template: str, parameters: Mapping[str, Any]) -> str:
-    """Return the C++ text of a type of codecs.cuh with its arguments."""
+@cache
+def _instance(name: str, template: str, names: tuple[str, ...], given: tuple[Any, ...]) -> tuple[str, int] | None:
+    """Return the C++ text of a codec's type, and how many elements a warp processes (Layout::TILE of codecs.cuh); None if no
+    warp holds a block. names, given: of the parameters."""
+    parameters = _DEFAULTS | dict(zip(names, given, strict=True))
+    block = parameters["block"]
+    if block not in _BLOCKS:
+        return None
     written = {
-        name: literal(value) if isinstance(value, bool) else _FRACTION.get(value, value)
-        for name, value in (_DEFAULTS | dict(parameters)).items()
+        parameter: literal(value) if isinstance(value, bool) else _FRACTION.get(value, value)
+        for parameter, value in parameters.items()
     }
-    return template.format(**written)
+    return template.format(**written), 1024 if block > 512 or name == "onebit" else 512
 
 
 def _codec(
@@ -46,21 +48,18 @@ def _codec(
         self: Quantizers, values: Tensor, residual: Tensor | None, wire: Tensor, *parameters_and_seed: Any
     ) -> None:
         *given, seed = parameters_and_seed
-        parameters = dict(zip(encoder, given, strict=True))
-        block = parameters.get("block", _DEFAULTS["block"])
-        if block in _BLOCKS:
-            kernel = f"encode<{_instance(template, parameters)}, {literal(residual is not None)}>"
-            self.work_through(kernel, _tile(name, block), values, residual, wire, seed=seed)
+        if instance := _instance(name, template, encoder, tuple(given)):
+            codec, tile = instance
+            kernel = f"encode<{codec}, {literal(residual is not None)}>"
+            self.work_through(kernel, tile, values, residual, wire, seed=seed)
         else:
             getattr(reference, f"{name}_encode")(values, residual, wire, *given, seed)
 
     def decode(self: Quantizers, wire: Tensor, out: Tensor, *parameters_and_how: Any) -> None:
         *given, add, scale = parameters_and_how
-        parameters = dict(zip(decoder, given, strict=True))
-        block = parameters.get("block", _DEFAULTS["block"])
-        if block in _BLOCKS:
-            kernel = f"decode<{_instance(template, parameters)}, {literal(add)}>"
-            self.work_through(kernel, _tile(name, block), out, None, wire, scale=scale)
+        if instance := _instance(name, template, decoder, tuple(given)):
+            codec, tile = instance
+            self.work_through(f"decode<{codec}, {literal(add)}>", tile, out, None, wire, scale=scale)
         else:
             getattr(reference, f"{name}_decode")(wire, out, *given, add, scale)
 
