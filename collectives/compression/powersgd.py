@@ -137,18 +137,6 @@ class PowerSGDState(MatrixState):
                 return batch.error[place], {"basis": batch.basis[place]}
         return None
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the state for load_state_dict. `error.<i>` is this rank's error, `basis.<i>` is the same on all ranks."""
-        batches = list(enumerate(self._batches))
-        return {f"error.{i}": batch.error for i, batch in batches} | {f"basis.{i}": batch.basis for i, batch in batches}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        mine = self.state_dict()
-        if state.keys() != mine.keys() or any(state[name].shape != tensor.shape for name, tensor in mine.items()):
-            raise ValueError("powersgd: the saved state has other shapes or another rank of the matrices")
-        for name, tensor in mine.items():
-            tensor.copy_(state[name])
-
     def _factors(
         self, lengths: list[int], more: int, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:

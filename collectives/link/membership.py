@@ -43,22 +43,21 @@ _CAUSE_ELSEWHERE_S, _CAUSE_S = 1.0, 0.3
 class Membership:
     """The ranks that are to be connected. A torch ProcessGroup is one way to get one.
 
-    rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. epoch: how
-    often the members have changed. device_types: those whose tensors they exchange. secret: authenticates them when
-    they connect. lost: returns the members whose process is known to have ended. noted: returns, without waiting, the
-    members whose end a launcher has noted, possibly before a connection ends; None if it notes nothing. global_ranks:
-    their ranks in torch.distributed's default group; empty if they have none. beside_others: whether other ranks of the
-    host compute while these wait for each other, so that waits leave the cores to them. presence: of the ranks that
-    arrived together; None for a rank alone. places: the members' ranks in `presence`. scope: marks their failure
-    reports in `presence`. keepers: the member whose process serves the store, if one does. natively: whether algorithm
-    'native' is wanted; without it, torch's backend for CPU tensors is made only if nothing else connects the members.
+    rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. device_types:
+    those whose tensors they exchange. secret: authenticates them when they connect. lost: returns the members whose
+    process is known to have ended. noted: returns, without waiting, the members whose end a launcher has noted,
+    possibly before a connection ends; None if it notes nothing. global_ranks: their ranks in torch.distributed's
+    default group; empty if they have none. beside_others: whether other ranks of the host compute while these wait for
+    each other, so that waits leave the cores to them. presence: of the ranks that arrived together; None for a rank
+    alone. places: the members' ranks in `presence`. scope: marks their failure reports in `presence`. keepers: the
+    member whose process serves the store, if one does. natively: whether algorithm 'native' is wanted; without it,
+    torch's backend for CPU tensors is made only if nothing else connects the members.
     """
 
     rank: int
     size: int
     hosts: tuple[tuple[int, ...], ...]
     store: Store
-    epoch: int
     device_types: tuple[str, ...]
     secret: bytes = field(repr=False)
     lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
@@ -226,7 +225,7 @@ def membership_in(
     """
     size = len(global_ranks)
     if size == 1:
-        return Membership(0, 1, ((0,),), store_of_one(), 0, device_types, b"", global_ranks=global_ranks)
+        return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=global_ranks)
     deadline, keepers = time.monotonic() + timeout_s, keepers_among(global_ranks)
     with coming_together(rank, timeout_s):
         with closing(Asking(store, keepers=keepers)) as asking:
@@ -270,7 +269,6 @@ def membership_from(
         size,
         hosts,
         PrefixStore(presence.key, store),
-        0,
         device_types,
         bytes.fromhex(presence.secret),
         lost=presence.gone,

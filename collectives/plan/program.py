@@ -133,11 +133,6 @@ class Program:
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self._kept) if self._kept is not None else self._laid_out()
 
-    @property
-    def peers(self) -> set[int]:
-        """The ranks with which this rank exchanges messages."""
-        return {step.peer for steps in self._schedule.rounds for step in steps}
-
     def tables(self) -> Iterable[array[int]]:
         """Return the instructions as 64-bit integers, one after the other, for a compiled loop. A Program of more than _KEPT
         instructions gives several pieces, which are made anew at each call."""

@@ -100,11 +100,11 @@ def test_no_kernel_is_compiled_within_a_deadline(failing_world: Callable[[int], 
 
 
 def exchange_without_python(hosts: str) -> list[str]:
-    """Return which programs the loop in Python has run."""
+    """Return the payloads of the programs that the loop in Python has run."""
     executed = []
 
     def noting(program: Program, payload: Payload, transport: Poster, **_: Any) -> None:
-        executed.append(f"{type(payload).__name__} {sorted(program.peers)}")
+        executed.append(type(payload).__name__)
         execute(program, payload, transport, **_)
 
     with pytest.MonkeyPatch.context() as patch, on_host(hosts[dist.get_rank()]):

@@ -25,7 +25,7 @@ DEADLINE_S = 20.0
 def members(lost: Sequence[int] = ()) -> list[Membership]:
     store = dist.HashStore()
     return [
-        Membership(rank, SIZE, ((0, 1, 2),), store, 0, ("cpu",), secret=b"", lost=lambda: lost) for rank in range(SIZE)
+        Membership(rank, SIZE, ((0, 1, 2),), store, ("cpu",), secret=b"", lost=lambda: lost) for rank in range(SIZE)
     ]
 
 
@@ -156,7 +156,7 @@ def test_a_subset_is_a_membership_of_its_own() -> None:
     store = dist.HashStore()
     hosts = ((0, 3), (1, 2), (4,))
     everyone = [
-        Membership(rank, 5, hosts, store, 0, ("cpu",), b"s", lost=lambda: (0, 3), global_ranks=(10, 11, 12, 13, 14))
+        Membership(rank, 5, hosts, store, ("cpu",), b"s", lost=lambda: (0, 3), global_ranks=(10, 11, 12, 13, 14))
         for rank in range(5)
     ]
     subsets = {rank: everyone[rank].subset([3, 1, 2], "name") for rank in (1, 2, 3)}
