@@ -59,6 +59,17 @@ ASK = """
 """
 
 
+ADDRESS = """
+import ctypes, gc
+from tests.unit import test_kernels_compiling as kernels
+
+address = kernels.kernel_of.__wrapped__(kernels._with_seven).address  # as in a thread whose CFunction the cache drops
+gc.collect()
+function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6, ctypes.c_float)(address)
+assert function(1, 10, 100, 1000, 10000, 100000, 1.5) == 654321 + 3
+"""
+
+
 def write(path: Path, text: str) -> None:
     path.write_text(textwrap.dedent(text))
 
@@ -147,6 +158,10 @@ def test_python_passes_integers_of_64_bits_and_floats() -> None:
     for wrong in ((1, 2), (1,) * 8, (1, 2, 3, 4, 5, 6, "7"), (1.5, 2, 3, 4, 5, 6, 7)):
         with pytest.raises(TypeError):
             call(*wrong)
+
+
+def test_an_address_is_valid_though_its_kernel_was_loaded_a_second_time() -> None:
+    subprocess.run([python(), "-c", ADDRESS], check=True, timeout=110)
 
 
 def _allocating(n):

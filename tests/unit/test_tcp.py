@@ -6,83 +6,25 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from itertools import combinations, product
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
-from gradwire.collectives.compression.algorithms_for import Ride, ride
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.dense import (
-    QSGD,
-    BFloat16,
-    Float8,
-    Float16,
-    Int4,
-    Int8,
-    Natural,
-    OneBit,
-    TernGrad,
-)
-from gradwire.collectives.compression.feedback import Feedback
-from gradwire.collectives.compression.partition import partition_of
-from gradwire.collectives.compression.sparse import ChunkTopK
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs, cpu_sockets
-from gradwire.collectives.link.base import Coding, Pending
+from gradwire.collectives.kernels import cpu_sockets
+from gradwire.collectives.link.base import Pending
 from gradwire.collectives.link.rows import FIRST_LOOK
 from gradwire.collectives.link.tcp import TcpTransport
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.program import Instruction, Kind, Program
-from gradwire.collectives.plan.schedule import Place
 from gradwire.collectives.plan.spans import segments_of_buffer
-from gradwire.collectives.reduction import COMBINE, DTYPES
-from gradwire.collectives.run.executor import Codes, Numbers, Scratch, execute
-from tests.harness import wait_until, wide
-from tests.ranks.exact import cover
-from tests.ranks.test_shared_memory import contribution
+from tests.harness import wait_until
 from tests.unit.in_process import run_ranks
+from tests.unit.over_tcp import DEADLINE_S, SEGMENT, Connect, in_time, program
 
-DEADLINE_S = 20.0
 SOON_S = 0.05
-ALGORITHMS = [name for name in PLANNERS["allreduce"] if "hierarchical" not in name]
-CARRIED = [dtype for dtype in DTYPES if dtype is not torch.bool]  # which travels as uint8
-OPS = ("sum", "min", "max", "product")
-NUMELS = (0, 1, 37, 999)
-SEGMENT = 50  # elements, so that the last of NUMELS makes several
 STAGE_BYTES = cpu_sockets().STAGE_BYTES
-
-Connect = Callable[[int], list[TcpTransport]]
-
-
-def in_time() -> float:
-    return time.monotonic() + DEADLINE_S
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    """connect(size): the transports of so many ranks, each connected to every other one."""
-    made: list[TcpTransport] = []
-
-    def connect(size: int) -> list[TcpTransport]:
-        ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-        for one, other in combinations(range(size), 2):
-            ends[one][other], ends[other][one] = socket.socketpair()
-        for connections in ends:
-            for connection in connections.values():
-                connection.setblocking(False)
-        made.extend(TcpTransport(rank, size, connections) for rank, connections in enumerate(ends))
-        return made[-size:]
-
-    yield connect
-    for transport in made:
-        transport.abort()
-        transport.close()
 
 
 @pytest.fixture
@@ -120,188 +62,6 @@ def assert_lost(peer: int, pending: Pending) -> LinkError:
     return error
 
 
-def peculiar(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of both signs, no numbers and infinite ones, met in every order."""
-    values = torch.tensor([0.0, -0.0, torch.nan, -0.0, 0.0, 1.0, -torch.inf, torch.inf])
-    return values.repeat(20).roll(rank * 3).to(dtype)
-
-
-def program(algorithm: str, rank: int, size: int, numel: int) -> Program:
-    schedule = PLANNERS["allreduce"][algorithm](Place(rank, size))
-    return Program(schedule, segments_of_buffer(numel, schedule.blocks, SEGMENT), answered=True)
-
-
-def allreduced(
-    transports: Sequence[TcpTransport],
-    algorithm: str,
-    op: str,
-    contributions: Sequence[torch.Tensor],
-    *,
-    compiled: bool,
-    tag: int = 7,
-) -> list[bytes]:
-    """The bits that every rank has in the end, by the compiled loop or by the one in Python."""
-    size, results = len(transports), [tensor.clone() for tensor in contributions]
-
-    def body(rank: int) -> None:
-        transport, buffer = transports[rank], results[rank]
-        followed = program(algorithm, rank, size, buffer.numel())
-        if compiled:
-            run = transport.follow(followed, buffer.dtype, op)
-            assert run is not None
-            run(buffer, buffer, tag, in_time())
-        else:
-            numbers = Numbers(followed, buffer, buffer, COMBINE[op], rank, Scratch())
-            execute(followed, numbers, transport, tag=tag, deadline=in_time())
-
-    run_ranks(size, body)
-    return [result.view(torch.uint8).numpy().tobytes() for result in results]
-
-
-def assert_same_bits(
-    transports: Sequence[TcpTransport], algorithm: str, op: str, contributions: Sequence[torch.Tensor]
-) -> None:
-    cpu_arithmetic(contributions[0].dtype)  # compiled before any deadline begins
-    in_python = allreduced(transports, algorithm, op, contributions, compiled=False)
-    in_one_call = allreduced(transports, algorithm, op, contributions, compiled=True)
-    assert in_one_call == in_python, (op, contributions[0].numel())
-    assert len(set(in_one_call)) == 1, "the ranks' bits differ"
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        cover((2, 3), ALGORITHMS, CARRIED, OPS, NUMELS),
-        *wide([*product((2, 3, 4, 5), ALGORITHMS, CARRIED, OPS, NUMELS)]),
-    ],
-    ids=["some", "all"],
-)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_compiled_program_gives_the_bits_that_python_gives(
-    connect: Connect, algorithm: str, rows: list[tuple[int, str, torch.dtype, str, int]]
-) -> None:
-    transports = cache(connect)
-    for size, name, dtype, op, numel in rows:
-        if name == algorithm:
-            given = [contribution(rank, numel, dtype) for rank in range(size)]
-            assert_same_bits(transports(size), algorithm, op, given)
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in CARRIED if dtype.is_floating_point], ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_odd_numbers_come_out_alike_everywhere(connect: Connect, algorithm: str, dtype: torch.dtype) -> None:
-    """Which zero it is, and which of the bits that are no number, torch leaves open itself.
-
-    The processor has one kind of no number of its own, torch another, and of two it keeps one.
-    """
-    transports = connect(4)
-    no_numbers = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.0]).repeat(20)
-    for op in OPS:
-        given = [no_numbers.roll(rank).to(dtype) for rank in range(4)]
-        assert len(set(allreduced(transports, algorithm, op, given, compiled=True))) == 1
-    for op in ("min", "max"):
-        given = [peculiar(rank, dtype) for rank in range(4)]
-        bits = allreduced(transports, algorithm, op, given, compiled=True)
-        assert len(set(bits)) == 1
-        expected = getattr(torch.stack(given), f"a{op}")(0)
-        found = torch.frombuffer(bytearray(bits[0]), dtype=dtype)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def riding(codec: Codec) -> Ride:
-    return ride("one_shot" if codec.one_shot else "two_shot")
-
-
-def run_codes(
-    transport: TcpTransport, codec: Codec, feedback: Feedback, result: torch.Tensor, step: int, *, compiled: bool
-) -> None:
-    """Average a buffer on one rank, by the compiled loop or by the one in Python."""
-    size, rank, partition = transport.size, transport.rank, feedback.partition
-    how = riding(codec)
-    longest = codec.wire_bytes(partition.longest)
-    schedule = how.planner(Place(rank, size))
-    planned = CodedProgram(schedule, partition.chunks, longest, range(size), encodes_sums=how.encodes_sums)
-    memory = Scratch(), Scratch()
-    payload = Codes(
-        planned,
-        result,
-        codec,
-        partition,
-        *memory,
-        feedback=feedback,
-        divisor=size,
-        step=step,
-        seed=3,
-        via_host=False,
-    )
-    if compiled:
-        assert transport.follow_codes(planned, payload, step, in_time())
-    else:
-        execute(planned, payload, transport, tag=step, deadline=in_time())
-
-
-CODED = [
-    Float16(), BFloat16(), Float8("e5m2", block=48), Int8(stochastic=True), Int4(), OneBit(), QSGD(), TernGrad(), Natural(),
-    ChunkTopK(),
-]  # fmt: skip
-
-
-def averaged(
-    transports: Sequence[TcpTransport], codec: Codec, *, compiled: bool
-) -> tuple[list[torch.Tensor], list[Feedback]]:
-    """Each rank's result of the second step, and its error feedback."""
-    size, hosts = len(transports), [[rank] for rank in range(len(transports))]
-    planner = riding(codec).planner
-    partitions = [partition_of(codec, 60_011, rank, hosts, 200, planner) for rank in range(size)]
-    assert len(partitions[0].chunks) > 1
-    feedbacks = [Feedback(codec, partition, torch.device("cpu")) for partition in partitions]
-    generator = torch.Generator().manual_seed(1)
-    first, second = ([torch.randn(60_011, generator=generator) for _ in range(size)] for _ in range(2))
-
-    def body(rank: int) -> None:
-        for step, results in enumerate((first, second)):
-            run_codes(transports[rank], codec, feedbacks[rank], results[rank], step, compiled=compiled)
-
-    run_ranks(size, body)
-    return second, feedbacks
-
-
-@pytest.mark.parametrize("codec", CODED, ids=repr)
-def test_a_compiled_program_of_codes_gives_the_bits_that_python_gives(connect: Connect, codec: Codec) -> None:
-    transports = connect(3)
-    results, feedbacks = averaged(transports, codec, compiled=True)
-    in_python, feedbacks_in_python = averaged(transports, codec, compiled=False)
-    assert all(map(torch.equal, results, in_python))
-    assert all(torch.equal(results[0], each) for each in results)
-    for one, other in zip(feedbacks, feedbacks_in_python, strict=True):
-        assert torch.equal(one.worker, other.worker)
-        assert torch.equal(one.owner, other.owner)
-
-
-@dataclass(frozen=True)
-class Outside(ChunkTopK):
-    """Writes indices beyond the numbers."""
-
-    def _encode(self, values: torch.Tensor, wire: torch.Tensor, *_: object) -> None:
-        wire.fill_(255)
-
-
-def test_a_compiled_loop_finds_an_invalid_code(connect: Connect) -> None:
-    transports, codecs = connect(2), (ChunkTopK(), Outside())
-    assert codecs[1].c_functions() is None, "a derived class encodes by itself"
-    raised = []
-
-    def body(rank: int) -> None:
-        partition = partition_of(codecs[0], 100, rank, [[0], [1]], 500, riding(codecs[0]).planner)
-        feedback = Feedback(codecs[0], partition, torch.device("cpu"))
-        with pytest.raises(ValueError, match="indices") as caught:
-            run_codes(transports[rank], codecs[rank], feedback, torch.randn(100), 0, compiled=rank == 0)
-        raised.append(caught)
-
-    run_ranks(2, body)
-    assert len(raised) == 2
-
-
 def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 2)
     one, other = connect(2)
@@ -327,33 +87,6 @@ def test_a_message_that_stays_while_others_pass_is_still_found(connect: Connect)
     send(slow, 1, torch.ones(3), 5)
     stays.wait(in_time())
     assert torch.equal(landed, torch.ones(3))
-
-
-def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> None:
-    kernels = cpu_programs()
-    assert list(Kind) == [getattr(kernels, f"_{kind.name}") for kind in Kind]
-    for place, name in enumerate(Coding._fields):
-        assert getattr(kernels, name.upper()) == place
-    assert len(Instruction._fields) == kernels.INSTRUCTION_FIELDS
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_compiled_program_outgrows_the_table(
-    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 1)
-    transports = connect(3)
-    assert_same_bits(transports, algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
-    assert all(len(transport._rows) > 1 for transport in transports)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_long_program_goes_in_several_tables(
-    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", 7)
-    assert len(list(program(algorithm, 0, 3, 999).tables())) > 1
-    assert_same_bits(connect(3), algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
 
 
 def test_a_message_that_nobody_awaits_yet_waits_in_its_connection(connect: Connect) -> None:

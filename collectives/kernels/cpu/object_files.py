@@ -50,8 +50,8 @@ _OLD_S = 30 * 24 * 3600.0
 
 
 class CFunction(NamedTuple):
-    """A compiled C function, as something to call, with positional arguments and without the GIL, and as an address, which is
-    valid as long as `call` exists."""
+    """A compiled C function, as something to call, with positional arguments and without the GIL, and as an address. Both are
+    valid until the process ends."""
 
     call: Callable[..., Any]
     address: int
@@ -167,13 +167,19 @@ _function_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.POINTER(_Method), ctyp
 )
 
 
+#: What loaded code consists of. It stays in memory: of threads that load a kernel at the same time, each has an address of it,
+#: and only one of their CFunctions is kept by who asked for the kernel.
+_in_memory: list[tuple[Any, _Method]] = []
+
+
 def loaded(name: str, code: bytes) -> CFunction:
-    """Load an object file into memory."""
+    """Load an object file into memory, for as long as the process lives."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     method = _Method(name.encode(), engine.get_function_address(CALLER), _METH_FASTCALL, None)
-    call = _function_of(ctypes.byref(method), (engine, method), None)  # which keeps both in memory
+    _in_memory.append((engine, method))
+    call = _function_of(ctypes.byref(method), None, None)
     return CFunction(call, engine.get_function_address(KERNEL))
 
 

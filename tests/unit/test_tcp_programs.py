@@ -1,0 +1,136 @@
+"""Programs over connections of our own: one compiled call gives the bits that the loop in Python gives."""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
+from gradwire.collectives.link.base import Coding
+from gradwire.collectives.link.tcp import TcpTransport
+from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.plan.program import Instruction, Kind
+from gradwire.collectives.reduction import COMBINE, DTYPES
+from gradwire.collectives.run.executor import Numbers, Scratch, execute
+from tests.harness import wide
+from tests.ranks.exact import cover
+from tests.ranks.test_shared_memory import contribution
+from tests.unit.in_process import run_ranks
+from tests.unit.over_tcp import Connect, in_time, program
+
+ALGORITHMS = [name for name in PLANNERS["allreduce"] if "hierarchical" not in name]
+CARRIED = [dtype for dtype in DTYPES if dtype is not torch.bool]  # which travels as uint8
+OPS = ("sum", "min", "max", "product")
+NUMELS = (0, 1, 37, 999)
+
+
+def peculiar(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of both signs, no numbers and infinite ones, met in every order."""
+    values = torch.tensor([0.0, -0.0, torch.nan, -0.0, 0.0, 1.0, -torch.inf, torch.inf])
+    return values.repeat(20).roll(rank * 3).to(dtype)
+
+
+def allreduced(
+    transports: Sequence[TcpTransport],
+    algorithm: str,
+    op: str,
+    contributions: Sequence[torch.Tensor],
+    *,
+    compiled: bool,
+    tag: int = 7,
+) -> list[bytes]:
+    """The bits that every rank has in the end, by the compiled loop or by the one in Python."""
+    size, results = len(transports), [tensor.clone() for tensor in contributions]
+
+    def body(rank: int) -> None:
+        transport, buffer = transports[rank], results[rank]
+        followed = program(algorithm, rank, size, buffer.numel())
+        if compiled:
+            run = transport.follow(followed, buffer.dtype, op)
+            assert run is not None
+            run(buffer, buffer, tag, in_time())
+        else:
+            numbers = Numbers(followed, buffer, buffer, COMBINE[op], rank, Scratch())
+            execute(followed, numbers, transport, tag=tag, deadline=in_time())
+
+    run_ranks(size, body)
+    return [result.view(torch.uint8).numpy().tobytes() for result in results]
+
+
+def assert_same_bits(
+    transports: Sequence[TcpTransport], algorithm: str, op: str, contributions: Sequence[torch.Tensor]
+) -> None:
+    cpu_arithmetic(contributions[0].dtype)  # compiled before any deadline begins
+    in_python = allreduced(transports, algorithm, op, contributions, compiled=False)
+    in_one_call = allreduced(transports, algorithm, op, contributions, compiled=True)
+    assert in_one_call == in_python, (op, contributions[0].numel())
+    assert len(set(in_one_call)) == 1, "the ranks' bits differ"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        cover((2, 3), ALGORITHMS, CARRIED, OPS, NUMELS),
+        *wide([*product((2, 3, 4, 5), ALGORITHMS, CARRIED, OPS, NUMELS)]),
+    ],
+    ids=["some", "all"],
+)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_compiled_program_gives_the_bits_that_python_gives(
+    connect: Connect, algorithm: str, rows: list[tuple[int, str, torch.dtype, str, int]]
+) -> None:
+    transports = cache(connect)
+    for size, name, dtype, op, numel in rows:
+        if name == algorithm:
+            given = [contribution(rank, numel, dtype) for rank in range(size)]
+            assert_same_bits(transports(size), algorithm, op, given)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in CARRIED if dtype.is_floating_point], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_odd_numbers_come_out_alike_everywhere(connect: Connect, algorithm: str, dtype: torch.dtype) -> None:
+    """Which zero it is, and which of the bits that are no number, torch leaves open itself.
+
+    The processor has one kind of no number of its own, torch another, and of two it keeps one.
+    """
+    transports = connect(4)
+    no_numbers = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.0]).repeat(20)
+    for op in OPS:
+        given = [no_numbers.roll(rank).to(dtype) for rank in range(4)]
+        assert len(set(allreduced(transports, algorithm, op, given, compiled=True))) == 1
+    for op in ("min", "max"):
+        given = [peculiar(rank, dtype) for rank in range(4)]
+        bits = allreduced(transports, algorithm, op, given, compiled=True)
+        assert len(set(bits)) == 1
+        expected = getattr(torch.stack(given), f"a{op}")(0)
+        found = torch.frombuffer(bytearray(bits[0]), dtype=dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> None:
+    kernels = cpu_programs()
+    assert list(Kind) == [getattr(kernels, f"_{kind.name}") for kind in Kind]
+    for place, name in enumerate(Coding._fields):
+        assert getattr(kernels, name.upper()) == place
+    assert len(Instruction._fields) == kernels.INSTRUCTION_FIELDS
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_compiled_program_outgrows_the_table(
+    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 1)
+    transports = connect(3)
+    assert_same_bits(transports, algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
+    assert all(len(transport._rows) > 1 for transport in transports)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_long_program_goes_in_several_tables(
+    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", 7)
+    assert len(list(program(algorithm, 0, 3, 999).tables())) > 1
+    assert_same_bits(connect(3), algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
