@@ -57,10 +57,9 @@ def plainly(function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str
 
 
 def current_stream_handle(device: torch.device) -> int:
-    """Return the address of the current cudaStream_t of a CUDA device with an index, without the 6 us that a torch.cuda.Stream
-    takes."""
-    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return handle
+    """Return the address of the current cudaStream_t of a CUDA device that has an index. torch.cuda.current_stream() takes 6 us
+    longer."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 CAN_MOVE_STORAGE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")

@@ -21,8 +21,8 @@ from gradwire.collectives.link.watch import Watch
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5
 
-#: How long to wait until it is known of each rank that it lives or has ended: the processes of one host end together, and
-#: a rank may live although a connection to it has ended.
+#: How long to wait for the ends of further processes, since those of one host end together, and for the reply of a rank
+#: that lives although a connection to it has ended.
 _TOGETHER_S = 0.2
 
 
@@ -119,9 +119,7 @@ def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
     if not watch.lost:
         watch.report_unreachable(report_by - time.monotonic())
     if watch.lost:
-        watch.wait_for(
-            lambda: watch.others <= watch.reports.keys() | watch.left.keys() | watch.lost.keys(), _TOGETHER_S
-        )
+        watch.wait_for(lambda: False, _TOGETHER_S)
     lost, left, cut = frozenset(watch.lost), dict(watch.left), frozenset(watch.cut)
     return Findings(reports(), lost, left, cut, difference(), dict(watch.reasons))
 

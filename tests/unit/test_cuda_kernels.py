@@ -121,14 +121,15 @@ def test_cupy_compiles_the_same() -> None:
 
 def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """And compiles once for each device."""
-    compiled, launched = [], []
+    compiled, launched, made = [], [], []
 
     class Stream:
         @staticmethod
-        def from_external(stream: Any) -> int:
+        def from_external(stream: Any) -> tuple[int, int]:
             version, pointer = stream.__cuda_stream__()
             assert version == 0
-            return pointer
+            made.append(pointer)
+            return pointer, len(made)
 
     class Module:
         def load(self, code: bytes) -> None:
@@ -148,14 +149,22 @@ def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    monkeypatch.setattr(cuda, "current_stream_handle", lambda device: 7 + device.index)
+    calls = [(0, 0), (1, 0), (0, 5), (0, 0), (0, 5)]  # devices, and the handles of their current streams
+    handles = iter([handle for _, handle in calls])
+    monkeypatch.setattr(cuda, "current_stream_handle", lambda device: next(handles))
     launch, parameters = CupyLaunch(cupy), np.array((1, 2), [("first", "u1"), ("second", "u1")])
-    for device in (0, 1, 0):
+    for device, _ in calls:
         launch("sparse", "mark", 5, parameters, [SimpleNamespace(device=torch.device("cuda", device))])
     assert compiled == [("sparse", "mark", "sm_90"), ("sparse", "mark", "sm_91")]
     assert launched == [
         (code, "MARK", stream, (5, 1, 1), (256, 1, 1), b"\1\2")
-        for code, stream in ((b"sm_90", 7), (b"sm_91", 8), (b"sm_90", 7))
+        for code, stream in (
+            (b"sm_90", (0, 1)),
+            (b"sm_91", (0, 2)),
+            (b"sm_90", (5, 3)),
+            (b"sm_90", (0, 1)),
+            (b"sm_90", (5, 3)),
+        )
     ]
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from gradwire.collectives import CollectiveError
@@ -52,8 +53,9 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
     the newest commit and call the function again. A process that joins later runs the script alone, as rank 0 of a world of
     one, until it calls the function.
 
-    Under torchrun --max-restarts N, the other ranks raise CollectiveError when one is lost, and end within a second. torchrun
-    then restarts all ranks, which continue when they call the function. HostsUpdatedInterrupt ends a rank in the same way.
+    Under torchrun --max-restarts N, the other ranks raise CollectiveError when one is lost, and end within a second, with exit
+    status 1 whatever the script does. torchrun then restarts all ranks, which continue when they call the function.
+    HostsUpdatedInterrupt ends a rank in the same way.
 
     Under other launchers, nothing restarts a rank: commits are in memory that ends with the process, and errors are raised
     unchanged.
@@ -113,13 +115,22 @@ def _leave_soon(failures: Failures | None) -> None:
         timer = threading.Timer(_LEAVE_S, os._exit, [1])
         timer.daemon = True
         timer.start()
-        atexit.register(_end)
+        atexit.register(_EndAfterHandlers())
 
 
-def _end() -> None:
-    """Run the other exit handlers, and end this process: the interpreter would take 0.6 s more to free torch's modules."""
-    atexit.unregister(_end)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+class _EndAfterHandlers:
+    """An exit handler that ends this process when Python deletes its exit handlers, which is after all of them have run. The
+    interpreter would take 0.6 s more to free torch's modules."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __call__(self) -> None:
+        """Do nothing."""
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:  # not in a forked child
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):  # it is closed, or nobody reads it
+                    stream.flush()
+            os._exit(1)

@@ -167,8 +167,8 @@ _function_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.POINTER(_Method), ctyp
 )
 
 
-#: What loaded code consists of. It stays in memory: of threads that load a kernel at the same time, each has an address of it,
-#: and only one of their CFunctions is kept by who asked for the kernel.
+#: The engines and methods of all loaded kernels, which exist until the process ends. If two threads load a kernel at the same
+#: time, a cache keeps the CFunction of one of them, and the other thread still calls its own.
 _in_memory: list[tuple[Any, _Method]] = []
 
 

@@ -32,7 +32,7 @@ class CupyLaunch:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._functions: dict[tuple[str, torch.device], Any] = {}
-        self._streams: dict[tuple[int, torch.device], Any] = {}  # by the handles of torch's streams, which torch keeps
+        self._streams: dict[tuple[int, torch.device], Any] = {}  # CuPy's objects for torch's streams, by their handles
 
     def __call__(
         self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
@@ -42,12 +42,13 @@ class CupyLaunch:
         with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
             function = self._functions.get((kernel, device))
             if function is None:
-                function = self._functions[kernel, device] = self._compile(family, kernel, device)
+                # If two threads compile it, both launch the first one's, since CuPy unloads what is dropped.
+                function = self._functions.setdefault((kernel, device), self._compile(family, kernel, device))
             handle = current_stream_handle(device)
             stream = self._streams.get((handle, device))
             if stream is None:
                 stream = self._streams[handle, device] = self._cupy.cuda.Stream.from_external(_Stream(handle))
-            # Without the names of the fields, of which CuPy would ask a description at each launch.
+            # CuPy asks for a description of named fields at each launch.
             unnamed = parameters.view(f"V{parameters.itemsize}")
             function((grid, 1, 1), (THREADS, 1, 1), (unnamed,), stream=stream)
 

@@ -13,7 +13,7 @@ struct Tensor {
     byte* wire;
     long long numel;
     word seed;
-    float scale;  // of what is decoded
+    float scale;  // the factor of every decoded number
 };
 
 // How the codes of a tile lie in its lanes' words, and where in memory. `packed`: per vector, 4 codes, the first in the lowest bits.
@@ -64,7 +64,7 @@ struct Codes {
 template <class Codec>
 struct Tile {
     const Tensor& tensor;
-    word number;
+    word number;  // of the tile in the tensor
     int lane;
     long long begin;  // its first element
     long long left;   // elements from there on

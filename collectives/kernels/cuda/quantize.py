@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,11 @@ _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # lengths that a warp holds in regi
 _DEFAULTS = {"block": 512, "stochastic": False, "levels": 7}  # of parameters that a function does not take
 
 
-@cache
-def _instance(name: str, template: str, names: tuple[str, ...], given: tuple[Any, ...]) -> tuple[str, int] | None:
-    """Return the C++ text of a codec's type, and how many elements a warp processes (Layout::TILE of codecs.cuh); None if no
-    warp holds a block. names, given: of the parameters."""
-    parameters = _DEFAULTS | dict(zip(names, given, strict=True))
+@lru_cache(maxsize=None, typed=True)
+def _instance(name: str, template: str, names: tuple[str, ...], *values: Any) -> tuple[str, int] | None:
+    """Return the type of a codec as C++ text, and the number of elements that a warp processes (Layout::TILE of codecs.cuh).
+    Return None if a block is too long for a warp. names, values: those of the codec's parameters."""
+    parameters = _DEFAULTS | dict(zip(names, values, strict=True))
     block = parameters["block"]
     if block not in _BLOCKS:
         return None
@@ -48,7 +48,7 @@ def _codec(
         self: Quantizers, values: Tensor, residual: Tensor | None, wire: Tensor, *parameters_and_seed: Any
     ) -> None:
         *given, seed = parameters_and_seed
-        if instance := _instance(name, template, encoder, tuple(given)):
+        if instance := _instance(name, template, encoder, *given):
             codec, tile = instance
             kernel = f"encode<{codec}, {literal(residual is not None)}>"
             self.work_through(kernel, tile, values, residual, wire, seed=seed)
@@ -57,7 +57,7 @@ def _codec(
 
     def decode(self: Quantizers, wire: Tensor, out: Tensor, *parameters_and_how: Any) -> None:
         *given, add, scale = parameters_and_how
-        if instance := _instance(name, template, decoder, tuple(given)):
+        if instance := _instance(name, template, decoder, *given):
             codec, tile = instance
             self.work_through(f"decode<{codec}, {literal(add)}>", tile, out, None, wire, scale=scale)
         else:
