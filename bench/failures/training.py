@@ -4,7 +4,12 @@ Every step has one global batch, of which each rank takes an equal part, so runs
 compared step by step. In each step, rank 0 appends a line of JSON to a log: time, step, loss and process ID.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import gc
+
+gc.disable()  # until the optimizer exists: docs/guides/elastic.md, "Restarting faster"
 
 import argparse
 import json
@@ -101,6 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init(timeout_s=30.0)
     steps = Steps(GPTConfig(out=Path(), layers=2, width=64, context=32), flags.until, flags.into)
+    gc.enable()
     if flags.checkpoint_s is None:
         elastic(steps)
     else:

@@ -15,7 +15,7 @@ from typing import IO
 from gradwire.bench.hosts import Cluster
 
 UNDISTURBED, IN_PROCESS, RESTART, DISK = WAYS = ("undisturbed", "in-process", "torchrun", "disk")
-_MODULE = "gradwire.bench.failures.training"
+_SCRIPT = Path(__file__).with_name("training.py")
 _CHECKPOINT_S = 5.0
 LABELS = {
     UNDISTURBED: "no failures",
@@ -160,7 +160,7 @@ def start(
     way: str, hosts: Hosts, flags: argparse.Namespace, log: Path, until: float, output: IO[bytes]
 ) -> InProcess | Restart:
     """Start the training of a way. until: its end, as time.time()."""
-    script = ["-m", _MODULE, "--into", str(log), "--until", str(until)]
+    script = [str(_SCRIPT), "--into", str(log), "--until", str(until)]
     if way == DISK:
         script += ["--checkpoint-s", str(_CHECKPOINT_S)]
     return (Restart if way in (RESTART, DISK) else InProcess)(hosts, flags, script, output)
