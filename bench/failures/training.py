@@ -106,6 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init(timeout_s=30.0)
     steps = Steps(GPTConfig(out=Path(), layers=2, width=64, context=32), flags.until, flags.into)
+    gc.freeze()
     gc.enable()
     if flags.checkpoint_s is None:
         elastic(steps)

@@ -63,7 +63,7 @@ class Failures:
             self._end_job(said, is_first=rank() == host[0])
             raise GaveUp(here() + said)
         if has_failed and rank() == 0:
-            why = next(iter(reasons), "no rank reported why; a signal may have ended it, as the launcher's lines show")
+            why = next(iter(reasons), "no rank reported why; if a signal ended a rank, the launcher's lines name it")
             _log.warning("gradwire: ranks have failed: %s", why)
 
     def note(self, error: Exception) -> None:
