@@ -15,6 +15,7 @@ from typing import IO
 from gradwire.bench.hosts import Cluster
 
 UNDISTURBED, IN_PROCESS, RESTART, DISK = WAYS = ("undisturbed", "in-process", "torchrun", "disk")
+#: Started as a file, since -m would import gradwire, and with it torch, before the script's first line.
 _SCRIPT = Path(__file__).with_name("training.py")
 _CHECKPOINT_S = 5.0
 LABELS = {

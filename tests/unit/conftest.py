@@ -1,13 +1,15 @@
-"""Fixtures of several files."""
+"""Provides the fixtures that several files use."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 
 from gradwire.collectives.link.tcp import TcpTransport
-from tests.unit.over_tcp import Connect, transports
+from tests.unit.over_tcp import Connect
 
 
 @pytest.fixture
@@ -16,7 +18,13 @@ def connect() -> Iterator[Connect]:
     made: list[TcpTransport] = []
 
     def connect(size: int) -> list[TcpTransport]:
-        made.extend(transports(size))
+        ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+        for one, other in combinations(range(size), 2):
+            ends[one][other], ends[other][one] = socket.socketpair()
+        for connections in ends:
+            for connection in connections.values():
+                connection.setblocking(False)
+        made.extend(TcpTransport(rank, size, connections) for rank, connections in enumerate(ends))
         return made[-size:]
 
     yield connect

@@ -1,9 +1,7 @@
-"""What tests of connections of our own share."""
+"""Deadlines and programs for the tests of TcpTransport."""
 
-import socket
 import time
 from collections.abc import Callable
-from itertools import combinations
 
 from gradwire.collectives.link.tcp import TcpTransport
 from gradwire.collectives.plan.algorithms import PLANNERS
@@ -23,14 +21,3 @@ def in_time() -> float:
 def program(algorithm: str, rank: int, size: int, numel: int) -> Program:
     schedule = PLANNERS["allreduce"][algorithm](Place(rank, size))
     return Program(schedule, segments_of_buffer(numel, schedule.blocks, SEGMENT), answered=True)
-
-
-def transports(size: int) -> list[TcpTransport]:
-    """The transports of so many ranks, each connected to every other one."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for one, other in combinations(range(size), 2):
-        ends[one][other], ends[other][one] = socket.socketpair()
-    for connections in ends:
-        for connection in connections.values():
-            connection.setblocking(False)
-    return [TcpTransport(rank, size, connections) for rank, connections in enumerate(ends)]

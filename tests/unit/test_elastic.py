@@ -180,9 +180,9 @@ import gradwire
 
 class Slow:
     def __del__(self):
-        time.sleep(60)
+        time.sleep(60)  # longer than the test waits
 
-gradwire.slow = Slow()
+gradwire.slow = Slow()  # which the interpreter frees in its teardown
 atexit.register(print, "registered before")
 sys.modules["gradwire.trainer.elastic.run"]._leave_soon(object())
 atexit.register(print, "registered after")

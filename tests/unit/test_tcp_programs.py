@@ -91,10 +91,8 @@ def test_a_compiled_program_gives_the_bits_that_python_gives(
 @pytest.mark.parametrize("dtype", [dtype for dtype in CARRIED if dtype.is_floating_point], ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_odd_numbers_come_out_alike_everywhere(connect: Connect, algorithm: str, dtype: torch.dtype) -> None:
-    """Which zero it is, and which of the bits that are no number, torch leaves open itself.
-
-    The processor has one kind of no number of its own, torch another, and of two it keeps one.
-    """
+    """All ranks have the same bits. torch does not define the sign of a zero from min and max, nor the bits of a NaN, so these
+    are not compared with torch's."""
     transports = connect(4)
     no_numbers = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1.0]).repeat(20)
     for op in OPS:
