@@ -7,7 +7,7 @@
 #include "common.cuh"
 #include "codecs.cuh"
 
-struct Tensor {
+struct Arguments {
     float* values;  // what is encoded, or what becomes of the code
     float* residual;
     byte* wire;
@@ -63,26 +63,26 @@ struct Codes {
 // Where a warp is.
 template <class Codec>
 struct Tile {
-    const Tensor& tensor;
+    const Arguments& arguments;
     word number;  // of the tile in the tensor
     int lane;
     long long begin;  // its first element
     long long left;   // elements from there on
     long long code_bytes, blocks;
 
-    explicit __device__ __forceinline__ Tile(const Tensor& tensor)
-        : tensor(tensor),
+    explicit __device__ __forceinline__ Tile(const Arguments& arguments)
+        : arguments(arguments),
           number(blockIdx.x * (THREADS / 32) + threadIdx.x / 32),
           lane(threadIdx.x % 32),
           begin((long long)number * Codec::TILE),
-          left(tensor.numel - begin),
-          code_bytes(padded((tensor.numel * Codec::BITS + 7) / 8)),
-          blocks((tensor.numel + Codec::BLOCK - 1) / Codec::BLOCK) {}
+          left(arguments.numel - begin),
+          code_bytes(padded((arguments.numel * Codec::BITS + 7) / 8)),
+          blocks((arguments.numel + Codec::BLOCK - 1) / Codec::BLOCK) {}
 
     __device__ __forceinline__ long long block(int v) const {
         return (long long)number * (Codec::TILE / Codec::BLOCK) + v * 128 / Codec::BLOCK + lane / Codec::LANES;
     }
-    __device__ __forceinline__ byte* scales() const { return tensor.wire + code_bytes; }
+    __device__ __forceinline__ byte* scales() const { return arguments.wire + code_bytes; }
     __device__ __forceinline__ long long left_of(int v) const { return left - v * 128 - lane * 4; }
     // The tile's part of a buffer, from this lane's first element on.
     __device__ __forceinline__ float* at(float* buffer) const { return buffer + begin + lane * 4; }
@@ -90,12 +90,12 @@ struct Tile {
 };
 
 template <class Codec, bool FEEDBACK>
-__global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Tensor tensor) {
+__global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Arguments arguments) {
     constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
-    const Tile<Codec> tile(tensor);
+    const Tile<Codec> tile(arguments);
     if (tile.left <= 0) return;
-    const float* values = tile.at(tensor.values);
-    float* residual = FEEDBACK ? tile.at(tensor.residual) : nullptr;
+    const float* values = tile.at(arguments.values);
+    float* residual = FEEDBACK ? tile.at(arguments.residual) : nullptr;
     const bool vectors = tile.whole() && aligned_to_16(values) && aligned_to_16(residual);
 
     Four numbers[VECTORS], lost[VECTORS];
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Tensor
 #pragma unroll
     for (int first = 0; first < VECTORS; first += Codec::SPAN) {
         const long long block = tile.block(first);
-        const int count = (int)min((long long)Codec::BLOCK, tensor.numel - block * Codec::BLOCK);
+        const int count = (int)min((long long)Codec::BLOCK, arguments.numel - block * Codec::BLOCK);
         const Scaling scaling = Codec::scaling(numbers + first, count);
         if (tile.lane % Codec::LANES == 0 && block < tile.blocks) Codec::store(tile.scales(), block, scaling.scale, scaling.broken);
 #pragma unroll
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Tensor
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const word index = (word)tile.begin + v * 128 + tile.lane * 4 + i;
-                const word code = Codec::encode(numbers[v].at[i], scaling, index, tensor.seed) & ((1u << BITS) - 1);
+                const word code = Codec::encode(numbers[v].at[i], scaling, index, arguments.seed) & ((1u << BITS) - 1);
                 packed[v] |= (typename Codes<Codec>::Packed)code << (i * BITS);
                 if constexpr (FEEDBACK) {
                     const float decoded = Codec::decode(code, scaling.scale);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Tensor
                 packed[v] &= (1u << min(max(tile.left_of(v), 0LL), 4LL)) - 1;
         }
     }
-    Codes<Codec>::store(tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
+    Codes<Codec>::store(arguments.wire, tile.code_bytes, tile.number, tile.lane, packed);
     if (tile.left <= Codec::TILE) {
         const long long at = tile.blocks * Codec::SCALE_BYTES + tile.lane;
         if (at < padded(tile.blocks * Codec::SCALE_BYTES)) tile.scales()[at] = 0;
@@ -162,17 +162,17 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Tensor
 }
 
 template <class Codec, bool ADD>
-__global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Tensor tensor) {
+__global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Arguments arguments) {
     constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
-    const Tile<Codec> tile(tensor);
+    const Tile<Codec> tile(arguments);
     if (tile.left <= 0) return;
-    float* out = tile.at(tensor.values);
+    float* out = tile.at(arguments.values);
     const bool vectors = tile.whole() && aligned_to_16(out);
 
     typename Codes<Codec>::Packed packed[VECTORS];
     float scale[VECTORS];
     Four before[VECTORS];
-    Codes<Codec>::load(tensor.wire, tile.code_bytes, tile.number, tile.lane, packed);
+    Codes<Codec>::load(arguments.wire, tile.code_bytes, tile.number, tile.lane, packed);
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
         scale[v] = tile.block(v) < tile.blocks ? Codec::load(tile.scales(), tile.block(v)) : 0.0f;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Tensor
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const word code = (word)(packed[v] >> (i * BITS)) & ((1u << BITS) - 1);
-            const float number = Codec::decode(code, scale[v]) * tensor.scale;
+            const float number = Codec::decode(code, scale[v]) * arguments.scale;
             numbers.at[i] = ADD ? before[v].at[i] + number : number;
         }
         if (vectors)
