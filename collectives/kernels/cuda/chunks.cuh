@@ -28,90 +28,110 @@ __device__ __forceinline__ half_word bfloat16_of(float number) {
 
 __device__ __forceinline__ float float_of(half_word code) { return __uint_as_float((word)code << 16); }
 
-// The mean of the magnitudes that reach `least` or, with BELOW, of the others, summed one after the other; 0 of none.
+// The mean of the magnitudes that reach `least` or, with BELOW, of the others, added one after the other; 0 of none. A NaN reaches all.
 template <bool BELOW>
 __device__ __forceinline__ float mean_of(const float* sent, int count, float least) {
     float total = 0.0f;
     int number = 0;
-    for (int e = 0; e < count; ++e)
-        if ((sent[e] >= least) != BELOW) {
-            total += sent[e];
-            ++number;
-        }
+#pragma unroll 8
+    for (int e = 0; e < count; ++e) {
+        const float magnitude = fabsf(sent[e]);
+        const bool wanted = (magnitude < least) == BELOW;
+        total += wanted ? magnitude : 0.0f;  // to add 0 changes no bit, and takes no branch
+        number += wanted ? 1 : 0;
+    }
     return number > 0 ? total / (float)number : 0.0f;
 }
 
+// How many keys of the block reach `least`. `room`: WARPS words of shared memory, others than in the call before.
+__device__ __forceinline__ word number_reaching(const word* keys, word least, word* room) {
+    word here = 0, total = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) here += keys[i] >= least ? 1 : 0;
+    here = __reduce_add_sync(ALL_LANES, here);
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = here;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += room[warp];
+    return total;
+}
+
+// A thread has the numbers v * 4 * THREADS + 4 * threadIdx.x + (0..3) of its part, v < OWN / 4.
 template <bool FEEDBACK>
 __global__ void __launch_bounds__(THREADS) encode_chunk(const __grid_constant__ Selection s) {
-    __shared__ word keys[CUT];
     __shared__ word places[MOST];
     __shared__ float sent[MOST];
-    __shared__ word room[WARPS];
+    __shared__ word rooms[2][WARPS];
     __shared__ float mean;
     __shared__ half_word scales[2];
-    const long long first = (long long)blockIdx.x * CUT;
+    const long long first = (long long)blockIdx.x * CUT + 4 * threadIdx.x;
     const Entries to(s, blockIdx.x);
-    for (int i = threadIdx.x; i < CUT; i += THREADS) {
-        word key = 0;  // behind all others of no magnitude
-        if (i < to.length) {
-            float number = s.values[first + i];
-            if constexpr (FEEDBACK) s.residual[first + i] = number = number + s.residual[first + i];
-            key = key_of(number);
-        }
-        keys[i] = key;
-    }
-    __syncthreads();
+    const bool vectors = to.length == CUT && aligned_to_16(s.values) && (!FEEDBACK || aligned_to_16(s.residual));
+    const auto load = [&](const float* from, int v) {
+        const int at = v * 4 * THREADS, left = to.length - at - 4 * (int)threadIdx.x;
+        return vectors ? load_four(from + first + at) : load_some(from + first + at, left);
+    };
 
+    Four numbers[OWN / 4];
+    word keys[OWN];  // of numbers that are not there: 0, and they are behind all others
+#pragma unroll
+    for (int v = 0; v < OWN / 4; ++v) {
+        numbers[v] = load(s.values, v);
+        if constexpr (FEEDBACK) {
+            const Four before = load(s.residual, v);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) numbers[v].at[i] += before.at[i];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) keys[4 * v + i] = key_of(numbers[v].at[i]);
+    }
+
+    int turn = 0;
     word low = 0, high = NAN_KEY;
-    while (low < high) {  // the largest key that `count` of them reach
-        const word middle = high - (high - low) / 2;
-        word here = 0, reaching;
-        for (int i = 0; i < OWN; ++i) here += keys[i * THREADS + threadIdx.x] >= middle ? 1 : 0;
-        sum_before(here, room, reaching);
+    while (low < high) {  // for the largest key that `count` of them reach, or a lower one that no others reach
+        const word middle = high - (high - low) / 2, reaching = number_reaching(keys, middle, rooms[turn ^= 1]);
         if (reaching >= to.count)
             low = middle;
         else
             high = middle - 1;
+        if (reaching == to.count) break;
     }
-    word both = 0, all;  // 16 bits for each of both counts
-    for (int i = 0; i < OWN; ++i) {
-        const word key = keys[threadIdx.x * OWN + i];
-        both += (key > low ? 1 : 0) + (key == low ? 1 << 16 : 0);
-    }
-    const word before = sum_before(both, room, all);
-    const word taken = to.count - (all & 0xFFFF);
-    word above = before & 0xFFFF, tied = before >> 16;
-    for (int i = 0; i < OWN; ++i) {
-        const word place = threadIdx.x * OWN + i, key = keys[place];
-        if (key > low || (key == low && tied < taken)) {
-            const word at = above + min(tied, taken);
-            places[at] = place;
-            sent[at] = fabsf((FEEDBACK ? s.residual : s.values)[first + place]);
+    const word taken = to.count - number_reaching(keys, low + 1, rooms[turn ^= 1]);
+    word above = 0, tied = 0, mine = 0;  // mine: a bit for each of this thread's numbers that is sent
+#pragma unroll
+    for (int v = 0; v < OWN / 4; ++v) {
+        word both = 0, all;  // 16 bits for each of both counts
+#pragma unroll
+        for (int i = 0; i < 4; ++i) both += (keys[4 * v + i] > low ? 1 : 0) + (keys[4 * v + i] == low ? 1 << 16 : 0);
+        both = (above | tied << 16) + sum_before(both, rooms[0], all);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const word key = keys[4 * v + i];
+            if (key > low || (key == low && both >> 16 < taken)) {
+                const word at = (both & 0xFFFF) + min(both >> 16, taken);
+                places[at] = (v * THREADS + threadIdx.x) * 4 + i;
+                sent[at] = numbers[v].at[i];
+                mine |= 1u << (4 * v + i);
+            }
+            both += (key > low ? 1 : 0) + (key == low ? 1 << 16 : 0);
         }
-        above += key > low ? 1 : 0;
-        tied += key == low ? 1 : 0;
+        above += all & 0xFFFF;
+        tied += all >> 16;
     }
     __syncthreads();
 
-    if (threadIdx.x == 0) {
-        mean = mean_of<false>(sent, to.count, 0.0f);
-        // A NaN is not summed there, but reaches nothing either.
-        for (int e = 0; e < to.count; ++e)
-            if (sent[e] != sent[e]) mean = __uint_as_float(NAN_BITS);
-        const bool finite = mean < __uint_as_float(INFINITY_BITS);
-        const float broken = __uint_as_float(NAN_BITS);
-        to.scales[0] = scales[0] = bfloat16_of(finite ? mean_of<true>(sent, to.count, mean) : broken);
-        to.scales[1] = scales[1] = bfloat16_of(finite ? mean_of<false>(sent, to.count, mean) : broken);
-    }
+    if (threadIdx.x == 0) mean = mean_of<false>(sent, to.count, 0.0f);
     __syncthreads();
+    const bool finite = mean < __uint_as_float(INFINITY_BITS);
+    if (threadIdx.x == 0)
+        to.scales[0] = scales[0] = finite ? bfloat16_of(mean_of<true>(sent, to.count, mean)) : NAN_BITS >> 16;
+    if (threadIdx.x == 32)
+        to.scales[1] = scales[1] = finite ? bfloat16_of(mean_of<false>(sent, to.count, mean)) : NAN_BITS >> 16;
 
-    const float* sums = FEEDBACK ? s.residual : s.values;
     for (int j = threadIdx.x; j < s.k / 4; j += THREADS) {
         word code = 0;
-        for (int e = 4 * j; e < min(4 * j + 4, to.count); ++e) {
-            const word negative = sums[first + places[e]] < 0.0f ? 2 : 0, reaches = sent[e] >= mean ? 1 : 0;
-            code |= (negative | reaches) << (2 * (e % 4));
-        }
+        for (int e = 4 * j; e < min(4 * j + 4, to.count); ++e)
+            code |= ((sent[e] < 0.0f ? 2 : 0) | (fabsf(sent[e]) >= mean ? 1 : 0)) << (2 * (e % 4));
         to.codes[j] = (byte)code;
     }
     for (int j = threadIdx.x; j < s.k / 2; j += THREADS) {
@@ -121,16 +141,25 @@ __global__ void __launch_bounds__(THREADS) encode_chunk(const __grid_constant__ 
         to.indices[3 * j + 2] = (byte)(other >> 4);
     }
     if constexpr (FEEDBACK) {
-        __syncthreads();  // the signs have been read
-        for (int e = threadIdx.x; e < to.count; e += THREADS) {
-            const float magnitude = float_of(scales[sent[e] >= mean ? 1 : 0]);
-            float* left = s.residual + first + places[e];
-            const float lost = *left - (*left < 0.0f ? -magnitude : magnitude);
-            *left = magnitude_bits(magnitude) < INFINITY_BITS ? lost : 0.0f;
+        __syncthreads();  // the scales have been written
+#pragma unroll
+        for (int v = 0; v < OWN / 4; ++v) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& number = numbers[v].at[i];
+                if (keys[4 * v + i] >= INFINITY_BITS) {
+                    number = 0.0f;
+                } else if (mine >> (4 * v + i) & 1) {
+                    const float magnitude = float_of(scales[fabsf(number) >= mean ? 1 : 0]);
+                    number = magnitude_bits(magnitude) < INFINITY_BITS ? number - (number < 0.0f ? -magnitude : magnitude) : 0.0f;
+                }
+            }
+            const int at = v * 4 * THREADS;
+            if (vectors)
+                store_four(s.residual + first + at, numbers[v]);
+            else
+                store_some(s.residual + first + at, numbers[v], to.length - at - 4 * (int)threadIdx.x);
         }
-        __syncthreads();
-        for (int i = threadIdx.x; i < to.length; i += THREADS)
-            if (keys[i] >= INFINITY_BITS) s.residual[first + i] = 0.0f;
     }
     if (blockIdx.x == gridDim.x - 1) {  // what fills up each section to 16 bytes
         byte* ends[3] = {to.indices + 3 * s.k / 2, to.codes + s.k / 4, reinterpret_cast<byte*>(to.scales + 2)};
