@@ -77,7 +77,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def run(way: str, flags: argparse.Namespace) -> Outcome:
     """Run one way, and return its results. Raises HostsError if hosts cannot be simulated."""
-    folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # not removed, since it contains the output
+    folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # not removed
+    print(f"# the output of {way} is in {folder}", flush=True)
     log = folder / "steps.jsonl"
     with hosts_for(flags, folder) as hosts, (folder / "output.txt").open("wb") as output:
         killer = Killer(flags.seed, log, hosts)

@@ -288,10 +288,11 @@ def test_the_last_commit_is_complete_when_the_function_returns() -> None:
     finished: list[Commits] = []
     finish = Commits._finish
 
-    def late(commits: Commits, *args: Any) -> None:
+    def late(commits: Commits, *args: Any) -> bool:
         time.sleep(0.2)
-        finish(commits, *args)
+        wanted = finish(commits, *args)
         finished.append(commits)
+        return wanted
 
     for steps in (1, 2):  # the second call finds a state that has begun
         with mock.patch.object(Commits, "_finish", late):

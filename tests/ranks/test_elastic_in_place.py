@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire as hvd
-from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives import CollectiveError, Communicator, ReplicasDiffer
 from gradwire.collectives.link import Membership
+from gradwire.trainer.elastic import watcher
 from gradwire.trainer.world import meeting
 from gradwire.trainer.world.epochs import WORKER, Departure
 from gradwire.trainer.world.joined import World
@@ -368,6 +369,83 @@ def test_ranks_that_get_no_further_give_up_and_end_the_job() -> None:
             )
         with pytest.raises(RuntimeError, match="the job has ended: ranks have failed 2 times"):
             job.epochs.await_epoch(0, job.epoch.number, time.monotonic() + 10)
+
+
+def find_that_replicas_differ(send: Callable[[Any], None]) -> None:
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        raise ReplicasDiffer("weight", [1, 2], 1, rank=hvd.rank(), operation="check")
+
+    try:
+        train(hvd.elastic.ObjectState(step=0))
+    except ReplicasDiffer as error:
+        send(str(error))
+
+
+def test_replicas_that_differ_end_the_job() -> None:
+    """A commit holds a part of each replica, so that nothing later would find that they differ."""
+    with Job(find_that_replicas_differ) as job:
+        job.start(0, 1)
+        job.begin(0, 1)
+        for worker in (0, 1):
+            assert "weight" in job.take(worker)
+        with pytest.raises(RuntimeError, match=r"the job has ended: rank 0: check: .*weight"):
+            job.epochs.await_epoch(0, job.epoch.number, time.monotonic() + 10)
+
+
+def lose_all_commits(send: Callable[[Any], None]) -> None:
+    hvd.init()
+    state = hvd.elastic.ObjectState(step=0)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        send(state.step)
+        if state.step == 0:
+            state.step = 5
+            state.commits.settle()
+            watcher.remove(state.memory.path("").name)
+            raise CollectiveError("as when a host is lost, and the one with its copies")
+
+    train(state)
+    hvd.shutdown()
+
+
+def test_without_commits_the_state_is_that_of_a_rank_that_has_trained() -> None:
+    with Job(lose_all_commits) as job:
+        job.start(0)
+        job.begin(0)
+        assert job.take(0) == 0
+        job.start(1)
+        job.begin(1, 0, leave=[0])  # the new one is rank 0
+        assert [job.take(worker) for worker in (0, 1)] == [5, 5]
+
+
+def use_a_communicator_of_two(send: Callable[[Any], None]) -> None:
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        two = dist.new_group([1, 2])
+        communicator = Communicator(two) if hvd.rank() > 0 else None
+        send("begun")
+        if communicator is not None and hvd.rank() == 1:
+            communicator.barrier()
+        await_permission("go on")
+
+    train(hvd.elastic.ObjectState(step=0))
+
+
+def test_an_error_in_the_scripts_own_communicator_blames_nobody() -> None:
+    """Its ranks have other numbers in the world."""
+    with Job(use_a_communicator_of_two) as job:
+        job.start(0, 1, 2)
+        job.begin(0, 1, 2)
+        assert [job.take(worker) for worker in range(3)] == ["begun"] * 3
+        job.kill(2)
+        wait_until(lambda: job.departure(1))
+        assert job.departure(1).blamed == ()  # type: ignore[union-attr]
 
 
 def offer_what_is_bound(send: Callable[[Any], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,10 +141,39 @@ def test_what_others_could_have_written_is_refused(tmp_path: Path, fault: str, m
 
 
 def test_memory_that_is_short_leaves_the_commit_before(memory: NamedMemory) -> None:
-    filled(memory, "0.0", 1)
-    with pytest.raises(OSError, match="The previous commit is still valid"):
-        memory.slot("0.1").begin(LAYOUT, 2**60)
-    assert memory.slot("0.0").read()[1].tolist() == [1] * 1000
+    hvd.init()
+    commits = Commits(memory)
+    commits.write({}, {"at": torch.tensor(1)})
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "full")):
+        for _ in range(2):
+            with pytest.raises(OSError, match="The previous commit is still valid"):
+                commits.write({}, {"at": torch.zeros(10_000)})
+    restored, faults = Commits(reopened(memory)).restore()
+    assert restored is not None
+    assert (restored.own, faults) == ({"at": torch.tensor(1)}, [])
+    hvd.shutdown()
+
+
+def test_a_file_is_as_large_as_its_commits(memory: NamedMemory) -> None:
+    """So that the shares of ranks that come back fit in the memory that the others have given back."""
+    for number, numel in enumerate((100_000, 1000, 200_000)):
+        filled(memory, "0.0", number, numel)
+        assert numel <= memory.path("0.0").stat().st_size < 1.1 * numel + 10_000
+        if number == 0:
+            reader = reopened(memory).slot("0.0")
+        assert reader.read()[1].tolist() == [number] * numel
+
+
+def test_a_wish_to_stop_is_not_lost_between_commits() -> None:
+    hvd.init()
+    wishes = [True]
+    commits = Commits(Memory(), lambda: bool(wishes) and wishes.pop())
+    for _ in range(3):
+        commits.write({}, {})
+    assert commits.update_is_due
+    assert commits.ask_for_update()
+    hvd.shutdown()
+    commits.end()
 
 
 def test_a_commit_that_does_not_end_is_not_waited_for() -> None:
@@ -184,7 +215,7 @@ class Slow:
 
 gradwire.slow = Slow()  # which the interpreter frees in its teardown
 atexit.register(print, "registered before")
-sys.modules["gradwire.trainer.elastic.run"]._leave_soon(object())
+sys.modules["gradwire.trainer.elastic.run"]._leave_soon()
 atexit.register(print, "registered after")
 atexit.register(sys.stderr.close)
 print("a rank is lost", file=sys.stderr)
@@ -194,7 +225,8 @@ sys.exit(0)
 
 def test_a_rank_that_is_started_again_ends_without_freeing_its_objects() -> None:
     command = [python(), "-c", LEAVING]
-    ended = subprocess.run(command, env={**os.environ, FINALIZE: "yes"}, capture_output=True, text=True, timeout=20)
+    environment = {**os.environ, FINALIZE: "yes", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "2"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20)
     said = "registered after\nregistered before\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, said, "a rank is lost\n")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
-from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, JobPolicy
+from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, VAIN_EPOCHS, JobPolicy
 from gradwire.trainer.cli.elastic.ranks import next_epoch
 from gradwire.trainer.cli.elastic.workers import HOST_FAILURES, LONGEST_PAUSE_S, LOST_PAUSE_S
 from gradwire.trainer.cli.options import Elastic
@@ -276,6 +276,22 @@ def test_as_many_changes_as_are_allowed() -> None:
     policy.departed(0, LOST, now=10)
     policy.departed(1, LOST, now=10)
     assert policy.decide(10) == [End((2,), "world 0 is the last one that --reset-limit allows")]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_ranks_that_cannot_begin_to_train_end_the_job(trains: bool) -> None:
+    policy = begun(Elastic(), {"a": 2})
+    for number in range(1, VAIN_EPOCHS + 1):
+        if trains:
+            policy.resumed(0)
+        policy.departed(0, replace(LOST, reason="no route"), now=number)
+        policy.departed(1, LOST, now=number)
+        (action,) = policy.decide(number)
+        if number == VAIN_EPOCHS and not trains:
+            assert action == End((), "the ranks cannot begin to train; worker 0: no route; worker 1: PeerLost")
+        else:
+            assert isinstance(action, Begin)
+            assert action.news == (() if trains else ("before, worker 0: no route",))
 
 
 class Jobs(RuleBasedStateMachine):

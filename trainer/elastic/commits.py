@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import chain
@@ -29,13 +29,12 @@ class Restored:
     """Holds the states that a rank restores from a commit.
 
     number: the number of the commit. size: the size of the world that made it. shared: the state that all its ranks shared.
-    own: the own state of its rank `rank`. also: the own states of its ranks that no longer exist, as far as this rank restores
-    them. source: a text that says where the states were.
+    own: the own state of its rank of the same number, modulo size. also: the own states of its ranks that no longer exist, as
+    far as this rank restores them. source: a text that says where the states were.
     """
 
     number: int
     size: int
-    rank: int
     shared: Any
     own: Any
     also: list[Any]
@@ -57,7 +56,8 @@ class Commits:
         self._communicator = self._world.communicator()
         self._topology = Topology.from_host_ids(self._world.rank, self._communicator.allgather_record(memory.key))
         hosts = self._topology.hosts
-        pairs = zip(hosts, (*hosts[1:], hosts[0]), strict=True) if len(hosts) > 1 else ()
+        # A copy in memory that ends with its process could not replace another process's state.
+        pairs = zip(hosts, (*hosts[1:], hosts[0]), strict=True) if len(hosts) > 1 and memory.outlives_process else ()
         self._targets = {rank: nexts[i % len(nexts)] for ranks, nexts in pairs for i, rank in enumerate(ranks)}
         self._sources = [rank for rank, target in self._targets.items() if target == self._world.rank]
         self._beside = self._world.open_communicator(None, beside_others=True)
@@ -66,8 +66,8 @@ class Commits:
         self._thread = DaemonThread("gradwire.commits")
         self._finished: Future[bool] | None = None
         self.update_is_due = False
-        """Whether any rank wanted the ranks to stop when the commit before the last one was complete; the same on all ranks."""
-        self._turns: dict[int, int] = {}  # by rank: which of its two slots the next part goes to
+        """Whether any rank wanted the ranks to stop when a commit before the last one was complete; the same on all ranks."""
+        self._turns: dict[int, int] = {}  # by rank: which of its two slots the next part goes to; 0 if it is not there
         self._leftovers: set[str] = set()
         self._has_written = False
         self._era, self._number = 1, 0
@@ -83,28 +83,28 @@ class Commits:
         Training waits for the copy. Another thread could copy while the next gradients are computed, but could not detect
         changes meanwhile: writes by .data, NumPy or a kernel do not increase the version counter of a tensor.
 
-        Raises TypeError for a value that a tree cannot hold, OSError if memory runs out, and CollectiveError.
+        Raises TypeError for a value that a tree cannot hold, OSError if memory runs out, and CollectiveError. After an OSError,
+        the commit before is still valid, but this rank must end, since others wait for its part.
         """
         common, mine = flatten(shared, "state"), flatten(own, "state")
-        self.update_is_due = self.settle()  # the last commit is complete on all ranks: the one before it is not needed
-        if self._has_written and self._world.rank == self.host[0]:
-            for name in self._leftovers:
-                self.memory.remove(name)
-            self._leftovers = set()
-        self._has_written = True
-        self._number += 1
-        part = [self._era, self._number, self._world.size, self._world.rank]
+        self.update_is_due |= self.settle()  # the last commit is complete on all ranks: the one before it is not needed
+        if self._has_written:
+            self._remove_leftovers()
+        part = [self._era, self._number + 1, self._world.size, self._world.rank]
         start, stop = self._share(common.nbytes)
         record = {"part": [*part, start, stop, common.nbytes], "own": mine.layout, "own_bytes": mine.nbytes}
         record["shared"] = common.layout
-        slot = self.memory.slot(self._next_name(self._world.rank))
+        slot = self.memory.slot(self._name(self._world.rank))
         room = slot.begin(encode(record), mine.nbytes + stop - start)
         for pieces in chain(mine.pieces(0, mine.nbytes), common.pieces(start, stop)):
             slot.append(pieces)
         slot.complete()
+        self._number, self._has_written = self._number + 1, True
         record["part"] = [*part, 0, 0, common.nbytes]
         message = [encode(record), room[: mine.nbytes]] if self._targets else []
-        names = list(map(self._next_name, self._sources))
+        names = list(map(self._name, self._sources))
+        for rank in (self._world.rank, *self._sources):
+            self._turns[rank] = 1 - self._turns.get(rank, 0)
         self._finished = self._thread.submit(lambda: self._finish(message, names))
 
     def settle(self) -> bool:
@@ -117,8 +117,9 @@ class Commits:
         return self._finished.result()
 
     def ask_for_update(self) -> bool:
-        """Return whether any rank wants the ranks to stop now, or wanted so when the last commit was complete."""
-        return self.settle() or self._agreed(self._communicator)
+        """Return whether any rank wants the ranks to stop now, or wanted so when a commit was complete."""
+        self.update_is_due |= self.settle()
+        return self.update_is_due or self._agreed(self._communicator)
 
     def end(self) -> None:
         """Wait until the last commit is complete or has failed, and end its thread. Call it after leaving the world."""
@@ -133,11 +134,15 @@ class Commits:
         start, stop = (lines * each // places * ALIGNMENT_BYTES for each in (place, place + 1))
         return min(start, nbytes), min(stop, nbytes)
 
-    def _next_name(self, rank: int) -> str:
-        """Return the name of the slot for the next part of a rank. The two slots of a rank alternate."""
-        turn = self._turns.get(rank, 0)
-        self._turns[rank] = 1 - turn
-        return f"{rank}.{turn}"
+    def _name(self, rank: int) -> str:
+        """Return the name of the slot for the next part of a rank."""
+        return f"{rank}.{self._turns.get(rank, 0)}"
+
+    def _remove_leftovers(self, kept: Collection[str] = ()) -> None:
+        """Remove the slots of ranks whose parts are no longer stored here, but for the kept ones."""
+        for name in self._leftovers.difference(kept):
+            self.memory.remove(name)
+        self._leftovers &= set(kept)
 
     def _agreed(self, communicator: Communicator) -> bool:
         """Return whether any rank wants the ranks to stop."""
@@ -183,6 +188,8 @@ class Commits:
         commit, lacks = newest(parts)
         self._era = 1 + max((part.era for theirs in parts for part in theirs), default=0)
         self._has_written = False
+        if commit is None:
+            self._go_on_after(())
         faults = [fault for _, theirs in everyones for fault in theirs]
         return None if commit is None else self._load(commit), [*faults, *lacks]
 
@@ -208,12 +215,13 @@ class Commits:
         record, data = kept.pop(saved)
         shared = unflatten(record["shared"], self._common(found))
         own, *also = [unflatten(each["own"], kept_bytes) for each, kept_bytes in ((record, data), *kept.values())]
-        self._go_on_after(found)
+        self._number = number
+        self._go_on_after(found.held[host_of(world.rank)].values())
         lacking = [host for host in range(len(found.held)) if host not in found.whole]
         far = [f"the state of {ranks_text(moved)}"] if moved else []
         far += [f"the shared state for the host of rank {self._topology.hosts[host][0]}" for host in lacking]
         source = "the memory of each host" + (f", {' and '.join(far)} from that of another host" if far else "")
-        return Restored(number, size, saved, shared, own, also, source)
+        return Restored(number, size, shared, own, also, source)
 
     def _read(self, found: Found, saved: int) -> tuple[Any, Tensor]:
         """Return the record and the bytes of a rank's own state from this host's memory."""
@@ -244,10 +252,10 @@ class Commits:
         communicator.broadcast(given, giver)
         return given.cpu()
 
-    def _go_on_after(self, found: Found) -> None:
-        """Keep the slots of a commit until the next commit is complete, and record which slots can be removed then."""
-        self._number = found.commit[1]
-        held = found.held[self._topology.host_of(self._world.rank)].values()
+    def _go_on_after(self, held: Collection[Part]) -> None:
+        """Keep the slots of the restored commit until the next commit is complete. Remove the other slots of ranks whose parts
+        are no longer stored here. held: this host's parts of the commit."""
         self._turns = {part.rank: 1 - int(part.name.partition(".")[2]) for part in held}
         kept_here = {*self.host, *(rank for rank, target in self._targets.items() if target in self.host)}
         self._leftovers = {name for name in self.memory.names() if int(name.partition(".")[0]) not in kept_here}
+        self._remove_leftovers({part.name for part in held})

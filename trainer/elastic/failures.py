@@ -52,7 +52,7 @@ class Failures:
         if rank() == host[0] and not self._is_watched:
             self._agent.watch()
             self._is_watched = True
-        self._keep(failures, commit, is_first=rank() == host[0])
+        self._keep(failures, commit, host)
         if failures >= self._max_failures:
             since = f"since commit {commit}" if commit else "before the first commit"
             why = "; ".join(reasons) or "no rank reported why"
@@ -60,7 +60,7 @@ class Failures:
             if rank() == 0:
                 _log.error("gradwire: %s", said)
             communicator.barrier()
-            self._end_job(said, is_first=rank() == host[0])
+            self.end_job(said, host)
             raise GaveUp(here() + said)
         if has_failed and rank() == 0:
             why = next(iter(reasons), "no rank reported why; if a signal ended a rank, the launcher's lines name it")
@@ -75,15 +75,15 @@ class Failures:
         were counted, and the reason of the last failure."""
         raise NotImplementedError
 
-    def _keep(self, failures: int, commit: int, *, is_first: bool) -> None:
-        """Store the number of failures at a commit, and clear the reason. is_first: whether this rank is the first of its
-        host."""
+    def end_job(self, reason: str, host: tuple[int, ...]) -> None:
+        """Make the launcher end the job. All ranks call this, and then raise an error. host: the ranks of this host."""
+        raise NotImplementedError
+
+    def _keep(self, failures: int, commit: int, host: tuple[int, ...]) -> None:
+        """Store the number of failures at a commit, and clear the reason."""
         raise NotImplementedError
 
     def _keep_reason(self, reason: str) -> None:
-        raise NotImplementedError
-
-    def _end_job(self, reason: str, *, is_first: bool) -> None:
         raise NotImplementedError
 
 
@@ -98,8 +98,8 @@ class FailuresOfJob(Failures):
         before = json.loads(_read(self._counts) or '{"commit": 0, "restarts": 0, "failures": 0}')
         return restarts(os.environ) > before["restarts"], before["failures"], before["commit"], _read(self._reason)
 
-    def _keep(self, failures: int, commit: int, *, is_first: bool) -> None:
-        if is_first:
+    def _keep(self, failures: int, commit: int, host: tuple[int, ...]) -> None:
+        if rank() == host[0]:
             _write(self._counts, json.dumps({"commit": commit, "restarts": restarts(os.environ), "failures": failures}))
             _write(self._reason, "")
 
@@ -107,8 +107,8 @@ class FailuresOfJob(Failures):
         with suppress(OSError):
             _write(self._reason, reason)
 
-    def _end_job(self, reason: str, *, is_first: bool) -> None:
-        if is_first:
+    def end_job(self, reason: str, host: tuple[int, ...]) -> None:
+        if rank() == host[0]:
             os.kill(self._agent.pid, signal.SIGTERM)
 
 
@@ -123,7 +123,7 @@ class FailuresOfEpochs(Failures):
     def _before(self) -> tuple[bool, int, int, str]:
         return bool(self._reason), self._failures, self._commit, self._reason
 
-    def _keep(self, failures: int, commit: int, *, is_first: bool) -> None:
+    def _keep(self, failures: int, commit: int, host: tuple[int, ...]) -> None:
         self._failures, self._commit, self._reason = failures, commit, ""
         if rank() == 0:
             self._worker.resume(commit)
@@ -131,7 +131,7 @@ class FailuresOfEpochs(Failures):
     def _keep_reason(self, reason: str) -> None:
         self._reason = reason
 
-    def _end_job(self, reason: str, *, is_first: bool) -> None:
+    def end_job(self, reason: str, host: tuple[int, ...]) -> None:
         self._worker.end_job(reason)
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from gradwire.collectives import CollectiveError
+from gradwire.collectives import CollectiveError, ReplicasDiffer
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.trainer.elastic.failures import FailuresOfEpochs
 from gradwire.trainer.elastic.memory import NamedMemory, find_agent, load_kernels
@@ -20,14 +20,11 @@ from gradwire.trainer.world.world import current_world, here, join_next_epoch, l
 R = TypeVar("R")
 
 
-def train_in_place(
-    train: Callable[[], R], state: ObjectState, worker: Worker, number: Callable[[], int], max_failures: int
-) -> R:
+def train_in_place(train: Callable[[], R], state: ObjectState, worker: Worker, max_failures: int) -> R:
     """Call a training function until it returns, in one world after another.
 
     Before each further call, this process leaves its world, joins the next one, and connects its optimizers to it. All ranks
-    then restore the newest commit. A process that joins the job late also does this before the first call. number: returns a
-    new number for the function, counted over those that the process calls.
+    then restore the newest commit. A process that joins the job late also does this before the first call.
 
     Collective. Raises GaveUp, the function's errors, ValueError if the state or an optimizer cannot move to another world, and
     RuntimeError if the launcher has ended the job.
@@ -36,7 +33,7 @@ def train_in_place(
     settings, enrolled = world.settings, world.optimizers
     optimizers = [optimizer for optimizer in enrolled if isinstance(optimizer, DistributedOptimizer)]
     _check(state, optimizers)
-    failures = _failures(state, worker, number, max_failures)
+    failures = _failures(state, worker, max_failures)
     since_s = time.perf_counter()
     is_first = not worker.is_late
     if worker.is_late:
@@ -71,6 +68,9 @@ def train_in_place(
         except CollectiveError as failure:
             if isinstance(failure, ValueError):  # a caller's mistake, which would happen again
                 raise
+            if isinstance(failure, ReplicasDiffer):  # another world would not make them equal
+                failures.end_job(str(failure), state.commits.host)
+                raise
             since_s = time.perf_counter()
             error = failure
         is_first = False
@@ -90,16 +90,14 @@ def _leave(state: ObjectState, optimizers: Sequence[DistributedOptimizer], error
         optimizer.release()
 
 
-def _failures(state: ObjectState, worker: Worker, number: Callable[[], int], max_failures: int) -> FailuresOfEpochs:
+def _failures(state: ObjectState, worker: Worker, max_failures: int) -> FailuresOfEpochs:
     """Return the FailuresOfEpochs that uses the memory of a state's commits, or new memory if the state has not begun."""
     agent = find_agent()
     if agent is None:
         raise RuntimeError(
             f"{here()}the process that has started this one cannot be found in /proc, and commits are named after it"
         )
-    kept = state.commits.memory if state.has_begun else None
-    memory = kept if isinstance(kept, NamedMemory) else NamedMemory(agent, number())
-    return FailuresOfEpochs(agent, memory, max_failures, worker)
+    return FailuresOfEpochs(agent, NamedMemory.after(state.memory, agent), max_failures, worker)
 
 
 def _check(state: ObjectState, optimizers: Sequence[DistributedOptimizer]) -> None:

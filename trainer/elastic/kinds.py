@@ -38,10 +38,10 @@ class Value:
         exist. is_same_size: whether the number of ranks is that of the commit. Collective."""
         return self._set(own if is_same_size else broadcast_object(own, 0))
 
-    def sync(self) -> Any:
-        """Set the value to that of rank 0, and return it. Collective."""
+    def sync(self, root_rank: int) -> Any:
+        """Set the value to that of a rank, and return it. Collective."""
         _, own = self.captured(are_replicas=True)
-        return self._set(broadcast_object(own, 0))
+        return self._set(broadcast_object(own, root_rank))
 
     def _set(self, own: Any) -> Any:
         if not self._has_state:
@@ -60,9 +60,9 @@ class Model(Value):
     def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
         return self._set({**shared, **own})
 
-    def sync(self) -> Any:
+    def sync(self, root_rank: int) -> Any:
         state = self.value.state_dict()
-        broadcast_parameters({name: each for name, each in state.items() if isinstance(each, Tensor)}, 0)
+        broadcast_parameters({name: each for name, each in state.items() if isinstance(each, Tensor)}, root_rank)
         return self.value
 
 
@@ -78,10 +78,10 @@ class Optimizer(Value):
             return self.value
         return self._set({**shared, **own})
 
-    def sync(self) -> Any:
+    def sync(self, root_rank: int) -> Any:
         is_wrapped = isinstance(self.value, WrappingOptimizer)
         if not is_wrapped or (isinstance(self.value, DistributedOptimizer) and not self.value.shard_states):
-            broadcast_optimizer_state(self.value, 0)
+            broadcast_optimizer_state(self.value, root_rank)
         return self.value
 
 
@@ -98,9 +98,9 @@ class Sampler(Value):
             self._divide([own, *also], own["epoch"])
         return self.value
 
-    def sync(self) -> Any:
+    def sync(self, root_rank: int) -> Any:
         own = self.value.progress()
-        self._divide([own], broadcast_object(own["epoch"], 0))
+        self._divide([own], broadcast_object(own["epoch"], root_rank))
         return self.value
 
     def _divide(self, kept: list[Any], epoch: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import mmap
 import os
 import re
@@ -27,8 +27,6 @@ from gradwire.trainer.elastic.trees import decode
 from gradwire.trainer.gradients.replicas import hash_of
 from gradwire.trainer.world.launch import launching_process
 from gradwire.trainer.world.world import here
-
-_log = logging.getLogger("gradwire")
 
 _NAME = "gradwire-elastic"
 
@@ -62,24 +60,11 @@ class Slot:
 
     def begin(self, layout: Tensor, data_bytes: int) -> Tensor:
         """Write the layout of a commit, and return a view, uint8, for its data. The slot's previous contents become invalid.
-        Raises OSError if memory runs out."""
-        whole = _data_start(layout.numel()) + data_bytes
-        self._sizes = 0, 0
+        Raises OSError if memory runs out, which leaves the contents valid."""
+        self._reserve(_data_start(layout.numel()) + data_bytes)
+        assert self._map is not None
+        self._map[: _HEADER.size] = bytes(_HEADER.size)
         self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64)
-        if self._map is not None:
-            self._map[: _HEADER.size] = bytes(_HEADER.size)
-        if self._map is None or len(self._map) < whole:
-            nbytes = whole + whole // 16 + mmap.PAGESIZE  # spare room for commits that grow
-            try:
-                os.posix_fallocate(self._descriptor, 0, nbytes)
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"{here()}cannot reserve {nbytes} bytes for a commit in {watcher.FOLDER} ({error.strerror}): a host needs "
-                    "twice the bytes that its ranks keep. The previous commit is still valid. In a container, --shm-size sets "
-                    "the size",
-                ) from error
-            self._map = self._mapped(nbytes)
         self._sizes = layout.numel(), data_bytes
         self._layout.copy_(layout)
         return self._data
@@ -101,11 +86,9 @@ class Slot:
     def read(self) -> tuple[Any, Tensor]:
         """Return the decoded layout and a view of the data, uint8, which later commits overwrite. Raises Unfinished if the slot
         holds no complete commit, and ValueError if its contents are damaged or not a commit."""
-        if self._map is None:
-            nbytes = os.fstat(self._descriptor).st_size
-            if nbytes < _BODY:
-                raise Unfinished
-            self._map = self._mapped(nbytes)
+        if self._size < _BODY:
+            raise Unfinished
+        self._map = self._mapped()
         magic, *sizes, found = _HEADER.unpack(self._map[: _HEADER.size])
         self._sizes = sizes[0], sizes[1]
         if magic == bytes(len(_MAGIC)):
@@ -127,8 +110,34 @@ class Slot:
         start = _data_start(self._sizes[0])
         return torch.frombuffer(self._map, dtype=torch.uint8)[start : start + self._sizes[1]]
 
-    def _mapped(self, nbytes: int) -> mmap.mmap:
-        return mmap.mmap(self._descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    @property
+    def _size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def _reserve(self, nbytes: int) -> None:
+        """Map a file with room for a commit of so many bytes, and spare room for commits that grow. A file that is much larger
+        shrinks: a rank stores less once its host has more ranks."""
+        roomy = nbytes + nbytes // 16 + mmap.PAGESIZE
+        if self._size > roomy + nbytes // 4:
+            os.pwrite(self._descriptor, bytes(_HEADER.size), 0)
+            os.ftruncate(self._descriptor, roomy)
+        elif self._size < nbytes:
+            try:
+                os.posix_fallocate(self._descriptor, 0, roomy)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{here()}cannot reserve {roomy} bytes for a commit in {watcher.FOLDER} ({error.strerror}): a host needs "
+                    "twice the bytes that its ranks keep. The previous commit is still valid. In a container, --shm-size sets "
+                    "the size",
+                ) from error
+        self._map = self._mapped()
+
+    def _mapped(self) -> mmap.mmap:
+        """Return a map of the whole file. A process that has mapped it before may have another size."""
+        if self._map is not None and len(self._map) == self._size:
+            return self._map
+        return mmap.mmap(self._descriptor, self._size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     def _sums_of_data(self) -> Tensor:
         sums = torch.zeros(SUMS, dtype=torch.int64)
@@ -145,6 +154,8 @@ class Memory:
 
     key: equal on ranks that find each other's slots, and different on other ranks.
     """
+
+    outlives_process = False
 
     def __init__(self) -> None:
         self.key = f"{host_id()}/process {os.getpid()}"
@@ -195,12 +206,18 @@ class Agent:
 def find_agent() -> Agent | None:
     """Return the process that restarts this host's ranks if they fail, such as torchrun's agent; None if there is none."""
     process = launching_process(OF_AGENT)
-    return None if process is None else Agent(process[0], watcher.started_at(process[0]))
+    return None if process is None else Agent(*process)
+
+
+#: Numbers for the training functions that this process calls. All ranks call them in the same order.
+_numbers = itertools.count(1)
 
 
 class NamedMemory(Memory):
     """Makes and finds slots that are files, for the ranks of one agent. number: that of the training function in the job; each
     has its own slots."""
+
+    outlives_process = True
 
     def __init__(self, agent: Agent, number: int) -> None:
         super().__init__()
@@ -208,6 +225,12 @@ class NamedMemory(Memory):
         self._agent = agent
         self._prefix = f"{agent.prefix}{number}."
         self.key = f"{host_id()}/{self._prefix}"
+
+    @classmethod
+    def after(cls, memory: Memory | None, agent: Agent) -> NamedMemory:
+        """Return the memory that a training function has used before, or new memory if it has not used any that outlives a
+        process."""
+        return memory if isinstance(memory, NamedMemory) else cls(agent, next(_numbers))
 
     def reopened(self) -> NamedMemory:
         """Return the same memory with no slot open: other processes may have replaced files that this process has open."""

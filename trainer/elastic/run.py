@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import os
 import sys
 import threading
@@ -13,12 +12,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from gradwire.collectives import CollectiveError
-from gradwire.trainer.elastic.failures import Failures, FailuresOfJob, GaveUp
+from gradwire.collectives import CollectiveError, ReplicasDiffer
+from gradwire.trainer.elastic.failures import FailuresOfJob, GaveUp
 from gradwire.trainer.elastic.in_place import train_in_place
 from gradwire.trainer.elastic.memory import NamedMemory, find_agent
 from gradwire.trainer.elastic.resuming import begin
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt, ObjectState
+from gradwire.trainer.world.epochs import can_restart
 from gradwire.trainer.world.world import elastic_worker, here
 
 S = TypeVar("S", bound=ObjectState)
@@ -28,9 +28,6 @@ Training = Callable[Concatenate[S, P], R]
 
 #: How long a rank may take to end once another is lost. The launcher waits for that before it restarts all ranks.
 _LEAVE_S = 1.0
-
-#: Numbers for the training functions that this process calls. All ranks call them in the same order.
-_numbers = itertools.count(1)
 
 
 @overload
@@ -46,19 +43,21 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
 
     When the function is called, all ranks restore the newest commit of which no part is lost, and call the state's reset
     callbacks. If there are several hosts, two of them hold the state of each rank. If there is no such commit, all ranks get
-    the state of rank 0.
+    the state of the lowest rank that has trained, or of rank 0 if none has.
 
     Under gradwire run --min-np, ranks continue in the same processes when another one is lost. The function ends with
     CollectiveError, or with HostsUpdatedInterrupt if ranks are to be added or removed. The ranks of the new world then restore
     the newest commit and call the function again. A process that joins later runs the script alone, as rank 0 of a world of
     one, until it calls the function.
 
-    Under torchrun --max-restarts N, the other ranks raise CollectiveError when one is lost, and end within a second, with exit
-    status 1 whatever the script does. torchrun then restarts all ranks, which continue when they call the function.
-    HostsUpdatedInterrupt ends a rank in the same way.
+    Under torchrun --max-restarts N, the other ranks raise CollectiveError when one is lost. If torchrun may restart them again,
+    they end within a second, with exit status 1 whatever the script does. torchrun then restarts all ranks, which continue when
+    they call the function. HostsUpdatedInterrupt ends a rank in the same way.
 
     Under other launchers, nothing restarts a rank: commits are in memory that ends with the process, and errors are raised
     unchanged.
+
+    ReplicasDiffer ends the job, because commits since the replicas became different are no replica's state.
 
     max_failures: the number of failures without a new commit at which all ranks raise GaveUp, with the reason of the last
     failure, and end the job, whatever the launcher allows.
@@ -78,40 +77,41 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
             raise TypeError(f"{here()}the first argument of {func.__name__}() must be a TorchState or an ObjectState")
         if (worker := elastic_worker()) is not None:
             train = functools.partial(func, state, *args, **kwargs)
-            return train_in_place(train, state, worker, functools.partial(next, _numbers), max_failures)
-        if state.has_begun:
-            state.sync()
-            return _completed(func, state, *args, **kwargs)
+            return train_in_place(train, state, worker, max_failures)
         agent = find_agent()
         failures = None
         if agent is not None:
-            failures = FailuresOfJob(agent, NamedMemory(agent, next(_numbers)), max_failures)
+            failures = FailuresOfJob(agent, NamedMemory.after(state.memory, agent), max_failures)
         try:
-            begin(state, failures, time.perf_counter())
-            return _completed(func, state, *args, **kwargs)
+            if state.has_begun:
+                state.sync()
+            else:
+                begin(state, failures, time.perf_counter())
+            returned = func(state, *args, **kwargs)
+            state.commits.settle()  # this process may end now
+            return returned
         except HostsUpdatedInterrupt as interrupt:
-            _leave_soon(failures)
+            with suppress(CollectiveError, OSError):
+                state.commits.settle()  # or the copy of the last commit may be incomplete
+            if failures is not None:
+                _leave_soon()
             raise SystemExit(str(interrupt)) from interrupt
         except Exception as error:
-            if failures is not None and not isinstance(error, GaveUp):
-                failures.note(error)
-            if isinstance(error, CollectiveError):
-                _leave_soon(failures)
+            if failures is not None:
+                if isinstance(error, ReplicasDiffer):  # a restart would not make them equal
+                    failures.end_job(str(error), state.commits.host)
+                elif not isinstance(error, GaveUp):
+                    failures.note(error)
+                if isinstance(error, CollectiveError):
+                    _leave_soon()
             raise
 
     return trained
 
 
-def _completed(func: Training[S, P, R], state: S, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a training function, and return its result once its last commit is complete on all hosts: the process may end."""
-    returned = func(state, *args, **kwargs)
-    state.commits.settle()
-    return returned
-
-
-def _leave_soon(failures: Failures | None) -> None:
-    """End this process within a second, whatever else it waits for, if its launcher restarts it. Return at once."""
-    if failures is not None:
+def _leave_soon() -> None:
+    """End this process within a second, whatever else it waits for, if torchrun will restart it. Return at once."""
+    if can_restart(os.environ):
         timer = threading.Timer(_LEAVE_S, os._exit, [1])
         timer.daemon = True
         timer.start()

@@ -88,7 +88,7 @@ class ObjectState:
         """Save the state as it is now, and keep it until the second save() after this one.
 
         Raises TypeError for a value that cannot be saved; OSError if memory runs out, which leaves the previous save valid;
-        CollectiveError.
+        CollectiveError. After an OSError, this rank must end, since others wait for its part.
         """
         shared, own = self._captured()
         self.commits.write(shared, own)
@@ -100,10 +100,10 @@ class ObjectState:
             raise RuntimeError(f"{here()}there is no commit to restore{': ' if faults else ''}{'; '.join(faults)}")
         self.take(restored)
 
-    def sync(self) -> None:
-        """Set the values on all ranks to those of rank 0, and save the state."""
+    def sync(self, root_rank: int = 0) -> None:
+        """Set the values on all ranks to those of one rank, and save the state."""
         for name, kind in self._kinds().items():
-            setattr(self, name, kind.sync())
+            setattr(self, name, kind.sync(root_rank))
         self.save()
 
     @property
@@ -122,6 +122,11 @@ class ObjectState:
         self._has_begun = True
 
     @property
+    def memory(self) -> Memory | None:
+        """Return the memory of this state's commits; None before the first."""
+        return None if self._commits is None else self._commits.memory
+
+    @property
     def commits(self) -> Commits:
         """Return the Commits of this state. Before begin(), they are in memory that ends with the process."""
         if self._commits is None:
@@ -138,7 +143,7 @@ class ObjectState:
         """Set the values to the restored ones. A rank that did not exist at the commit keeps its random number states."""
         is_same_size = restored.size == size()
         kinds = self._kinds()
-        if restored.rank == rank():
+        if rank() < restored.size:
             kinds[_RANDOM] = RandomNumbers()
         for name, kind in kinds.items():
             also = [each[name] for each in restored.also]

@@ -29,6 +29,8 @@ WORKER = "GRADWIRE_WORKER"
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """The environment variable in which torchrun counts restarts of all ranks; in an elastic job, the number of the epoch."""
 
+_MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+
 _Answer = TypeVar("_Answer")
 
 _PREFIX = "gradwire.elastic"
@@ -41,6 +43,11 @@ _LEFT_OUT_S = 30.0
 def restarts(environment: Mapping[str, str]) -> int:
     """Return how often torchrun has restarted all ranks; in an elastic job, the number of the epoch."""
     return int(environment.get(RESTART_COUNT, "0"))
+
+
+def can_restart(environment: Mapping[str, str]) -> bool:
+    """Return whether torchrun restarts all ranks if one fails."""
+    return restarts(environment) < int(environment.get(_MAX_RESTARTS, "0"))
 
 
 @dataclass(frozen=True)

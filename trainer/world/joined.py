@@ -232,12 +232,12 @@ class World:
             raise ValueError(f"rank {self.rank}: no timeline is being recorded: start one first")
         self.recorder.stop(self.communicator())
 
-    def has_partly_failed(self) -> bool:
-        """Return whether an operation among only some of the ranks has failed. The ranks in its error are not those of the
-        world."""
+    def has_failed(self) -> bool:
+        """Return whether an operation among all ranks has failed, and none among some of them. The ranks in the error are then
+        those of the world."""
         everyone = list(range(self.size))
-        failed = [each for each in self.communicators if not each.absence.is_usable]
-        return any(self.ranks_of(each) != everyone for each in failed)
+        failed = [self.ranks_of(each) for each in self.communicators if not each.absence.is_usable]
+        return bool(failed) and all(ranks == everyone for ranks in failed)
 
     def close(self, failure: CollectiveError | None = None) -> None:
         """Close the Communicators of this world, and unregister the process sets. A timeline is written if the other ranks

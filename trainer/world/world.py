@@ -179,7 +179,7 @@ def leave_epoch(error: CollectiveError | None) -> None:
     do. None: complete running operations, and leave for an update. Raises RuntimeError if the launcher is gone."""
     world, worker = current_world(), _holder.worker
     assert worker is not None
-    lost = () if error is None or world.has_partly_failed() else _lost_by(error)
+    lost = _lost_by(error) if error is not None and world.has_failed() else ()
     _holder.world = None
     atexit.unregister(shutdown)
     world.close(error)

@@ -24,6 +24,8 @@ GRACE_S = 5.0
 TOGETHER_S = 5.0
 #: How many epochs in a row may end without a survivor and without a later commit before the job ends.
 NEW_STARTS = 3
+#: How many epochs in a row may end by errors, although no worker was lost, before training begins.
+VAIN_EPOCHS = 3
 
 
 @dataclass
@@ -34,8 +36,8 @@ class _Happened:
     broken_since: when the first worker left the epoch or was lost. is_update_wanted: whether the ranks have been asked to
     leave. waits_since: when the workers for the next epoch turned out to be too few. arrived_since: since when workers are
     ready that are not ranks. failed: the workers that are lost. is_struck: whether a signal or the loss of a host has ended a
-    rank, so that the other ranks may have failed as a consequence. reasons: why workers left. news: the changes, in words for
-    the user.
+    rank, so that the other ranks may have failed as a consequence. has_trained: whether training has continued in the epoch.
+    reasons: why workers left. news: the changes, in words for the user.
     """
 
     departed: set[int] = field(default_factory=set)
@@ -46,6 +48,7 @@ class _Happened:
     arrived_since: float | None = None
     failed: list[int] = field(default_factory=list)
     is_struck: bool = False
+    has_trained: bool = False
     reasons: list[str] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
 
@@ -61,7 +64,7 @@ class JobPolicy:
         self._wanted = wanted
         self._start_by = start_by
         self._finished_since: float | None = None
-        self._new_starts = self._commit = 0
+        self._new_starts = self._vain_epochs = self._commit = 0
         self._new = _Happened()
         self._untold: list[Action] = []
 
@@ -107,6 +110,7 @@ class JobPolicy:
 
     def resumed(self, commit: int) -> None:
         """Note from which commit the current epoch continues. A later commit than before shows that the job makes progress."""
+        self._new.has_trained = True
         if commit > self._commit:
             self._commit, self._new_starts = commit, 0
 
@@ -192,6 +196,8 @@ class JobPolicy:
             return self._end("no rank survived")
         if self._is_last:
             return self._end(f"world {epoch.number} is the last one that --reset-limit allows")
+        if self._was_in_vain and self._vain_epochs == VAIN_EPOCHS - 1:
+            return self._end(f"the ranks cannot begin to train; {'; '.join(self._new.reasons)}")
         joining, least = self._joining, self._wanted.min_ranks
         if not survivors and len(joining) >= least and not self._are_together(now):
             return []
@@ -303,6 +309,11 @@ class JobPolicy:
         limit = self._wanted.reset_limit
         return self.epoch is not None and limit is not None and self.epoch.number >= limit
 
+    @property
+    def _was_in_vain(self) -> bool:
+        """Return whether errors have ended the epoch before training began, although no worker was lost."""
+        return bool(self._new.reasons) and not self._new.failed and not self._new.has_trained
+
     def _break(self, now: float) -> None:
         if self._new.broken_since is None:
             self._new.broken_since = now
@@ -327,6 +338,9 @@ class JobPolicy:
                 self._new.news.append(
                     f"worker {number} on host {self.workers.host_of(number).name} joined as rank {rank}"
                 )
+        self._vain_epochs = self._vain_epochs + 1 if self._was_in_vain else 0
+        if self._was_in_vain:
+            self._new.news.append(f"before, {self._new.reasons[0]}")
         self._new_starts = 0 if is_first or set(before) & set(epoch.workers) else self._new_starts + 1
         begin = Begin(epoch, tuple(self._new.news))
         self.epoch = epoch
