@@ -138,7 +138,7 @@ class Communicator(Tuned):
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
             algorithms = legal_algorithms(transport.algorithms)
-            tables = overrides(algorithms, os.environ)  # an invalid file raises ValueError on all ranks
+            tables = overrides(algorithms, os.environ)  # an invalid variable raises ValueError
             by_hand = frozenset(tables)
             for collective in algorithms:
                 tables.setdefault(

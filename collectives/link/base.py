@@ -162,11 +162,12 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Break every connection now, so that all waits, here and at the peers, end with a LinkError. Never blocks."""
+        """Break every connection now, so that all waits, here and at the peers, end with a LinkError. Does not wait for peers,
+        but up to a few seconds for kernels of this rank."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the resources. Never blocks."""
+        """Release the resources. Does not wait for peers, but up to a few seconds for kernels of this rank."""
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
         """Wait until the next message of some rank has this tag, and return that rank; None when the deadline passes. The

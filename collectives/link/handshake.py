@@ -140,7 +140,7 @@ class Listener:
     def __init__(self, address: str, *, small_segments: bool = False) -> None:
         """Listen on a free port of an address. Raises OSError if this process cannot."""
         self._small_segments = small_segments
-        self._socket = listen(address, 128, small_segments=small_segments)
+        self._socket = listen(address, socket.SOMAXCONN, small_segments=small_segments)
         self.card = f"{address} {self._socket.getsockname()[1]}"
 
     def join(
@@ -168,11 +168,11 @@ class Listener:
             connection.sendall(_HELLO.pack(rank, _code(rank, peer, challenge, secret)))  # fits into an empty buffer
 
         try:
-            for peer in peers:
-                if peer > rank:
-                    address, port = cards[peer].split()
-                    begin, small = partial(introduce, peer), self._small_segments
-                    made[peer] = dial(peer, address, int(port), deadline, check, begin, small_segments=small)
+            # The last rank accepts at once, the others when they have dialled: so each waits for one handshake, not for all.
+            for peer in sorted((peer for peer in peers if peer > rank), reverse=True):
+                address, port = cards[peer].split()
+                begin, small = partial(introduce, peer), self._small_segments
+                made[peer] = dial(peer, address, int(port), deadline, check, begin, small_segments=small)
             self._accept(made, {peer for peer in peers if peer < rank}, rank, secret, deadline, check)
             for connection in made.values():
                 set_up(connection)
@@ -218,7 +218,7 @@ class Listener:
                                 raise
                             continue  # the connection ended before it was accepted
                         unverified[candidate.connection.fileno()] = candidate
-                        if len(unverified) > MOST_UNVERIFIED:
+                        if len(unverified) > max(MOST_UNVERIFIED, len(expected)):
                             unverified.pop(next(iter(unverified))).connection.close()
                     elif descriptor in unverified:
                         candidate = unverified.pop(descriptor)

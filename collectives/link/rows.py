@@ -33,7 +33,9 @@ class RowPending:
 
     def is_done(self) -> bool:
         self.table.progress()
-        return self.table.is_done(self.number)
+        if is_done := self.table.is_done(self.number):
+            self.table.pending.pop(self.number, None)
+        return is_done
 
 
 class Table(Transport):

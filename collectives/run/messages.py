@@ -39,7 +39,7 @@ class MessageWork:
         self._transport = transport = messages.transport
         self._operations = messages.operations
         self._call = call
-        self._buffer = buffer
+        self._buffer: Buffer | None = buffer  # None once the message is done
         self._peer = peer
         others = frozenset(range(transport.size)) - {transport.rank}
         self._peers = others if peer is None else frozenset({peer})
@@ -68,7 +68,6 @@ class MessageWork:
             self._beginning.wait()
         if not self._is_over and self._peer is not None:
             self._operations.submit_message(self._call, self._peers, self._finish, async_op=False)
-        self._is_over = True
 
     def is_completed(self) -> bool:
         """Return True once wait() would return or raise at once. The call also advances this rank's messages."""
@@ -111,7 +110,6 @@ class MessageWork:
             return
         try:
             self._finish(deadline)
-            self._is_over = True
         except LinkError as error:
             rank = self._transport.rank
             _log.warning("gradwire: rank %d closes before %s has completed: %s", rank, self._call, error)
@@ -120,6 +118,7 @@ class MessageWork:
 
     def _begin(self, deadline: float) -> None:
         """Post the message. A receive from any rank first waits until its sender is known."""
+        assert self._buffer is not None
         peer = self._peer
         if peer is None:
             peer = self.sender = self._transport.next_sender(self._tag, deadline)
@@ -130,10 +129,16 @@ class MessageWork:
         (self._pending,) = sent or received
 
     def _finish(self, deadline: float) -> None:
+        """Wait for the transfer, once, and release the tensor."""
+        if self._is_over:  # in the turn of another thread
+            return
         assert self._pending is not None
+        assert self._buffer is not None
         self._pending.wait(deadline)
         if not self._sends:
             self._buffer.store()
+        self._is_over = True
+        self._buffer = self._pending = None
 
     def _run(self, deadline: float) -> None:
         self._begin(deadline)
@@ -141,6 +146,8 @@ class MessageWork:
 
     def _has_finished(self) -> bool:
         """Return whether _finish() would return, or raise, at once."""
+        if self._is_over:
+            return True
         assert self._pending is not None
         try:
             return self._pending.is_done()

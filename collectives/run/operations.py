@@ -181,8 +181,7 @@ class Operations:
         at_once: bool = True,
     ) -> Work | None:
         """Run body(deadline), a part of a message's transfer, in its turn. With async_op, return its Work, or None if the body
-        has run at once, which at_once=False prevents. The turn has no number: only `peers` take part in it, and only they can
-        make it fail."""
+        has run at once, which at_once=False prevents. The turn has no number, since only `peers` take part in it."""
         self._check(call)
         if at_once and self.try_message(call, peers, body):
             return None

@@ -245,6 +245,7 @@ class Plans:
         segments = segments_of_buffer(numel, size, self._segment(element_size))
         return Shares(algorithm, tuple(tuple(segment[rank] for segment in segments) for rank in range(size)))
 
+    @_once
     def of_move(
         self, collective: str, algorithm: str, root: int, sources: Layout, layout: Layout, *, grouped: bool
     ) -> Program:

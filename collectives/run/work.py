@@ -124,10 +124,11 @@ class WorkQueue:
         with self._changed:
             if self.sealed:
                 raise CollectiveError("the Communicator is closed", rank=work._rank, operation=work._operation)
-            self._queue.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                thread.start()  # raises RuntimeError if the system allows no more threads; nothing is queued then
+                self._thread = thread
+            self._queue.append(work)
             self._changed.notify_all()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.communicator import Communicator, close_all
+from gradwire.collectives.communicator import Communicator, abandon_all, close_all
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.link.membership import membership_in
 from gradwire.collectives.plan.topology import host_id
@@ -361,20 +361,20 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     def shutdown(self) -> None:
         """Finish all operations, and close the group. torch.distributed.destroy_process_group calls this."""
-        self._close()
+        self._close(close_all)
         if self._nccl is not None:
             self._nccl.shutdown()
 
     def abort(self) -> None:
-        """Close the group. Operations of the other ranks fail, and their errors name this rank."""
-        self._close(RuntimeError("the group was aborted"))
+        """Close the group without waiting for other ranks. Their operations fail, with errors that name this rank."""
+        self._close(partial(abandon_all, error=RuntimeError("the group was aborted")))
         if self._nccl is not None:
             self._nccl.abort()
 
-    def _close(self, reason: BaseException | None = None) -> None:
+    def _close(self, close: Callable[[list[Communicator]], None]) -> None:
         self._mover.stop()
         try:
-            close_all([self._communicator, self._messages], reason)
+            close([self._communicator, self._messages])
         finally:
             self._mover.settle()  # the future of a message that has not arrived raises an error
 

@@ -24,10 +24,11 @@ class Mover:
     def add(self, work: MessageWork) -> None:
         """Move a message until it is done."""
         with self._changed:
-            self._under_way[work] = []
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="gradwire-mover", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name="gradwire-mover", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._under_way[work] = []
             self._changed.notify()
 
     def when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:

@@ -164,8 +164,9 @@ def _shuffle(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) 
 @handles("redux")
 def _reduce(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     *form, kind = modifiers
-    if form != ["sync", "max"] or kind not in ("u32", "s32"):
+    if form not in (["sync", "max"], ["sync", "add"]) or kind not in ("u32", "s32"):
         raise PtxError("form")
+    reduction = np.maximum if form[1] == "max" else np.add
     write, mask = decoder.write(operands[0], kind), decoder.read(operands[2], "u32")
     value = decoder.read(operands[1], kind)
 
@@ -174,7 +175,7 @@ def _reduce(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -
         numbers = np.broadcast_to(value(threads), threads.active.shape).reshape(-1, 32)
         result = np.zeros(len(active), numbers.dtype)
         for warp in np.flatnonzero(active.any(1)):
-            result[warp] = np.max(numbers[warp][active[warp]])
+            result[warp] = reduction.reduce(numbers[warp][active[warp]])
         write(threads, np.repeat(result, 32))
 
     return act

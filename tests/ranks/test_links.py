@@ -415,6 +415,21 @@ def test_a_rank_is_lost(failing_world: Callable[[int], World], name: str) -> Non
     assert_survived(world, [2])
 
 
+@on_ranks(2, initialized=False)
+def test_a_forked_child_that_drops_its_communicator_does_no_harm() -> None:
+    comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    comm.barrier()
+    if comm.rank == 1:
+        if (child := os.fork()) == 0:
+            del comm
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(0.5)  # in which the other rank looks several times whether this one is there
+    comm.allreduce(torch.ones(3))
+    comm.close()
+
+
 @pytest.mark.parametrize("link", ["auto", "tcp"])
 @on_ranks(2, initialized=False)
 def test_a_forked_child_does_no_harm(link: str) -> None:

@@ -1,10 +1,13 @@
 """Messages between two ranks, beside the operations of all: on every link, in order, from one rank or from any."""
 
+import gc
 import os
 import random
 import time
+import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,6 +53,22 @@ def test_messages_of_any_length_go_round(numel: int) -> None:
         assert received.is_completed()
         assert (received.sender, sent.sender) == (before, None)
         assert torch.equal(landed, numbers(before, numel))
+
+
+@on_ranks(2, initialized=False)
+def test_a_message_that_was_waited_for_releases_its_tensor() -> None:
+    with communicator() as comm:
+        numbers = np.ones(1000, dtype=np.float32)
+        tensor, gone = torch.from_numpy(numbers), weakref.ref(numbers)
+        del numbers
+        move = comm.send if comm.rank == 0 else comm.recv
+        work: MessageWork = move(tensor, 1 - comm.rank, async_op=True)  # type: ignore[assignment]
+        work.wait()
+        work.wait()
+        del tensor
+        gc.collect()
+        assert gone() is None
+        comm.barrier()
 
 
 @on_ranks(SIZE, initialized=False)

@@ -344,3 +344,37 @@ def test_a_rank_is_hit_at_random(failing_world: Callable[[int], World], tmp_path
     for number, world in hits:
         assert set(assert_survived(world, [world.size - 1], 30.0)) == {KINDS[number]}
         world.kill()
+
+
+def keep_what_they_have(folder: Path) -> bool:
+    """Give up an allreduce in place of three ranks, of which the last one is stopped meanwhile; return whether the tensor of
+    this rank stays as it is when that rank goes on."""
+    comm = Communicator(timeout_s=1.0)
+    tensor = comm.empty(300_000).fill_(comm.rank + 1)
+    comm.allreduce(tensor)  # announces the tensors
+    assert comm.rank == 2 or not (folder / "stopped").exists()
+    (folder / f"begun {comm.rank}").touch()
+    if comm.rank < 2:
+        wait_until((folder / "stopped").exists)
+    with pytest.raises(CollectiveError):
+        comm.allreduce(tensor)
+    comm.close()
+    kept = tensor.clone()
+    (folder / f"ended {comm.rank}").touch()
+    if comm.rank < 2:
+        wait_until((folder / "ended 2").exists)
+    return torch.equal(tensor, kept)
+
+
+def test_a_rank_that_was_stopped_does_not_write_to_those_that_gave_up(
+    failing_world: Callable[[int], World], tmp_path: Path
+) -> None:
+    world = failing_world(3)
+    world.start(keep_what_they_have, tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("begun *"))) == 3)
+    time.sleep(0.3)  # until rank 2 waits in the second allreduce
+    world.signal(2, signal.SIGSTOP)
+    (tmp_path / "stopped").touch()
+    wait_until(lambda: len(list(tmp_path.glob("ended *"))) == 2)
+    world.signal(2, signal.SIGCONT)
+    assert assert_survived(world, [], 30.0) == [True] * 3

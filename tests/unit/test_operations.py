@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -374,6 +375,17 @@ def test_the_queue_lets_go_of_what_it_has_run() -> None:
         del tensor, body
         submit(mine)  # by when the queue's thread has put the first aside
         assert gone() is None
+
+
+def test_a_thread_that_cannot_start_leaves_the_queue_as_it_was() -> None:
+    with operations(1) as (mine, _, _):
+        cannot = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+        with cannot, pytest.raises(RuntimeError, match="new thread"):
+            mine.submit("allreduce", nothing, async_op=True)
+        submit(mine)
+        work = mine.submit("allreduce", nothing, async_op=True)
+        assert work is not None
+        work.wait(DEADLINE_S)
 
 
 def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:

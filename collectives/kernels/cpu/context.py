@@ -140,6 +140,15 @@ def wait_for_headers(context, header, sequence, tag):
 
 
 @njit
+def any_has_left(context):
+    """Return whether any rank has closed or broken the group."""
+    states = int64(0)
+    for peer in range(field(context, SIZE)):
+        states |= load(line_of(context, peer, STATE))
+    return states != 0
+
+
+@njit
 def wait_for_line(context, line, least):
     """Wait until the word in every rank's line is at least `least`."""
     for peer in range(field(context, SIZE)):

@@ -45,6 +45,7 @@ from gradwire.collectives.kernels.cpu.context import (
     WHOLE,
     WHOLE_BYTES,
     YIELD_NS,
+    any_has_left,
     least_of,
     line_of,
     note_wait_for_all,
@@ -339,6 +340,10 @@ def allreduce(request, data, sequence, tag, slot, offset, born):
             set_field(context, PHASE, _START)
             return FINISHED_WITH_NEWS if field(context, NEWS) != 0 else FINISHED
         if field(context, DIRECT) == 1:
+            # A rank that was stopped until now must not write into the tensors of ranks that have given up. None of them can
+            # have finished, since they wait for this rank too.
+            if any_has_left(context):
+                return STOPPED
             if doing == SPREADS:
                 _gather_without_copy(context, header, nbytes)
             else:

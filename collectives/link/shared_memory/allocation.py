@@ -106,7 +106,8 @@ class Allocations:
             group.known[member] = announced
 
     def close(self) -> None:
-        """Unmap the others' tensors, unless a kernel still runs. This rank's tensors become ordinary tensors."""
+        """Unmap the others' tensors, unless a kernel still runs. This rank's tensors become ordinary tensors, which other ranks
+        unmap when they close."""
         with self._lock:
             self._closed = True
             if not self.group.stop():

@@ -117,7 +117,9 @@ class LocalGroup:
         self.base = segment.address
         self._everyone = everyone
         state_offset = self.index * kernels.RANK_BYTES + kernels.STATE
-        self._finalizer = weakref.finalize(self, _give_back, segment, state_offset, self._members_by_descriptor)
+        self._finalizer = weakref.finalize(
+            self, _give_back, self._process, segment, state_offset, self._members_by_descriptor
+        )
         self._finalizer.atexit = False
         context = {
             kernels.RANK: self.index,
@@ -227,10 +229,6 @@ class LocalGroup:
         line = self.kernels.STATE
         return {rank for member, rank in enumerate(self.members) if self.word(member, line).value >= least}
 
-    def seal_off(self) -> None:
-        """Close the segment's descriptor, once all members have mapped it."""
-        self._segment.seal_off()
-
     def abort(self) -> None:
         """End this rank's wait, and the waits of other ranks for it."""
         with self._lock:
@@ -255,9 +253,10 @@ class LocalGroup:
                 self._finalizer()
 
 
-def _give_back(segment: Segment, state_offset: int, members_by_descriptor: dict[int, int]) -> None:
-    """Set the rank's state to closed, and unmap the segment, when a group is closed, or deleted without a close()."""
-    if segment.address is not None:
+def _give_back(owner: int, segment: Segment, state_offset: int, members_by_descriptor: dict[int, int]) -> None:
+    """Set the rank's state to closed, and unmap the segment, when a group is closed, or deleted without a close(). owner: the
+    process of the rank; a forked child does not set the state."""
+    if segment.address is not None and os.getpid() == owner:
         ctypes.c_int64.from_address(segment.address + state_offset).value = _GONE
     for descriptor in members_by_descriptor:
         os.close(descriptor)
@@ -306,7 +305,7 @@ def join_host(membership: Membership, kernels: ModuleType | str, deadline: float
         problems = {member: answers[member]["why"] for member in members if answers[member]["why"]}
         if group is not None and not problems:
             made.pop_all()
-            group.seal_off()
+            group._segment.seal_off()  # all members have mapped it
             return group
         if joins and rank == first:
             member, why = next(iter(problems.items()))
