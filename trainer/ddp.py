@@ -29,7 +29,7 @@ from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
 from gradwire.trainer.gradients.checkpoint_format import VERSION, check_part
 from gradwire.trainer.gradients.choice import Choice, Size
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy, wanted
+from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
 from gradwire.trainer.gradients.layout import packed
 
 UNSETTLED_STEPS = 2
@@ -59,6 +59,9 @@ def ddp_comm_hook(
     One hook is for one model on one device; there may be several hooks. init() is not needed: the first backward() makes a
     Communicator, and close() closes it. backward() raises CollectiveError if the ranks could not finish together. Raises
     ValueError for an invalid codec, for names that are not unique, and for a policy that matches none of them.
+
+    With find_unused_parameters=True and error feedback, a parameter that no rank has used in a step loses the part of its
+    residual that the codes of this step contain, because DDP does not set its gradient.
     docs/guides/ddp.md is the guide.
     """
     names = None if named_parameters is None else check_named_parameters(named_parameters, ())
@@ -124,7 +127,9 @@ class CompressionHook:
         numbers = [self._number(parameter) for parameter in parameters]
         gradients = dict(zip(numbers, bucket.gradients(), strict=True))
         self._make_loaded(device)
-        self._choose(combination, [number for number in numbers if number in self._chosen], bucket.buffer())
+        if bucket.index() == 0:
+            self._follow(combination, device)
+        self._choose([number for number in numbers if number in self._chosen], bucket.buffer())
         kinds: dict[Encoding | None, list[int]] = {}
         for number in numbers:
             kinds.setdefault(self._encodings[number], []).append(number)
@@ -296,18 +301,22 @@ class CompressionHook:
         move_storage(buffer, memory)
         self._moved[index] = buffer.data_ptr(), memory if has_views else None
 
-    def _choose(self, combination: Combination, numbers: Sequence[int], buffer: Tensor) -> None:
-        """With compression="auto", choose the encoding of these parameters of a bucket; none before DDP's buckets have settled.
-        Collective in the first step, and in some others."""
-        if not numbers or self._policy.auto is None:
+    def _follow(self, combination: Combination, device: torch.device) -> None:
+        """With compression="auto", measure the codecs, and in later steps correct the choice by the times of exchanges. Called
+        before the first bucket of a step, when no exchange is running, since it is collective in the second step and in some
+        others."""
+        if self._policy.auto is None or not self._chosen or not self._settled:
             return
         if self._choice is None:
-            self._choice = Choice(combination, self._policy.auto, buffer.device.type)
-        if not self._settled:
+            self._choice = Choice(combination, self._policy.auto, device.type)
+        self._choice.follow(self._step, self._last_sizes, self._exchange_s)
+        self._exchange_s = 0.0
+
+    def _choose(self, numbers: Sequence[int], buffer: Tensor) -> None:
+        """With compression="auto", choose the encoding of these parameters of a bucket; none before DDP's buckets have
+        settled."""
+        if not numbers or self._choice is None:
             return
-        if not self._sizes:
-            self._choice.follow(self._step, self._last_sizes, self._exchange_s)
-            self._exchange_s = 0.0
         size = sum(math.prod(self._described[number][1]) for number in numbers), buffer.dtype
         self._sizes.append(size)
         encoding = _in_buffers(self._choice.of(size), buffer.dtype)
@@ -425,7 +434,7 @@ class _Exchange:
 def _in_buffers(kind: Cast | Encoding, dtype: torch.dtype) -> Encoding | None:
     """Return the encoding of gradients in a separate buffer, which begins when DDP's buckets have settled; None for
     uncompressed ones."""
-    if isinstance(kind, Encoding):
-        return replace(kind, warmup_steps=max(UNSETTLED_STEPS, kind.warmup_steps))
-    codec = kind.codec(dtype)
-    return None if codec is None else Encoding(codec)
+    encoding = encoding_for(kind, dtype)
+    if encoding is None or isinstance(kind, Cast):
+        return encoding
+    return replace(encoding, warmup_steps=max(UNSETTLED_STEPS, encoding.warmup_steps))

@@ -167,7 +167,7 @@ class LocalUpdates(DistributedOptimizer):
             warmup_bytes_per_step=warmup.bytes_sent / max(1, warmup_steps),
             bytes_per_step=moved.bytes_sent / max(1, steps_alone),
             inner_bytes_per_step=inner.bytes_sent / max(1, steps_alone),
-            bytes_sent=warmup.bytes_sent + moved.bytes_sent + inner.bytes_sent,
+            bytes_sent=self.stats.bytes_sent,
             bytes_saved=moved.ratio,
             wait_share=self.communication_wait_s / (time.perf_counter() - self._began),
             batch_per_rank=batch_per_rank,

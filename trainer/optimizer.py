@@ -254,9 +254,9 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def stats(self) -> ExchangeStats:
-        """Return how many bytes this rank has sent so far, and would have sent uncompressed: of gradients, and with
-        shard_states of parameters."""
-        return self._rule.setup.combination.traffic.stats
+        """Return how many bytes this rank has sent so far, and would have sent uncompressed: of gradients, with shard_states
+        also of parameters, and with local updates of movements."""
+        return self._rule.stats
 
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.
@@ -339,11 +339,16 @@ class DistributedOptimizer(WrappingOptimizer):
         return _switched_on(self._passes, "paused")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the wrapped optimizer, and its parameters to the exchange."""
+        """Add a param group to the wrapped optimizer, and its parameters to the exchange. Collective with shard_states=True.
+        Raises ValueError, with nothing added, for parameters that cannot be exchanged."""
         self._rule.settle()
         known = set(tensors_of(self.param_groups))
         self.optimizer.add_param_group(param_group)
-        self._add_new(known)
+        try:
+            self._add_new(known)
+        except BaseException:
+            self.optimizer.param_groups.pop()
+            raise
 
     def _add_new(self, known: Collection[Tensor]) -> None:
         """Add the parameters that are not known yet to the exchange."""

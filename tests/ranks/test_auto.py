@@ -199,6 +199,19 @@ def test_rules_that_do_not_average_in_every_step_refuse_it() -> None:
 
 
 @on_ranks(2, initialized=False)
+def test_the_hook_chooses_while_no_matrices_are_exchanged() -> None:
+    """A bucket whose operations depend on others comes before the first one that there is a choice for."""
+    model = model_of()
+    policy = {"4.weight": "powersgd", "[45].*": "none"}
+    hook = gradwire.ddp_comm_hook("auto", model.named_parameters(), allow=["onebit"], policy=policy)
+    with described(SLOW):
+        train_ddp(ddp(model, hook), range(SETTLED + 4))
+    assert hook._choice is not None
+    assert hook._choice.settled
+    hook.close()
+
+
+@on_ranks(2, initialized=False)
 @pytest.mark.parametrize(("seconds", "best"), [(SLOW, "onebit"), (FAST, "none")])
 def test_the_hook_chooses_alike_and_goes_on_from_a_checkpoint(seconds: tuple[float, float], best: str) -> None:
     with described(seconds):

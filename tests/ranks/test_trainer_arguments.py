@@ -12,8 +12,10 @@ import gradwire as hvd
 from tests.ranks.training import (
     STEPS,
     assert_close,
+    assert_equal,
     assert_same_on_all_ranks,
     batch,
+    copies,
     distributed,
     on_ranks,
     perceptron,
@@ -118,6 +120,34 @@ def test_ranks_must_give_the_same_arguments() -> None:
 def broad(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 1))
+
+
+WITHOUT_ORDER: dict[str, Callable[..., Any]] = {
+    "average": lambda *args: hvd.DistributedOptimizer(*args, check_replicas_every=1),
+    "adasum": lambda *args: hvd.DistributedOptimizer(*args, op=hvd.Adasum, check_replicas_every=1),
+    "shards": lambda *args: hvd.DistributedOptimizer(*args, shard_states=True),
+    "server": hvd.ParameterServer,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", WITHOUT_ORDER)
+def test_the_order_of_parameters_may_differ_between_ranks(kind: str) -> None:
+    """As if param groups were made from a set of names. All parameters have one size, so that mixing them up would fit."""
+    weights = []
+    for is_reversed in (False, hvd.rank() == 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        parameters = list(model.parameters())
+        inner = torch.optim.Adam(reversed(parameters) if is_reversed else parameters, lr=0.1)
+        optimizer = WITHOUT_ORDER[kind](inner, model.named_parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.full((1, 4), 1.0 + step + hvd.rank())).square().sum().backward()
+            optimizer.step()
+        weights.append(copies(parameters))
+        optimizer.close()
+    assert_equal(*weights)
 
 
 @pytest.mark.parametrize("kind", ["powersgd", "sparse"])

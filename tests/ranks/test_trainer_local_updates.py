@@ -290,7 +290,7 @@ def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
     report = optimizer.report()
     assert report.warmup_bytes_per_step == before.warmup_bytes_per_step == 4 * report.bytes_per_step
     assert report.bytes_sent == (WARMUP + 2) * report.warmup_bytes_per_step
-    assert optimizer.stats.bytes_sent == before.bytes_sent
+    assert optimizer.stats.bytes_sent == report.bytes_sent
     waits.append(optimizer.communication_wait_s)
     optimizer.load_state_dict(optimizer.state_dict())
     waits.append(optimizer.communication_wait_s)
@@ -306,6 +306,30 @@ def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
     assert again.steps == WARMUP + 12
     assert (again.warmup_bytes_per_step, again.bytes_per_step) == (0, report.bytes_per_step)
     assert again.bytes_sent == 4 * again.bytes_per_step  # what was sent before the checkpoint, another has counted
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_frozen_parameters_stay_until_they_are_trained(warmup_steps: int) -> None:
+    model = network().double()
+    model[0].register_parameter(
+        "count", nn.Parameter(torch.arange(3), requires_grad=False)
+    )  # of a dtype without exchange
+    frozen = model[0].weight.requires_grad_(False)
+    before = frozen.clone()
+    outer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.LocalUpdates(inner, model.named_parameters(), every=2, outer=outer, warmup_steps=warmup_steps)
+    train(model, optimizer, range(4))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert torch.equal(frozen, before)
+    sent, trained_bytes = 2 * optimizer.report().bytes_per_step, sum(parameter.nbytes for parameter in trained)
+    assert trained_bytes <= sent < trained_bytes + frozen.nbytes
+    frozen.requires_grad_(True)
+    train(model, optimizer, range(4, 8))
+    assert not torch.equal(frozen, before)
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
 
 
 @on_ranks(4)
@@ -326,7 +350,7 @@ def test_groups_average_inside_and_meet_outside() -> None:
     assert report.inner_bytes_per_step > 0
     sent = (report.bytes_per_step + report.inner_bytes_per_step) * STEPS
     assert report.bytes_sent == pytest.approx(sent)
-    assert optimizer.stats.bytes_sent == 0  # there was no warm-up
+    assert optimizer.stats.bytes_sent == report.bytes_sent
 
 
 @on_ranks(2)
@@ -365,6 +389,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     optimizer = hvd.LocalUpdates(inner, every=2)
     with pytest.raises(ValueError, match="cannot be added"):
         optimizer.add_param_group({"params": list(other.parameters())})
+    assert len(optimizer.param_groups) == 1
     later = hvd.LocalUpdates(inner, every=3, fragments=2)
     with pytest.raises(ValueError, match="saved with 1 fragments"):
         later.load_state_dict(optimizer.state_dict())

@@ -184,6 +184,30 @@ def test_it_is_the_unsharded_training_to_the_bit(name: str, algorithm: str, opti
         sharded.close()
 
 
+@on_ranks(2)
+def test_a_group_may_be_added_just_before_a_checkpoint() -> None:
+    """Saved and loaded before a step has put the new parameters in a bucket."""
+    trained = nn.Linear(4, 4, bias=False)
+    saved: dict[str, Any] = {}
+    for model in (trained, copy.deepcopy(trained)):
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), shard_states=True)
+        if not saved:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        optimizer.add_param_group({"params": [added := nn.Parameter(torch.ones(7))]})
+        if saved:
+            optimizer.load_state_dict(saved["optimizer"])
+            model.load_state_dict(saved["model"])
+        else:
+            saved = copy.deepcopy({"optimizer": optimizer.state_dict(), "model": model.state_dict()})
+        optimizer.zero_grad()
+        ((added * added).sum() + model.weight.square().sum()).backward()
+        optimizer.step()
+        saved.setdefault("after", [*copies(model.parameters()), added.detach()])
+        assert_equal([*model.parameters(), added], saved["after"])
+        optimizer.close()
+
+
 class Replacing(torch.optim.SGD):
     """Gives parameters other memory in every step."""
 

@@ -60,6 +60,9 @@ class Bucketing:
         """For each parameter in a bucket: the index of its bucket, and its slot there."""
         self.presence: list[PlainBuffer] = []
         """Buffers to exchange after the buckets."""
+        self._sparse_results: dict[
+            int, Tensor
+        ] = {}  # by parameter: the last one, even if the buckets have been rebuilt since
         self.sparse = self.sparse_gradients(())
         """Sparse gradients to exchange after `presence`."""
 
@@ -102,7 +105,9 @@ class Bucketing:
 
     def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
         """Return the object that exchanges the sparse gradients of some parameters."""
-        return SparseGradients(self._combination, items, self.names, self.parameters, self._encodings)
+        return SparseGradients(
+            self._combination, items, self.names, self.parameters, self._encodings, self._sparse_results
+        )
 
     def extend(self) -> None:
         """Add buckets, after the others, for parameters that require gradients only since the last update(). Sends nothing."""

@@ -14,7 +14,7 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.trainer.gradients.combination import Combination
-from gradwire.trainer.gradients.compression import Auto, Cast, Compression, Encoding
+from gradwire.trainer.gradients.compression import Auto, Cast, Compression, Encoding, encoding_for
 
 Size: TypeAlias = tuple[int, torch.dtype]
 """The number of elements of a bucket, and their dtype."""
@@ -157,7 +157,8 @@ class Choice:
 
 
 def _codec_of(kind: Cast | Encoding, dtype: torch.dtype = torch.float32) -> Codec | None:
-    codec = kind.codec(dtype) if isinstance(kind, Cast) else kind.codec
+    encoding = encoding_for(kind, dtype)
+    codec = None if encoding is None else encoding.codec
     assert not isinstance(codec, MatrixCodec), "wanted() refuses them"
     return codec
 

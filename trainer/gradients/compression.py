@@ -148,6 +148,14 @@ class Encoding:
         return self.codec.at(since_warmup) if since_warmup >= 0 else None
 
 
+def encoding_for(kind: Cast | Encoding, dtype: torch.dtype) -> Encoding | None:
+    """Return the encoding of tensors of a dtype; None if they are sent unchanged."""
+    if isinstance(kind, Encoding):
+        return kind
+    codec = kind.codec(dtype)
+    return None if codec is None else Encoding(codec)
+
+
 @dataclass(frozen=True)
 class Auto:
     """Leaves the codec of each bucket to a prediction: one of `allowed`, or none."""

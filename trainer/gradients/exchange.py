@@ -156,7 +156,8 @@ class GradientExchange:
         name, sparse = self._bucketing.names[index], self._bucketing.sparse
         if sparse.in_flight:
             raise RuntimeError(_IN_FLIGHT.format(name))
-        if self._combination.op == Sum and index in self._reduced and sparse.holds(index):
+        gradient = self._bucketing.parameters[index].grad
+        if self._combination.op == Sum and index in self._reduced and sparse.is_result(index, gradient):
             raise RuntimeError(_ON_A_SUM.format(name))
         self._reduced.discard(index)
         self.has_unreduced = True

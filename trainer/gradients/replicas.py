@@ -31,7 +31,9 @@ class ReplicaCheck:
         """Compare one hash of each rank first, and the hashes of all values only if the first ones differ. Collective. Raises
         ReplicasDiffer on all ranks. step: the number of the step, for the error."""
         hashes = {name: hash_of(value) for name, value in self._values()}
-        summary = f"{hash_of(tuple(hashes.items())):016x}"
+        summary = (
+            f"{hash_of(tuple(sorted(hashes.items()))):016x}"  # ranks may list their parameters in different orders
+        )
         if len(set(self.communicator.allgather_record(summary))) == 1:
             return
         random = f"{hash_of(torch.get_rng_state()):016x}"

@@ -20,8 +20,8 @@ class SparseGradients(OperationChain):
     """Combines the sparse gradients of some parameters: every rank gathers the indices and values of all ranks, and adds them.
 
     items: numbers of the parameters. A rank may have any number of rows, or no gradient. Of a dense gradient, the nonzero rows
-    are sent. The parameter's cast applies to the values; a codec does not. in_flight: whether the gradients are being
-    exchanged.
+    are sent. The parameter's cast applies to the values; a codec does not. results: the last result of each parameter, which
+    the objects of one optimizer share. in_flight: whether the gradients are being exchanged.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class SparseGradients(OperationChain):
         names: Sequence[str],
         parameters: Sequence[Tensor],
         encodings: Sequence[Cast | Encoding],
+        results: dict[int, Tensor],
     ) -> None:
         super().__init__()
         self.items = list(items)
@@ -39,27 +40,25 @@ class SparseGradients(OperationChain):
         self._names = [names[item] for item in items]
         self._parameters = [parameters[item] for item in items]
         self._encodings = [encodings[item] for item in items]
-        self._results: list[Tensor | None] = [None] * len(self.items)
+        self._results = results
 
     def start(self, step: int) -> None:
         self.in_flight = True
         super().start(step)
 
-    def holds(self, item: int) -> bool:
+    def is_result(self, item: int, gradient: Tensor | None) -> bool:
         """Return whether a parameter's gradient is the result of an exchange, even if more was added to it."""
-        slot = self.items.index(item)
-        result = self._results[slot]
-        return result is not None and self._parameters[slot].grad is result
+        return gradient is not None and gradient is self._results.get(item)
 
     def forget(self) -> None:
         """Release all gradients."""
-        self._results = [None] * len(self.items)
+        self._results.clear()
 
     def finish(self) -> None:
         """Assign the results: a parameter without a gradient on this rank gets one if any rank has it."""
-        for parameter, result in zip(self._parameters, self._results, strict=True):
-            if result is not None:
-                parameter.grad = result
+        for item, parameter in zip(self.items, self._parameters, strict=True):
+            if item in self._results:
+                parameter.grad = self._results[item]
 
     def _operations(self, step: int) -> Iterator[Work]:
         if not self.items:
@@ -78,7 +77,7 @@ class SparseGradients(OperationChain):
         counts = [max(0, count) for count, _ in sizes]
         dimensions = {dimension for count, dimension in sizes if count != ABSENT}
         if not dimensions:
-            self._results[slot] = None
+            self._results.pop(self.items[slot], None)
             return
         if len(dimensions) > 1:
             raise ValueError(
@@ -100,7 +99,7 @@ class SparseGradients(OperationChain):
         values = values.to(parameter.dtype)
         total = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
         total._values().mul_(self._combination.predivide / self._combination.inputs)
-        self._results[slot] = total
+        self._results[self.items[slot]] = total
 
     def _gather(self, output: Tensor, rows: Tensor, counts: Sequence[int]) -> Iterator[Work]:
         """Gather rows of all ranks."""
@@ -114,5 +113,5 @@ class SparseGradients(OperationChain):
         if gradient is None:
             return None
         rows = gradient.detach().to_sparse(1) if gradient.layout is torch.strided else gradient.detach().coalesce()
-        untouched = self._combination.op == Sum and gradient is self._results[slot]
+        untouched = self._combination.op == Sum and self.is_result(self.items[slot], gradient)
         return rows / self._combination.communicator.size if untouched else rows

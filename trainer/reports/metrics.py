@@ -99,11 +99,10 @@ class Reports:
         self.step = 0
         self._rule = rule
         self._communicator = rule.communicator
-        self._traffic = rule.setup.combination.traffic
         self._on_step = wanted.on_step
         self._began_ns = 0
         self._ended = time.perf_counter()
-        self._wait_s, self._stats, self._exchanged = rule.wait_s, self._traffic.stats, -1
+        self._wait_s, self._stats, self._exchanged = rule.wait_s, rule.stats, -1
         self._chosen: tuple[list[Bucket], tuple[BucketChoice, ...]] = ([], ())
         self._stragglers: StragglerWatch | None = None
         if rule.moments is not None and self._communicator.size > 1:
@@ -150,7 +149,7 @@ class Reports:
 
     def _metrics(self) -> StepMetrics:
         """Return the metrics since the last step."""
-        now, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._traffic.stats
+        now, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._rule.stats
         buckets = list(self._rule.buckets)
         if buckets != self._chosen[0]:
             self._chosen = buckets, tuple(_choice(self._communicator, bucket) for bucket in buckets)

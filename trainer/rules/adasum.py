@@ -58,7 +58,10 @@ class AdaptiveSummation(Rule):
 
     def start(self) -> None:
         trained = {parameter: name for parameter, name in self._names.items() if parameter.requires_grad}
-        agree_on_parameters(self.communicator, list(trained.values()), list(trained))
+        order = agree_on_parameters(self.communicator, list(trained.values()), list(trained))
+        place = {name: number for number, name in enumerate(order)}
+        frozen = len(place)  # one that is trained later has the same place on all ranks too
+        self._names = dict(sorted(self._names.items(), key=lambda item: (place.get(item[1], frozen), item[1])))
 
     def synchronize(self) -> None:
         """Copy the parameters from which the optimizer takes the next step."""

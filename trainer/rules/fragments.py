@@ -30,7 +30,10 @@ class Fragment:
         narrow = (torch.float16, torch.bfloat16)
         wide = [torch.float32 if parameter.dtype in narrow else parameter.dtype for parameter in parameters]
         self._parameters = parameters
-        self._outer = [nn.Parameter(p.detach().to(dtype, copy=True)) for p, dtype in zip(parameters, wide, strict=True)]
+        self._outer = [
+            nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
+            for parameter, dtype in zip(parameters, wide, strict=True)
+        ]
         self._optimizer = of_copies(outer, dict(zip(parameters, self._outer, strict=True)))
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [
@@ -52,9 +55,12 @@ class Fragment:
     @torch.no_grad()
     def move(self) -> None:
         """Set the outer parameters' gradients to outer parameter - parameter. From the second call on, the gradients are views
-        of buckets."""
+        of buckets. Frozen parameters have none."""
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
-            if outer.grad is None:
+            outer.requires_grad_(parameter.requires_grad)
+            if not parameter.requires_grad:
+                outer.grad = None
+            elif outer.grad is None:
                 outer.grad = outer - parameter
             else:
                 torch.sub(outer, parameter, out=outer.grad)
@@ -69,9 +75,10 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        """Set the parameters to (1 - alpha) * outer parameter + alpha * parameter."""
+        """Set the parameters that are not frozen to (1 - alpha) * outer parameter + alpha * parameter."""
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
-            parameter.copy_(outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha))
+            if parameter.requires_grad:
+                parameter.copy_(outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer parameters, and the state of the outer optimizer and its exchange."""

@@ -12,14 +12,13 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives import CollectiveError, Communicator, Work
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.gradients.agreement import check_settings, on_all_ranks
 from gradwire.trainer.gradients.arguments import Average
@@ -86,7 +85,7 @@ class LocalSteps(Rule):
         self._averaging: Synchronous | None = None
         self._fragments: list[Fragment] = []
         self._pending: tuple[int, int] | None = None  # (fragment that is exchanged, step after which it is merged)
-        self._done: Future[None] | None = None  # the exchange of that fragment, until it has been waited for
+        self._done: Work | None = None  # the exchange of that fragment, until it has been waited for
         self._thread = DaemonThread("gradwire-local") if locality.delay else None
         self._waited_s = 0.0
         self._has_common = False  # whether the outer parameters are equal on all ranks
@@ -172,7 +171,10 @@ class LocalSteps(Rule):
             fragment.exchange(step)
             fragment.merge(0.0)
         else:
-            self._done = self._thread.submit(lambda: fragment.exchange(step))
+            # A Work runs on this thread's CUDA device, after what its stream computes now.
+            rank = self.communicator.rank
+            self._done = Work(rank, f"exchange of fragment {number}", lambda: fragment.exchange(step))
+            self._thread.submit(self._done.run)
             self._pending = number, step + self._locality.delay
 
     def _merge(self, number: int) -> None:
@@ -186,7 +188,7 @@ class LocalSteps(Rule):
         if self._done is not None:
             begin = time.perf_counter()
             try:
-                self._done.result()  # within the deadlines of its operations
+                self._done.wait()  # within the deadlines of its operations
             finally:
                 self._waited_s += time.perf_counter() - begin
             self._done = None

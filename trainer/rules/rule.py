@@ -20,8 +20,9 @@ class Rule:
     """Decides what the ranks that train one model exchange (gradients, parameters, their differences), and when.
 
     Derive from this class, and override the methods that you need: by default, every rank trains by itself. A
-    DistributedOptimizer calls these methods on all ranks in the same order, so every method may communicate. A rule counts its
-    own steps, and saves the count. docs/extending.md has an example.
+    DistributedOptimizer calls these methods on all ranks in the same order, so every method may communicate, except settle(),
+    state_dict(), close() and the properties, which a single rank may call. A rule counts its own steps, and saves the count.
+    docs/extending.md has an example.
 
     shares_state: whether the optimizers of all ranks have the same state. If False, check_replicas_every= compares parameters
     only.

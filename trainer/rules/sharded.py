@@ -62,6 +62,7 @@ class Sharded(Synchronous):
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
         self._pieces = Pieces(self.setup)
         self._gathered_s = 0.0
+        self._has_started = False
 
     @property
     def wait_s(self) -> float:
@@ -77,9 +78,12 @@ class Sharded(Synchronous):
                     f"{list(parameter.shape)} and strides {list(parameter.stride())}"
                 )
         super().add(names, parameters)
+        if self._has_started:
+            self._pieces.cut(self.bucketing.buckets)
 
     def start(self) -> None:
         super().start()
+        self._has_started = True
         self._pieces.cut(self.bucketing.buckets)
 
     def synchronize(self) -> None:

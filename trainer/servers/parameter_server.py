@@ -133,8 +133,8 @@ class ParameterServer(WrappingOptimizer):
             described = {name: repr(value) for name, value in vars(scheme).items()}
             check_settings(self._communicator, "ParameterServer", described)
             self._scheme = checked_scheme(scheme, count)
-            agree_on_parameters(self._communicator, names, parameters)
-            by_name = dict(zip(names, parameters, strict=True))
+            mine = dict(zip(names, parameters, strict=True))
+            by_name = {name: mine[name] for name in agree_on_parameters(self._communicator, names, parameters)}
             self._trained = {name: parameter for name, parameter in by_name.items() if parameter.requires_grad}
             self._frozen = {name: parameter for name, parameter in by_name.items() if not parameter.requires_grad}
             self._connect(list(self._trained), list(self._trained.values()), encodings, group)

@@ -15,7 +15,7 @@ from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.trainer.gradients.checkpoint_format import check_finite
-from gradwire.trainer.gradients.compression import Cast, Compressor, Encoding, Policy
+from gradwire.trainer.gradients.compression import Compressor, Encoding, Policy, encoding_for
 from gradwire.trainer.servers.connection import Flat
 from gradwire.trainer.world.world import here
 
@@ -57,7 +57,7 @@ class Packing:
         self.flat = Flat(parameters)
         members: dict[Encoding | None, list[int]] = {None: []}
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            members.setdefault(_encoding(policy, name, parameter), []).append(number)
+            members.setdefault(encoding_for(policy.encoding(name, parameter), parameter.dtype), []).append(number)
         self.groups: list[_Group] = []
         for encoding, numbers in members.items():
             given = [parameters[number] for number in numbers]
@@ -153,12 +153,3 @@ def encodings_of(compression: Compressor) -> Policy:
                 f"server is its own gradient: give a codec of buffers ({', '.join(CODECS)})"
             )
     return encodings
-
-
-def _encoding(policy: Policy, name: str, parameter: Tensor) -> Encoding | None:
-    """Return the encoding of one gradient; None if it is sent uncompressed."""
-    encoding = policy.encoding(name, parameter)
-    if isinstance(encoding, Cast):
-        codec = encoding.codec(parameter.dtype)
-        return None if codec is None else Encoding(codec)
-    return encoding

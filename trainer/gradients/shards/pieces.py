@@ -73,7 +73,9 @@ class Pieces:
             for bucket in buckets
             for parameter, span in zip(bucket.parameters, bucket.spans, strict=True)
         }
-        for parameter in everything:
+        for parameter in dict.fromkeys(
+            [*wanted, *everything]
+        ):  # first in the order of the buckets, as on the other ranks
             known = self._of.get(parameter)
             if parameter not in wanted:  # a frozen parameter, which is in no bucket
                 size, numel = self._communicator.size, parameter.numel()

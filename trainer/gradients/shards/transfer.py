@@ -13,7 +13,7 @@ from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.combination import Combination
-from gradwire.trainer.gradients.compression import Cast, Compressor, Encoding, encoding_of
+from gradwire.trainer.gradients.compression import Cast, Compressor, Encoding, encoding_for, encoding_of
 from gradwire.trainer.gradients.shards.ranges import Piece, in_place, memory_of, parts_of, split
 from gradwire.trainer.world.world import here
 
@@ -133,15 +133,14 @@ class CodedTransfer(Transfer):
         kind: Cast | Encoding,
         number: int,
     ) -> None:
-        self._kind = kind
+        self._encoding = encoding_for(kind, flat.dtype)
         self._number = number
         super().__init__(bucket, pieces, flat, combination)
         self._shares = [[self._flat[part] for part in parts] for parts in bucket.shares]
         self._lengths = [sum(part.numel() for part in parts) for parts in self._shares]
         self._numbers = torch.empty(max(self._lengths), dtype=torch.float32, device=flat.device)
-        codec = kind.codec(flat.dtype) if isinstance(kind, Cast) else kind.codec
-        if isinstance(codec, Codec):
-            rehearse(codec, flat.device, with_feedback=False)  # compiles now, not in the first step
+        if self._encoding is not None and isinstance(self._encoding.codec, Codec):
+            rehearse(self._encoding.codec, flat.device, with_feedback=False)  # compiles now, not in the first step
 
     def _make_views(self) -> None:
         self._moved: _Pairs = [], []
@@ -165,7 +164,7 @@ class CodedTransfer(Transfer):
         for part in self._shares[self._communicator.rank]:
             part.zero_()  # also between parameters, where other uses of `flat` have left numbers
         _apply(torch._foreach_copy_, self._taken)
-        codec = self._kind.codec(self._flat.dtype) if isinstance(self._kind, Cast) else self._kind.codec_at(step)
+        codec = None if self._encoding is None else self._encoding.codec_at(step)
         longest = max(self._lengths)
         if codec is None or codec.wire_bytes(longest) >= longest * self._flat.element_size():
             self._gather_shares()
