@@ -251,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         type=seconds,
         default=30,
         metavar="S",
-        help="seconds in which all hosts must have started and connected (30)",
+        help="seconds in which every other host must answer by ssh (30)",
     )
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
     add("--output-filename", type=Path, metavar="DIR", help="also write the output of ranks: DIR/rank.0/stdout, ...")
