@@ -70,8 +70,8 @@ class Communicator(Tuned):
     - op is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name. Sums and products of integers wrap
       around, averages of them truncate toward zero. On bool, sum and max are "or", product and min are "and", and average
       raises TypeError.
-    - algorithm is 'auto' or one of algorithms(verb). One algorithm in one world gives bitwise identical results, on all ranks
-      and in every run.
+    - algorithm is 'auto' or one of algorithms(verb). An algorithm gives bitwise identical results on all ranks, and in every
+      run with the same ranks on each host.
     - async_op=True: do not use the tensors until wait() of the operation returns. The operation works on the memory that
       they had at the call. Afterwards, the storage of a CPU tensor cannot be resized, as after Tensor.numpy(). Operations
       run in the order of the calls.
@@ -268,7 +268,11 @@ class Communicator(Tuned):
         self._engine.record(lane)
 
     def lane(self, of: str) -> Lane | None:
-        """Return a lane of the timeline for work with this Communicator; None if nothing is recorded."""
+        """Return the lane (row) of the timeline that shows one kind of work with this Communicator; None if nothing is
+        recorded.
+
+        of: the kind of work, which is the end of the lane's name.
+        """
         timeline = self.timeline
         return None if timeline is None else timeline.lane(f"{self._lanes}: {of}")
 

@@ -62,8 +62,8 @@ class Halves(Reductions):
         return PreparedOperation(self._engine, tensor, *planned)
 
     def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
-        """Return, for each rank, the slices that are its share of a tensor of numel elements, between reduce_shares and
-        gather_shares.
+        """Return, for each rank, the slices of a tensor of numel elements that are its share: reduce_shares reduces these
+        slices on that rank, and gather_shares copies them from that rank.
 
         The slices of a rank are in order, and all ranks have nearly equal numbers of elements. Not a collective call; the
         result is the same on all ranks.

@@ -59,8 +59,9 @@ _OF_LINKS = ("native", "shared")
 def register_algorithm(collective: str, name: str, planner: Planner) -> None:
     """Add an algorithm that Communicators made from now on can select by name. check_algorithm() checks it.
 
-    planner: a function that returns the Schedule of the rank that a Place describes. Every rank must register the same planner.
-    Ranks compare only the names, so a planner that sends other messages needs another name.
+    planner: a function from a Place (a rank, the world size, the root and the ranks of each host) to the Schedule (the messages
+    and reductions) of this rank. Every rank must register the same planner. Ranks compare only the names, so a planner that
+    sends other messages needs another name.
 
     Raises ValueError for an unknown collective, and for a name that is malformed or taken; TypeError for a planner that cannot
     be called.
