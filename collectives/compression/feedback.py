@@ -18,7 +18,7 @@ class Feedback:
     result: divided by the number of ranks for an average. shard: the part of the buffer whose sums this rank encodes.
     state: the codec's state for each piece of the buffer that is encoded as a whole. step: the step of the next call, one more
     than that of the last call; a `step` argument of the call replaces it. seed: the seed of a call that has no `seed`
-    argument; each buffer needs another.
+    argument; the seeds of different buffers must differ.
 
     No error is lost: for the op 'sum', the results of all calls so far, plus the `worker` residuals of all ranks, plus the
     `owner` residuals, are the sum of all inputs. There are two exceptions: if codes are added undecoded (fp16, bf16), no

@@ -26,8 +26,8 @@ class PowerSGD(MatrixCodec):
     * rank * (rows + columns) numbers, it is summed uncompressed.
 
     Biased, with its own error feedback. Contraction: delta is the part of the matrix's squared Frobenius norm that lies in
-    the span of P. If the gradient changes slowly, this is the part of its `rank` largest singular values. seed: the seed of
-    the random Q with which the first step begins.
+    the span of P. If the gradient changes slowly, delta is the sum of the squares of the matrix's `rank` largest singular
+    values, divided by the sum of the squares of all of them. seed: the seed of the random Q with which the first step begins.
     """
 
     name: ClassVar[str] = "powersgd"
