@@ -46,6 +46,7 @@ class LocalReport:
 
     def __str__(self) -> str:
         warmup, inner, batches = "", "", ""
+        saved = "uncompressed" if self.bytes_saved == 1 else f"{self.bytes_saved:.1f} times fewer than uncompressed"
         if self.warmup_bytes_per_step:
             warmup = f"{self.warmup_bytes_per_step / 1e3:.1f} KB a step of the warm-up, then "
         if self.inner_bytes_per_step:
@@ -53,9 +54,8 @@ class LocalReport:
         if self.batch_per_rank is not None:
             batches = f"; a batch of {self.batch_per_rank} a rank, {self.global_batch} in all"
         return (
-            f"{self.steps} steps: {warmup}{self.bytes_per_step / 1e3:.1f} KB a step, {self.bytes_saved:.1f} times fewer than "
-            f"uncompressed{inner}; {self.bytes_sent / 1e6:.3f} MB in all; {self.wait_share:.1%} of the time "
-            f"waiting{batches}"
+            f"{self.steps} steps: {warmup}{self.bytes_per_step / 1e3:.1f} KB a step, {saved}{inner}; "
+            f"{self.bytes_sent / 1e6:.3f} MB in all; {self.wait_share:.1%} of the time waiting{batches}"
         )
 
 
