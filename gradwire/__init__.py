@@ -8,7 +8,7 @@ from Horovod's in these points:
   the same verb with the same process set and the same `name` raises ValueError.
 - `process_set` may also be a torch.distributed group, a dimension of a DeviceMesh, or a Communicator. Ranks outside of it need
   not call anything; a verb called there raises an error that is both a ValueError and a HorovodInternalError.
-- A root rank is a rank of the world, with any process set.
+- `root_rank` is a rank of the world, also in a call with a `process_set`.
 
 Tensors may have any shape (at least one dimension for allgather, alltoall and reducescatter) and the dtypes float16, bfloat16,
 float32, float64, int8, uint8, int16, int32, int64 and bool. The tensors of one grouped call, such as grouped_allreduce(), are

@@ -84,12 +84,12 @@ class DistributedOptimizer(WrappingOptimizer):
     their indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps by itself.
-    bucket_bytes: the size up to which gradients are fused. None: HOROVOD_FUSION_THRESHOLD; else 4 MB for gradients on the CPU
-    that no codec encodes, and for all with overlap="next_forward"; else 25 MB.
+    bucket_bytes: the size up to which gradients are fused. None: HOROVOD_FUSION_THRESHOLD if it is set. Otherwise 4 MB with
+    overlap="next_forward" and for gradients on the CPU that no codec encodes, and 25 MB for all other gradients.
     rule: a class derived from Rule, or a function that makes a Rule from a Setup. The rule decides what is exchanged, and
     when. This docstring describes the default rule.
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
-    shard_states: True has each rank step only its share of the parameters, and keep only the optimizer state of that share
+    shard_states: if True, each rank updates only its share of the parameters, and keeps only the optimizer state of that share
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
     parameter_compression: with shard_states=True, the compression of the changes of parameters that each rank sends after
     it has stepped its share: a cast, or any codec except "dgc" and "powersgd". Codecs always have error feedback here. By
@@ -98,10 +98,12 @@ class DistributedOptimizer(WrappingOptimizer):
     check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
     0: never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
     all ranks.
-    overlap: "backward"; or "next_forward": backward() and step() do not wait for the exchange, and a module's parameters are
-    updated just before its next forward, with bitwise the same result for equal bucket_bytes. Call settle() before
-    parameters are used outside of a forward of the model. docs/guides/optimizer.md lists what this supports.
-    model: the module of overlap="next_forward".
+    overlap: "backward": the exchange overlaps with backward(), which waits for the end of the exchange. "next_forward":
+    backward() and step() do not wait for the exchange, and a module's parameters are updated just before its next forward,
+    with bitwise the same result for equal bucket_bytes. Call settle() before parameters are used outside of a forward of
+    the model. docs/guides/optimizer.md lists what "next_forward" supports.
+    model: with overlap="next_forward", the model that is trained. The optimizer hooks the forward of every module of this
+    model.
     straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when one rank makes the
     others wait for more than a tenth of a step and 5 ms in three reports in a row, and when this ends.
 
@@ -254,8 +256,8 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def stats(self) -> ExchangeStats:
-        """Return how many bytes this rank has sent so far, and would have sent uncompressed: of gradients, with shard_states
-        also of parameters, and with local updates of movements."""
+        """Return how many bytes this rank has sent so far, and how many it would have sent uncompressed. Counts the bytes of
+        gradients; with shard_states also of parameters; with LocalUpdates also of the changes of parameters."""
         return self._rule.stats
 
     def stragglers(self) -> Stragglers | None:

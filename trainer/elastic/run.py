@@ -57,7 +57,8 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
     Under other launchers, nothing restarts a rank: commits are in memory that ends with the process, and errors are raised
     unchanged.
 
-    ReplicasDiffer ends the job, because commits since the replicas became different are no replica's state.
+    ReplicasDiffer ends the job: the replicas may have been different already at the newest commit, so training cannot continue
+    from it.
 
     max_failures: the number of failures without a new commit at which all ranks raise GaveUp, with the reason of the last
     failure, and end the job, whatever the launcher allows.

@@ -76,9 +76,10 @@ class ExchangeStats:
     including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it would have sent
     without codecs and casts.
 
-    Both byte counts are calculated, not measured. On a single host with p ranks, they are 2(p-1)/p of the message or of its
-    code. With p hosts, messages inside a host do not count, and the ranks of a host send these bytes together. Exceptions:
-    chunktopk sends p - 1 times its code; sparse gradients, and codes of parameter_compression, are sent to every other rank.
+    Both byte counts are calculated, not measured. On a single host with p ranks, each rank sends 2(p-1)/p times the bytes of
+    the message, or of its code. With p hosts, the ranks of a host together send this number of bytes to other hosts; messages
+    inside a host do not count. Exceptions: chunktopk sends p - 1 times its code; sparse gradients, and codes of
+    parameter_compression, are sent to every other rank.
     """
 
     exchanges: int = 0

@@ -17,7 +17,7 @@ from gradwire.trainer.gradients.setup import Setup
 
 
 class Rule:
-    """Decides what the ranks that train one model exchange (gradients, parameters, their differences), and when.
+    """Decides which data the ranks exchange (gradients, parameters, or their changes), and when.
 
     Derive from this class, and override the methods that you need: by default, every rank trains by itself. A
     DistributedOptimizer calls these methods on all ranks in the same order, so every method may communicate, except settle(),

@@ -52,10 +52,10 @@ class KVStore:
     the two methods of optimizer states: all ranks call them in the same order. push, pull, pushpull and row_sparse_pull are not
     collective. Only one thread of a rank may use the store.
 
-    If a rank dies, the others continue with "dist_async"; only collective methods and the keys of that rank raise PeerLost.
-    With "dist_sync", a pull that needs a push of the dead rank raises QuorumLost, and a pull that waits for about the timeout_s
-    of init() raises CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost. The others do not wait for a
-    rank that has called close(). docs/guides/kvstore.md is the guide.
+    If a rank dies, the others continue with "dist_async"; only collective methods, and calls for keys of that rank, raise
+    PeerLost. With "dist_sync", a pull that needs a push of the dead rank raises QuorumLost, and a pull that waits for about the
+    timeout_s of init() raises CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost. The others do not wait
+    for a rank that has called close(). docs/guides/kvstore.md is the guide.
 
     Raises ValueError for another type, and for servers that are not ranks.
     """
@@ -241,9 +241,9 @@ class KVStore:
     def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Write the states of all optimizers to one file on rank 0, with torch.save. Collective.
 
-        The file does not contain the values of keys: pull and save them. Raises ValueError before set_optimizer(). If fname is
-        not a path, raises TypeError on that rank and ValueError on the others; if the file cannot be written, OSError on rank 0
-        and ValueError on the others.
+        The file does not contain the values of keys: pull and save them. Raises ValueError before set_optimizer(). If
+        fname is not a path on one rank, this rank raises TypeError, and the others ValueError. If the file cannot be written,
+        rank 0 raises OSError, and the others ValueError.
         """
         path = self._agreed_path("save_optimizer_states", fname)
         self.barrier()  # the states then contain all earlier pushes

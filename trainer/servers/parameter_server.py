@@ -51,9 +51,9 @@ class ParameterServer(WrappingOptimizer):
     when all have arrived. The update uses the weighted average. docs/guides/parameter-server.md is the guide.
 
     optimizer, named_parameters, process_set: as in DistributedOptimizer. Each parameter is on one server, so the optimizer must
-    update each parameter independently. An update uses the settings of the param groups on the server's rank. If this rank
-    does not train, the update uses those that the lowest-numbered worker had in that worker's last step(); numbers, strings
-    and tuples are supported.
+    update each parameter independently. An update uses the settings of the param groups on the server's rank. If that rank
+    does not train, the update uses the settings that the lowest-numbered remaining worker had in its last step(); they must
+    be numbers, strings or tuples.
     quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: updates do not
     wait for the slowest ranks (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
     grace_s: how many seconds a server waits for further gradients after the quorum.
