@@ -368,6 +368,8 @@ def test_a_report_says_plainly_which_bytes_are_which() -> None:
     assert str(alone) == (
         "60 steps: 0.5 KB a step, 2.0 times fewer than uncompressed; 0.030 MB in all; 25.0% of the time waiting"
     )
+    without_codec = replace(alone, bytes_saved=1.0)
+    assert str(without_codec) == "60 steps: 0.5 KB a step, uncompressed; 0.030 MB in all; 25.0% of the time waiting"
 
 
 # Arguments
