@@ -57,6 +57,11 @@ class Absence:
         return self._operations.usable
 
     @property
+    def has_failed(self) -> bool:
+        """Whether an operation on this rank has failed, so that the Communicator is broken."""
+        return self._operations.has_failed
+
+    @property
     def everyone_left(self) -> bool:
         """Whether all ranks have joined."""
         return len(self._joined.ranks()) == self._watch.size

@@ -357,6 +357,11 @@ class DistributedOptimizer(WrappingOptimizer):
         names = {parameter: name for parameter, name in self._all_names().items() if parameter not in known}
         self._rule.add(list(names.values()), list(names))
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the parameters, in the order of the param groups; "parameter" and its number where one has none."""
+        return list(self._all_names().values())
+
     def _all_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter of the optimizer; "parameter" and its number where it has none."""
         parameters = tensors_of(self.param_groups)

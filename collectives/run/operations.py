@@ -113,6 +113,11 @@ class Operations:
         return self._failure is None and not self._queue.sealed
 
     @property
+    def has_failed(self) -> bool:
+        """Whether an operation has failed, after which no other can run."""
+        return self._failure is not None
+
+    @property
     def issued(self) -> int:
         """How many operations this rank has issued."""
         return self._queue.issued

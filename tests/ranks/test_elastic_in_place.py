@@ -397,13 +397,22 @@ def test_replicas_that_differ_end_the_job() -> None:
 
 def lose_all_commits(send: Callable[[Any], None]) -> None:
     hvd.init()
-    state = hvd.elastic.ObjectState(step=0)
+    torch.manual_seed(int(os.environ[WORKER]))
+    model = nn.Linear(2, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, sampler=hvd.elastic.ElasticSampler(range(8)), step=0)
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        send(state.step)
+        moments = [each["exp_avg"].clone() for each in optimizer.state.values()]
+        send([state.step, state.sampler.epoch, *copies(model.parameters()), *moments])
         if state.step == 0:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
             state.step = 5
+            state.sampler.set_epoch(3)
+            moments = [each["exp_avg"].clone() for each in optimizer.state.values()]
+            send([state.step, state.sampler.epoch, *copies(model.parameters()), *moments])
             state.commits.settle()
             watcher.remove(state.memory.path("").name)
             raise CollectiveError("as when a host is lost, and the one with its copies")
@@ -416,10 +425,15 @@ def test_without_commits_the_state_is_that_of_a_rank_that_has_trained() -> None:
     with Job(lose_all_commits) as job:
         job.start(0)
         job.begin(0)
-        assert job.take(0) == 0
+        assert job.take(0)[0] == 0
+        step, epoch, *tensors = job.take(0)
+        assert (step, epoch, len(tensors)) == (5, 3, 4)
         job.start(1)
         job.begin(1, 0, leave=[0])  # the new one is rank 0
-        assert [job.take(worker) for worker in (0, 1)] == [5, 5]
+        for worker in (0, 1):
+            taken = job.take(worker)
+            assert taken[:2] == [5, 3]
+            assert_equal(taken[2:], tensors)
 
 
 def use_a_communicator_of_two(send: Callable[[Any], None]) -> None:
@@ -427,6 +441,7 @@ def use_a_communicator_of_two(send: Callable[[Any], None]) -> None:
 
     @hvd.elastic.run
     def train(state: Any) -> None:
+        Communicator().close()  # which is not one that has failed
         two = dist.new_group([1, 2])
         communicator = Communicator(two) if hvd.rank() > 0 else None
         send("begun")

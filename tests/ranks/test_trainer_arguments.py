@@ -146,6 +146,11 @@ def test_the_order_of_parameters_may_differ_between_ranks(kind: str) -> None:
             model(torch.full((1, 4), 1.0 + step + hvd.rank())).square().sum().backward()
             optimizer.step()
         weights.append(copies(parameters))
+        if kind == "shards" and len(weights) == 2:
+            with pytest.raises(
+                ValueError, match=r"the same order on all ranks: number 0 is '0.weight'.*and '3.weight'"
+            ):
+                optimizer.load_state_dict(optimizer.state_dict())
         optimizer.close()
     assert_equal(*weights)
 

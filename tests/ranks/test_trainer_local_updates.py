@@ -332,6 +332,16 @@ def test_frozen_parameters_stay_until_they_are_trained(warmup_steps: int) -> Non
     optimizer.close()
 
 
+@on_ranks(2)
+def test_a_step_after_the_end_leaves_nothing_to_wait_for() -> None:
+    model = network()
+    optimizer = wrapped(model, every=2, delay=1)
+    optimizer.close()
+    with pytest.raises((RuntimeError, CollectiveError)):
+        train(model, optimizer, range(3))
+    optimizer.state_dict()
+
+
 @on_ranks(4)
 def test_groups_average_inside_and_meet_outside() -> None:
     """Average among two ranks in every step, and with the other two in every third."""

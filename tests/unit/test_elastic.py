@@ -231,6 +231,14 @@ def test_a_rank_that_is_started_again_ends_without_freeing_its_objects() -> None
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, said, "a rank is lost\n")
 
 
+def test_a_rank_that_nothing_starts_again_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    before = threading.active_count()
+    sys.modules["gradwire.trainer.elastic.run"]._leave_soon()
+    assert threading.active_count() == before
+
+
 def part(commit: tuple[int, int, int], rank: int, start: int = 0, stop: int = 0) -> Part:
     return Part(*commit, rank, start, stop, 128, f"{rank}.0")
 

@@ -60,7 +60,7 @@ class Failures:
             if rank() == 0:
                 _log.error("gradwire: %s", said)
             communicator.barrier()
-            self.end_job(said, host)
+            self.end_job(said)
             raise GaveUp(here() + said)
         if has_failed and rank() == 0:
             why = next(iter(reasons), "no rank reported why; if a signal ended a rank, the launcher's lines name it")
@@ -75,8 +75,8 @@ class Failures:
         were counted, and the reason of the last failure."""
         raise NotImplementedError
 
-    def end_job(self, reason: str, host: tuple[int, ...]) -> None:
-        """Make the launcher end the job. All ranks call this, and then raise an error. host: the ranks of this host."""
+    def end_job(self, reason: str) -> None:
+        """Make the launcher end the job. Any number of ranks call this, and then raise an error."""
         raise NotImplementedError
 
     def _keep(self, failures: int, commit: int, host: tuple[int, ...]) -> None:
@@ -107,8 +107,9 @@ class FailuresOfJob(Failures):
         with suppress(OSError):
             _write(self._reason, reason)
 
-    def end_job(self, reason: str, host: tuple[int, ...]) -> None:
-        if rank() == host[0]:
+    def end_job(self, reason: str) -> None:
+        with suppress(FileExistsError):  # another rank of this host has done so
+            os.close(os.open(self.memory.path("ended"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             os.kill(self._agent.pid, signal.SIGTERM)
 
 
@@ -131,7 +132,7 @@ class FailuresOfEpochs(Failures):
     def _keep_reason(self, reason: str) -> None:
         self._reason = reason
 
-    def end_job(self, reason: str, host: tuple[int, ...]) -> None:
+    def end_job(self, reason: str) -> None:
         self._worker.end_job(reason)
 
 

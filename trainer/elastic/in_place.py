@@ -69,7 +69,7 @@ def train_in_place(train: Callable[[], R], state: ObjectState, worker: Worker, m
             if isinstance(failure, ValueError):  # a caller's mistake, which would happen again
                 raise
             if isinstance(failure, ReplicasDiffer):  # another world would not make them equal
-                failures.end_job(str(failure), state.commits.host)
+                failures.end_job(str(failure))
                 raise
             since_s = time.perf_counter()
             error = failure

@@ -23,7 +23,6 @@ def begin(state: ObjectState, failures: Failures | None, since_s: float, *, is_r
     cannot be loaded.
     """
     worker = elastic_worker()
-    has_trained = state.has_begun
     wanted = None if worker is None else lambda: rank() == 0 and worker.is_update_wanted()
     state.begin(Memory() if failures is None else failures.memory, wanted)
     restored, faults = state.commits.restore()
@@ -32,11 +31,12 @@ def begin(state: ObjectState, failures: Failures | None, since_s: float, *, is_r
     if failures is not None:
         failures.begin(state.commits.host, 0 if restored is None else restored.number)
     if restored is None:
-        have_trained = communicator_of(global_process_set).allgather_record(has_trained)
+        have_trained = communicator_of(global_process_set).allgather_record(state.has_trained)
         root_rank = have_trained.index(True) if any(have_trained) else 0
         if any(have_trained) and rank() == 0:
             _log.warning("gradwire: no commit is complete: training continues from the state of rank %d", root_rank)
         state.sync(root_rank)
+        state.note_training()
         if is_reset:
             state.on_reset()
         return
@@ -46,6 +46,7 @@ def begin(state: ObjectState, failures: Failures | None, since_s: float, *, is_r
         raise RuntimeError(
             f"{here()}cannot resume from commit {restored.number}: {type(error).__name__}: {error}"
         ) from error
+    state.note_training()
     state.on_reset()
     if rank() == 0:
         ranks = f"{size()} ranks" if restored.size == size() else f"{size()} instead of {restored.size} ranks"

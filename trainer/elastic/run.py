@@ -100,7 +100,7 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
         except Exception as error:
             if failures is not None:
                 if isinstance(error, ReplicasDiffer):  # a restart would not make them equal
-                    failures.end_job(str(error), state.commits.host)
+                    failures.end_job(str(error))
                 elif not isinstance(error, GaveUp):
                     failures.note(error)
                 if isinstance(error, CollectiveError):

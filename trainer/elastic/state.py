@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gradwire.trainer.elastic.commits import Commits, Restored
 from gradwire.trainer.elastic.kinds import Model, RandomNumbers, Value, are_replicas, kind_of, what_binds
 from gradwire.trainer.elastic.memory import Memory
+from gradwire.trainer.gradients.agreement import check_order
+from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.world.world import here, rank, size
 
 _RANDOM = "random numbers"
@@ -32,7 +34,7 @@ class ObjectState:
         self._names = list(values)
         self._commits: Commits | None = None
         self._callbacks: list[Callable[[], object]] = []
-        self._is_updated = self._has_begun = self._agrees = False
+        self._is_updated = self._has_begun = self._has_trained = self._agrees = False
         for name, value in values.items():
             if hasattr(type(self), name) or name.startswith("_"):
                 raise ValueError(
@@ -111,9 +113,24 @@ class ObjectState:
         """Return whether begin() was called."""
         return self._has_begun
 
+    @property
+    def has_trained(self) -> bool:
+        """Return whether this process has held the job's state: training has begun here at least once."""
+        return self._has_trained
+
+    def note_training(self) -> None:
+        """Note that the values are those of the job, from which training now begins."""
+        self._has_trained = True
+
     def begin(self, memory: Memory, is_update_wanted: Callable[[], bool] | None = None) -> None:
-        """Write commits to this memory from now on. Collective. is_update_wanted: returns whether the launcher wants new
+        """Write commits to this memory from now on. Collective. Raises ValueError if ranks that hold the same parameters list
+        them in different orders. is_update_wanted: returns whether the launcher wants new
         ranks; None if ranks need not agree on host updates. A commit calls it on another thread."""
+        values = [getattr(self, name) for name in self._names]
+        if are_replicas(values):  # a commit then holds parts of all ranks' states, by the numbers of the parameters
+            for value in values:
+                if isinstance(value, DistributedOptimizer):
+                    check_order(value.communicator, "a commit", value.names)
         self._agrees = is_update_wanted is not None
         if is_update_wanted is None:
             self._commits = Commits(memory)

@@ -59,6 +59,19 @@ def check_settings(communicator: Communicator, of: str, settings: Mapping[str, s
         raise ValueError(f"{here()}the ranks do not make the same {of}: {'. '.join(faults)}")
 
 
+def check_order(communicator: Communicator, of: str, names: Sequence[str]) -> None:
+    """Raise ValueError on all ranks if the ranks list their parameters in different orders. Collective. of: what needs the same
+    order."""
+    everyones = communicator.allgather_record(list(names))
+    for rank, theirs in enumerate(everyones):
+        for number, (first, other) in enumerate(zip(everyones[0], theirs, strict=False)):
+            if first != other:
+                raise ValueError(
+                    f"{here()}{of} needs the parameters in the same order on all ranks: number {number} is {first!r} on rank 0, "
+                    f"and {other!r} on rank {rank}"
+                )
+
+
 def agree_on_parameters(communicator: Communicator, names: Sequence[str], parameters: Sequence[Tensor]) -> list[str]:
     """Return the names in rank 0's order. Raises ValueError on all ranks if the ranks train different parameters, or hold
     different shards of them. Collective."""

@@ -248,8 +248,9 @@ class GradientExchange:
         incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # other ranks may find sparse ones
         if incomplete or any(each.chained for each in self._operations()):
             self._thread = self._thread or DaemonThread("gradwire-exchange")
-            self._completing = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
-            self._thread.submit(self._completing.run)
+            work = Work(self._combination.communicator.rank, "exchange of gradients", self._complete)
+            self._thread.submit(work.run)
+            self._completing = work
 
     def _operations(self) -> list[OperationChain]:
         """Return the operations of the exchange, in the order in which all ranks begin them."""

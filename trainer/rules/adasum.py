@@ -52,6 +52,7 @@ class AdaptiveSummation(Rule):
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
                 raise ValueError(f"{here()}op='adasum' needs whole parameters, and {name!r} is sharded")
+        for name, parameter in zip(names, parameters, strict=True):
             cast = self.setup.policy.encoding(name, parameter)
             assert isinstance(cast, Cast)
             self._names[parameter], self._casts[parameter] = name, cast

@@ -173,8 +173,9 @@ class LocalSteps(Rule):
         else:
             # A Work runs on this thread's CUDA device, after what its stream computes now.
             rank = self.communicator.rank
-            self._done = Work(rank, f"exchange of fragment {number}", lambda: fragment.exchange(step))
-            self._thread.submit(self._done.run)
+            work = Work(rank, f"exchange of fragment {number}", lambda: fragment.exchange(step))
+            self._thread.submit(work.run)
+            self._done = work
             self._pending = number, step + self._locality.delay
 
     def _merge(self, number: int) -> None:

@@ -62,8 +62,8 @@ class Rule:
         return ()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Add parameters: first those of the optimizer, later those of a new param group. Raises ValueError for parameters
-        that cannot be exchanged."""
+        """Add parameters: first those of the optimizer, later those of a new param group. Raises ValueError, with
+        nothing added, for parameters that cannot be exchanged."""
 
     def start(self) -> None:
         """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks if the ranks

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.gradients.agreement import check_order
 from gradwire.trainer.gradients.arguments import Adasum, Sum
 from gradwire.trainer.gradients.bucket import dense_strides
 from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
@@ -156,8 +157,10 @@ class Sharded(Synchronous):
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Load the state_dict()s of all ranks of a checkpoint, on any number of ranks, or an unsharded state. Collective.
 
-        Raises ValueError on all ranks if together they were not given all parts of one checkpoint of these parameters.
+        Raises ValueError on all ranks if together they were not given all parts of one checkpoint of these parameters, or list
+        their parameters in different orders.
         """
+        check_order(self.communicator, "load_state_dict() with shard_states=True", self.bucketing.names)
         mine = self._agree([state_dict, *also])
         bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
         super().load_state_dict(bare, also)

@@ -236,7 +236,7 @@ class World:
         """Return whether an operation among all ranks has failed, and none among some of them. The ranks in the error are then
         those of the world."""
         everyone = list(range(self.size))
-        failed = [self.ranks_of(each) for each in self.communicators if not each.absence.is_usable]
+        failed = [self.ranks_of(each) for each in self.communicators if each.absence.has_failed]
         return bool(failed) and all(ranks == everyone for ranks in failed)
 
     def close(self, failure: CollectiveError | None = None) -> None:

@@ -125,13 +125,17 @@ def _address(context, rank, header):
 @njit
 def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing):
     """Reduce this rank's share of all ranks' buffers in rank order; write the result to all, or if only this half is done, to
-    its own."""
+    its own. Return FINISHED, or STOPPED if a rank has given up."""
     rank, size, block = field(context, RANK), field(context, SIZE), field(context, BLOCK)
     position, stop = _start(context, rank, nbytes), _start(context, rank + 1, nbytes)
     first, own = _address(context, 0, header), _address(context, rank, header)
     slot_bytes = field(context, WHOLE_BYTES)  # not less than a block has; a large message does not use the slot
     slot = field(context, WHOLE) + (2 * rank + parity) * slot_bytes
     while position < stop:
+        # A rank that was stopped for a while must not write to the tensors of ranks that have given up. None can have finished,
+        # since all wait for this rank.
+        if any_has_left(context):
+            return STOPPED
         length = min(block, stop - position)
         count = length // itemsize
         total = first + position
@@ -148,6 +152,7 @@ def _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op
         elif rank != 0:
             copy(own + position, total, length)
         position += length
+    return FINISHED
 
 
 @njit
@@ -340,14 +345,14 @@ def allreduce(request, data, sequence, tag, slot, offset, born):
             set_field(context, PHASE, _START)
             return FINISHED_WITH_NEWS if field(context, NEWS) != 0 else FINISHED
         if field(context, DIRECT) == 1:
-            # A rank that was stopped until now must not write into the tensors of ranks that have given up. None of them can
-            # have finished, since they wait for this rank too.
-            if any_has_left(context):
-                return STOPPED
+            status = FINISHED
             if doing == SPREADS:
                 _gather_without_copy(context, header, nbytes)
             else:
-                _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing)
+                status = _reduce_without_copy(context, header, parity, nbytes, itemsize, function, op, divisor, doing)
+            if status != FINISHED:
+                note_wait_for_all(context, DONE, sequence)
+                return status
             store(line_of(context, rank, DONE), sequence)
             phase = _REDUCED_NOW
         else:
