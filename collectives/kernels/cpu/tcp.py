@@ -75,7 +75,7 @@ from gradwire.collectives.kernels.cpu.tcp_context import (
 )
 from gradwire.collectives.kernels.wire import TAG_MASK
 
-#: Bytes that one call moves, so that sends and receives alternate. Less than the 64 KB that Linux sends as one segment: with
+#: Bytes that one call moves, so that sends and receives alternate. Less than the 64 KB that Linux processes as one unit: with
 #: more, Linux may hold back a small tail (net.ipv4.tcp_autocorking), which has made exchanges eight times slower.
 _PIECE_BYTES = 56 << 10
 
