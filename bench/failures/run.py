@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def run(way: str, flags: argparse.Namespace) -> Outcome:
     """Run one way, and return its results. Raises HostsError if hosts cannot be simulated."""
     folder = Path(tempfile.mkdtemp(prefix=f"failures.{way}."))  # not removed
-    print(f"# the output of {way} is in {folder}", flush=True)
+    print(f"# the output of {way} is in {folder / 'output.txt'}", flush=True)
     log = folder / "steps.jsonl"
     with hosts_for(flags, folder) as hosts, (folder / "output.txt").open("wb") as output:
         killer = Killer(flags.seed, log, hosts)
@@ -126,6 +127,7 @@ def main(arguments: Sequence[str]) -> int:
         settings = {name: getattr(flags, name) for name in _SETTINGS}
         meta = software_and_machine(torch.device("cpu")) | settings
         try:
+            import_module("gradwire.trainer.examples")  # which the ways import, and which names missing packages
             if flags.hosts > 1:
                 check_machine()
             runs = earlier(flags.json, meta, flags.ways)
@@ -135,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
                 compare(runs)
                 print(line(next(each for each in runs if each.way == way)), flush=True)
                 write_json(flags.json, meta, runs)
-        except (HostsError, ValueError) as error:
+        except (HostsError, ModuleNotFoundError, ValueError) as error:
             print(f"bench failures: {error}", file=sys.stderr)
             return 2
     if flags.plot:

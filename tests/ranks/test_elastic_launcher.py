@@ -191,7 +191,7 @@ def test_as_many_ranks_as_before_wait_for_a_new_one_which_gets_the_rank_of_the_l
     os.kill(stopped := pid_of(1), signal.SIGSTOP)
     Path("pid.1").write_text("0")  # so that the others take it for lost
     lost = "worker 1 on host localhost was killed, since it did not answer"
-    assert next_told(launcher) == f"2 of at least 3 ranks can continue, and wait for others; {lost}"
+    assert next_told(launcher) == f"2 of at least 3 ranks can continue: training waits for others; {lost}"
     assert next_told(launcher) == f"world 1: 3 ranks; {lost}; worker 3 on host localhost joined as rank 1"
     assert not is_running(stopped)
     assert "[3]<stdout>: epoch 1: rank 1 of 3, slot 1\n" in finish(launcher)

@@ -63,7 +63,9 @@ class Failures:
             self.end_job(said)
             raise GaveUp(here() + said)
         if has_failed and rank() == 0:
-            why = next(iter(reasons), "no rank reported why; if a signal ended a rank, the launcher's lines name it")
+            why = next(
+                iter(reasons), "none has reported an error; the launcher's lines name the signal or the exit status"
+            )
             _log.warning("gradwire: ranks have failed: %s", why)
 
     def note(self, error: Exception) -> None:

@@ -83,7 +83,7 @@ class ObjectState:
     def _stop_if(self, is_due: bool) -> None:
         if is_due:
             raise HostsUpdatedInterrupt(
-                f"{here()}hosts were added or removed: training stops, to resume on the new hosts"
+                f"{here()}a rank or the launcher has announced other hosts: training stops, and resumes on those"
             )
 
     def save(self) -> None:

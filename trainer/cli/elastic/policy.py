@@ -253,7 +253,7 @@ class JobPolicy:
             return self._end(f"{few} can continue, and no host is left for others")
         if not is_first or self.epoch is None:
             return []
-        return [Say(f"{few} can continue, and wait for others; {'; '.join(self._new.news)}")]
+        return [Say(f"{few} can continue: training waits for others; {'; '.join(self._new.news)}")]
 
     def _stops(self, now: float) -> list[Action]:
         """Stop workers that are not ranks and will not become ranks."""
