@@ -36,8 +36,9 @@ class Tuned(SharedTensors):
         several hosts calls it.
 
         If the first allreduces of a size take longer or shorter than predicted, the next ones try up to two other
-        algorithms, and the fastest stays. If COLLECTIVES_TUNING names a file of measurements, the selection by this file
-        is not corrected in this way, so that all runs with the file give the same bits.
+        algorithms, or four if the calls are short, and the fastest stays. If COLLECTIVES_TUNING names a file of
+        measurements, the selection by this file is not corrected in this way, so that all runs with the file give the
+        same bits.
         """
         costs = self._probe().run()
         self._choose_by(costs, corrects=True)  # which may change what the timed calls run

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from statistics import median
 
 #: The number of first calls that are not timed, since they touch new memory and make plans, and the number of calls that are
-#: timed: three times as many if they are predicted to take less than _SHORT_S, since wake-ups make short calls vary most.
-SKIPPED, COUNTED, _SHORT_S = 2, 7, 0.001
+#: timed.
+SKIPPED, COUNTED = 2, 7
+
+#: A short call is repeated in a row of so many predicted seconds, with at most so many repetitions, and the mean of the row
+#: counts. A single short call takes mostly wake-ups, which differ from call to call and hide how algorithms differ.
+_ROW_S, REPETITIONS = 0.004, 8
 
 #: A prediction with a relative error of at most this is not corrected, unless a rival's prediction exceeds the measured time by
 #: no more than this share.
 _CLOSE = 0.1
 
-#: The maximum number of rivals, and the maximum of a rival's predicted time, as a multiple of the choice's measured time.
-_RIVALS, _HOPELESS = 2, 2.0
+#: The maximum number of rivals, of long and of short calls, and the maximum of a rival's predicted time, as a multiple of the
+#: choice's measured time.
+_RIVALS, _SHORT_RIVALS, _HOPELESS = 2, 4, 2.0
 
 #: A rival replaces the choice if its calls take less than this share of the choice's time, so that the selection among nearly
 #: equal choices does not change from run to run.
@@ -29,15 +34,17 @@ class Trial:
     or a host changes with time. The fastest choice stays.
 
     ranked: the choices with their predicted seconds, the fastest first. choice: the one that the next call uses. call: the name
-    of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice is final. counted: how many calls
-    of each choice are timed. All ranks make the same calls, so they proceed after the same call.
+    of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice is final. repetitions: how many
+    times a call is repeated to be timed; 0 if the call itself is timed. All ranks make the same calls, so they proceed after
+    the same call.
     """
 
     def __init__(self, ranked: Sequence[tuple[float, str]], choice: str, call: str = "") -> None:
         self.choice = choice
         self._call = call
         self.settled = len(ranked) < 2
-        self.counted = COUNTED if ranked[0][0] >= _SHORT_S else 3 * COUNTED
+        repetitions = min(REPETITIONS, int(_ROW_S / max(1e-9, ranked[0][0])))
+        self.repetitions = repetitions if repetitions > 1 else 0
         self._ranked = ranked
         self._tried = [choice]
         self._calls: list[float] = []
@@ -50,7 +57,7 @@ class Trial:
         self._calls.append(seconds)
         number = len(self._tried)
         self.choice = self._tried[self._place(len(self._calls))]
-        if len(self._calls) < (SKIPPED + self.counted) * number:
+        if len(self._calls) < (SKIPPED + COUNTED) * number:
             return None
         taken: list[list[float]] = [[] for _ in self._tried]
         for call, each in enumerate(self._calls):
@@ -80,7 +87,7 @@ class Trial:
             most_s = (1 + _CLOSE if is_close else _HOPELESS) * first_s
             rivals = [name for expected, name in self._ranked if expected <= most_s and name != first]
             if rivals:
-                self._tried += rivals[:_RIVALS]
+                self._tried += rivals[: _SHORT_RIVALS if self.repetitions else _RIVALS]
                 return f"{said}; now in turns: {', '.join(self._tried)}"
         least_s, fastest = min((each, name) for name, each in taken.items())
         self.choice = fastest if least_s < _BETTER * first_s else first

@@ -67,7 +67,7 @@ def predict(
         return _interpolated(measured, nbytes)
     call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize)
     # A measured call may have been quicker than its links, which had saved up for a burst. Calls that follow each other are not.
-    least_s = max(costs.call_s, _busiest(*call, nbytes) if costs.burst_bytes else 0.0)
+    least_s = _busiest(*call, nbytes) if costs.burst_bytes else 0.0
     return corrected(measured, nbytes, partial(_in_segments, *call), least_s, scales=len(costs.hosts) == 1)
 
 
@@ -81,9 +81,9 @@ def corrected(
 ) -> float:
     """Return the seconds of a call: those of the walk, corrected by measured calls of the nearest sizes.
 
-    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. least_s: the minimum
-    seconds of a call. scales: whether the walk misses a share of the time. Otherwise it misses a fixed time per call, and
-    beyond the largest measured call, if that has at least _MANY_BYTES, also a share of the rest.
+    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. scales: whether the walk
+    misses a share of the time. Otherwise it misses a fixed time per call, and beyond the largest measured call, if that has at
+    least _MANY_BYTES, also a share of the rest; but a call takes at least least_s, and no less than the shortest measured call.
     """
     seconds = walk(nbytes)
     if not measured:
@@ -93,6 +93,7 @@ def corrected(
     if scales:
         shares = [took / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
         return seconds * float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], shares))
+    least_s = max(least_s, min(took for _, took in measured))
     missed = [took - walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
     if nbytes > sizes[-1] >= _MANY_BYTES:
         per_call_s = missed[bisect.bisect_left(sizes, _MANY_BYTES) - 1] if sizes[0] < _MANY_BYTES else 0.0

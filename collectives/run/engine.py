@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -330,18 +330,32 @@ class Engine:
         the time of a call includes earlier work on its stream."""
         return self.plans.trial(nbytes) if algorithm == "auto" and like.is_cpu else None
 
-    @contextmanager
-    def timed(self, turn: Turn, trial: Trial) -> Iterator[None]:
-        """Time the exchange inside the with block for a trial. After a measurement, all ranks agree on its time and on the next
-        choice.
+    def timed(self, turn: Turn, trial: Trial, buffer: torch.Tensor, exchange: Callable[[torch.Tensor], None]) -> None:
+        """Exchange a buffer, and time the exchange for a trial. After a measurement, all ranks agree on its time and on the
+        next choice.
 
-        A barrier precedes the exchange, so that its time does not include waits for a rank that is late or that left the
-        previous call late: algorithms differ in which ranks leave first."""
-        if not trial.settled:
+        Before a short call, exchanges of zeros in the same memory are timed in its place. A barrier precedes the exchange of a
+        long call, so that its time does not include waits for a rank that is late or that left the previous call late:
+        algorithms differ in which ranks leave first."""
+        if trial.settled:
+            exchange(buffer)
+            return
+        if trial.repetitions:
+            numbers = buffer.clone()
+            buffer.zero_()
+            exchange(buffer)  # ranks begin the next one together
+            began = time.perf_counter()
+            for _ in range(trial.repetitions):
+                exchange(buffer)
+            seconds = (time.perf_counter() - began) / trial.repetitions
+            buffer.copy_(numbers)
+            exchange(buffer)
+        else:
             self.meet(turn)
-        began = time.perf_counter()
-        yield
-        taken = trial.note(time.perf_counter() - began)
+            began = time.perf_counter()
+            exchange(buffer)
+            seconds = time.perf_counter() - began
+        taken = trial.note(seconds)
         if taken is not None:
             ranks = self.table(turn, [round(1e9 * each) for each in taken])
             outcome = trial.judge([max(each) / 1e9 for each in zip(*ranks, strict=True)])

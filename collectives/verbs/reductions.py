@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
@@ -292,8 +292,11 @@ class Reductions(Ranks):
                 choice, whole = chosen[index], wholes[index]
                 buffer = engine.buffer(*group)
                 reduction.begin(buffer.flat)
-                with nullcontext() if trial is None else engine.timed(turn, trial):
-                    engine.over_buffer(turn, collective, choice, buffer.flat, reduction.op, whole=whole)
+                exchange = partial(engine.over_buffer, turn, collective, choice, op=reduction.op, whole=whole)
+                if trial is None:
+                    exchange(buffer.flat)
+                else:
+                    engine.timed(turn, trial, buffer.flat, exchange)
                 for part in [buffer.flat] if spans is None else [buffer.flat[s.start : s.stop] for s in spans]:
                     reduction.end(part, engine.size, is_average=whole is not None)
                 buffer.store()

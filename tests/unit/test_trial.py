@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.collectives.plan.trial import COUNTED, SKIPPED, Trial
+from gradwire.collectives.plan.trial import COUNTED, REPETITIONS, SKIPPED, Trial
 
 RANKED = [(1.0, "ring"), (1.2, "rsag"), (1.4, "tree"), (1.6, "direct"), (9.0, "star")]
 
@@ -50,10 +50,11 @@ def test_the_default_may_be_the_first_choice_and_one_choice_is_no_trial() -> Non
     assert Trial(RANKED[:1], "ring").settled
 
 
-def test_short_calls_are_timed_more_often() -> None:
-    trial = Trial([(1e-4, "ring"), (2e-4, "rsag")], "ring")
-    medians = [trial.note(1e-4) for _ in range(SKIPPED + 3 * COUNTED)]
-    assert (medians[:-1], medians[-1]) == ([None] * (SKIPPED + 3 * COUNTED - 1), [1e-4])
+def test_short_calls_are_repeated_and_have_more_rivals() -> None:
+    long, some, short = (Trial([(s * seconds, name) for seconds, name in RANKED], "ring") for s in (3e-3, 2e-3, 1e-6))
+    assert (long.repetitions, some.repetitions, short.repetitions) == (0, 2, REPETITIONS)
+    assert long.judge([6e-3]).endswith("now in turns: ring, rsag, tree")
+    assert short.judge([2e-6]).endswith("now in turns: ring, rsag, tree, direct")
 
 
 def test_a_finding_is_said_in_words() -> None:
