@@ -90,9 +90,9 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     auto = comm.chosen("allreduce", nbytes)
     auto_s = predicted[auto, "none"]
     by_codec = {"none": auto_s} | {each: comm.predict(nbytes // 4, codec=each) for each in CODECS}
-    codec = _codec(comm, tensor, by_codec)
-    predicted |= {("auto", each): by_codec[each] for each in CODECS}
     calls = max(1, min(_MOST_CALLS, int(_TURN_S / auto_s)))
+    codec = _codec(comm, tensor, by_codec, calls)
+    predicted |= {("auto", each): by_codec[each] for each in CODECS}
     turns = turns if auto_s >= _SHORT_S else 3 * turns
     taken = _in_turns(comm, costs, tensor, list(predicted), calls, turns)
     plain, coded = ([case for case in predicted if (case[1] == "none") is is_plain] for is_plain in (True, False))
@@ -126,15 +126,14 @@ def _in_turns(
     return dict(zip(taken, map(statistics.median, slowest.tolist()), strict=True))
 
 
-def _codec(comm: Communicator, tensor: torch.Tensor, predicted: Mapping[str, float]) -> str:
-    """Return the codec that is predicted to be fastest, or "none", after calls have corrected the prediction, as steps of a
-    training correct compression='auto'. A collective call."""
+def _codec(comm: Communicator, tensor: torch.Tensor, predicted: Mapping[str, float], calls: int) -> str:
+    """Return the codec that is predicted to be fastest, or "none", after rows of so many calls have corrected the prediction,
+    as steps of a training correct compression='auto'. A collective call."""
     ranked = sorted((seconds, name) for name, seconds in predicted.items())
     trial = Trial(ranked, ranked[0][1])
     while not trial.settled:
         call = partial(comm.allreduce, tensor, codec=None if trial.choice == "none" else trial.choice)
         call()  # aligns the start of the ranks
-        calls = max(1, trial.repetitions)
         began = time.perf_counter()
         for _ in range(calls):
             call()

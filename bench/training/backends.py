@@ -141,7 +141,8 @@ def ddp(chosen: argparse.Namespace, backend: str, *, views: bool = False) -> Bac
 
 
 def mesh_of(backend: str) -> DeviceMesh:
-    return DeviceMesh.from_group(dist.new_group(backend=backend), "cpu")
+    # Meshes that differ only in their groups are equal, and DTensor would use the group of the first one for both.
+    return DeviceMesh.from_group(dist.new_group(backend=backend), "cpu", mesh_dim_names=(backend,))
 
 
 def fsdp2(chosen: argparse.Namespace, backend: str) -> BackendCompetitor:

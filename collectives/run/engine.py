@@ -28,7 +28,7 @@ from gradwire.collectives.run.executor import Codes, Numbers, Payload, Scratch, 
 from gradwire.collectives.run.messages import Messages
 from gradwire.collectives.run.operations import Turn, digest
 from gradwire.collectives.run.plans import Plans
-from gradwire.collectives.run.staging import Buffer, plain
+from gradwire.collectives.run.staging import Buffer, kept, plain
 from gradwire.collectives.run.traced import TracedPayload, TracedTransport, not_now, recorded
 from gradwire.collectives.run.work import Work
 
@@ -172,7 +172,8 @@ class Engine:
         return tensor.is_cpu and not whole.needs_meeting and tensor.dtype is not torch.bool and _is_plain(tensor)
 
     def remember(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
-        """Let repeat() run later calls with a tensor of this dtype and shape. key: the other arguments of the call."""
+        """Let repeat() and repeat_later() run later calls with a tensor of this dtype and shape. key: the other arguments of
+        the call."""
         if tensor.is_cpu and not whole.needs_meeting and self.operations.usable and tensor.dtype is not torch.bool:
             if len(self._calls) == _REMEMBERED_CALLS:
                 self._calls.clear()
@@ -181,16 +182,29 @@ class Engine:
     def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
         """Run a remembered allreduce of the link without the preparations, which take most of the time of a small message.
         Return False, with nothing done, if no equal call is remembered or Operations.run_now returns False."""
-        if not self._calls or type(tensor) is not torch.Tensor:
-            return False
-        try:
-            known = self._calls.get((tensor.dtype, tensor.shape, key))
-            if known is None or not tensor.is_cpu or not _is_plain(tensor):
-                return False
-        except RuntimeError:  # nested or sparse: no shape or address; see staging.refusal
+        if (known := self._remembered(tensor, key)) is None:
             return False
         call, call_digest, run = known
         return self.run_now(call, call_digest, run, tensor, tensor)
+
+    def repeat_later(self, tensor: torch.Tensor, key: Hashable) -> Work | None:
+        """Queue a remembered allreduce, as repeat() runs it. Return None, with nothing done, if no equal call is remembered, or
+        while operations are recorded."""
+        if self._lane is not None or (known := self._remembered(tensor, key)) is None:
+            return None
+        call, _, run = known
+        own = kept(tensor)
+        return self.submit(call, lambda turn: run(own, own, turn.tag, turn.deadline), async_op=True)
+
+    def _remembered(self, tensor: torch.Tensor, key: Hashable) -> tuple[str, int, WholeRun] | None:
+        """Return what remember() has kept for such a call."""
+        if not self._calls or type(tensor) is not torch.Tensor:
+            return None
+        try:
+            known = self._calls.get((tensor.dtype, tensor.shape, key))
+            return known if known is not None and tensor.is_cpu and _is_plain(tensor) else None
+        except RuntimeError:  # nested or sparse: no shape or address; see staging.refusal
+            return None
 
     # The parts of an operation's body
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import get_ident, main_thread
+from threading import get_ident
 from typing import TypeVar
 
 from gradwire.collectives.diagnostics import whereabouts
@@ -86,7 +86,7 @@ class Operations:
         self.timeout_s = timeout_s
         self._watch = watch
         self.joined = Joined(watch)
-        self._queue = WorkQueue("gradwire")
+        self._queue = WorkQueue("gradwire", weakly(self._hurry))
         self._sequence = -1  # of the last turn that began
         self._agreement = Agreement(watch)
         self._known = self._agreement.known
@@ -160,12 +160,12 @@ class Operations:
             turn = object()
             try:
                 if self._queue.enter(turn):
-                    self._take_turn(call, signature, body, timeout_s, get_ident(), beside_work=_is_beside_work())
+                    self._take_turn(call, signature, body, timeout_s, get_ident())
                     return None
             finally:
                 self._queue.leave(turn, self._sequence)
         place = whereabouts.of_call(sys._getframe())
-        turn_of_queue = partial(self._take_turn, call, signature, body, timeout_s, place, beside_work=True)
+        turn_of_queue = partial(self._take_turn, call, signature, body, timeout_s, place)
         return self._enqueue(Work(self._rank, call, turn_of_queue), async_op)
 
     def _enqueue(self, work: Work, async_op: bool) -> Work | None:
@@ -190,7 +190,7 @@ class Operations:
         self._check(call)
         if at_once and self.try_message(call, peers, body):
             return None
-        turn_of_queue = partial(self._take_message_turn, call, peers, body, beside_work=True)
+        turn_of_queue = partial(self._take_message_turn, call, peers, body)
         return self._enqueue(Work(self._rank, call, turn_of_queue, counted=False), async_op)
 
     def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
@@ -199,7 +199,7 @@ class Operations:
         try:
             if self._failure is not None or not self._queue.enter(turn, counted=False):
                 return False
-            self._take_message_turn(call, peers, body, beside_work=_is_beside_work())
+            self._take_message_turn(call, peers, body)
             return True
         finally:
             self._queue.leave(turn, self._sequence)
@@ -259,12 +259,9 @@ class Operations:
         body: Callable[[Turn], None],
         timeout_s: float | None,
         where: str | int,
-        *,
-        beside_work: bool,
     ) -> None:
-        """Run an operation in its turn. where: the place of the call in the user's code, or the thread that makes it.
-        beside_work: whether the caller computes meanwhile, so that waits must leave the cores to it. A caller that waits for
-        the operation needs no cores. The other arguments: see submit()."""
+        """Run an operation in its turn. where: the place of the call in the user's code, or the thread that makes it. The other
+        arguments: see submit()."""
         self._check(call, was_queued=True)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
@@ -275,7 +272,7 @@ class Operations:
                 self._agreement.take(signature)
                 is_new = False
             sequence = self._queue.number
-            self.wait_beside_work(beside_work)
+            self.wait_beside_work(self._queue.is_beside_work())
             self._where = where
             if not is_new:
                 self._calls[sequence % _REMEMBERED] = (sequence, call)
@@ -294,14 +291,12 @@ class Operations:
         finally:
             self._running = -1
 
-    def _take_message_turn(
-        self, call: str, peers: frozenset[int], body: Callable[[float], None], *, beside_work: bool
-    ) -> None:
+    def _take_message_turn(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> None:
         self._check(call, was_queued=True)
         timeout_s = self.timeout_s
         deadline = time.monotonic() + timeout_s
         try:
-            self.wait_beside_work(beside_work)
+            self.wait_beside_work(self._queue.is_beside_work())
             self._vain_since = math.inf
             self._message = (call, peers)
             end = deadline
@@ -319,10 +314,15 @@ class Operations:
             self._message = None
 
     def wait_beside_work(self, beside_work: bool) -> None:
-        """Set whether waits of the current turn leave the cores to other threads, or poll. Each turn sets this again."""
+        """Set whether waits of the current turn leave the cores to other threads, or poll. Each turn sets this again. A thread
+        that waits for the operation needs no core."""
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
             self._transport.wait_beside_work(beside_work)
+
+    def _hurry(self) -> None:
+        """Let the waits of the current turn poll, because the main thread waits for an operation and needs no core."""
+        self.wait_beside_work(False)
 
     def _agree(self, call: str, signature: str, deadline: float) -> None:
         """Compare a new call with the calls of the other ranks, before any of its data moves."""
@@ -495,11 +495,6 @@ def _sent(error: LinkError) -> str:
         return ""
     dtype = DTYPES[kind - 1]
     return f"send({str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}])"
-
-
-def _is_beside_work() -> bool:
-    """Return whether a thread other than the main one calls: the main thread may compute meanwhile."""
-    return get_ident() != main_thread().ident
 
 
 def weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -26,6 +27,8 @@ class Work:
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
         self.seconds = 0.0
+        self.queue: WorkQueue | None = None
+        self.queued_s = math.inf  # time.monotonic() of WorkQueue.submit()
         self._rank = rank
         self._operation = operation
         self._run = run
@@ -36,13 +39,14 @@ class Work:
         self._finished: torch.cuda.Event | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        """Block until the operation is done; other Python threads run meanwhile.
+        """Block until the operation is done; other Python threads run meanwhile. An operation on the CPU that has not begun
+        runs in the calling thread, if nothing precedes it that another thread runs.
 
         timeout: seconds, or a timedelta; None waits until the operation ends, at its own deadline at the latest.
         Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues).
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self._done.wait(seconds):
+        if not (self._done.wait(seconds) if self.queue is None else self.queue.wait_for(self, self._done, seconds)):
             assert seconds is not None
             raise CollectiveTimeout(seconds, (), rank=self._rank, operation=self._operation)
         if self._error is not None:
@@ -59,6 +63,17 @@ class Work:
         self._callbacks.append(callback)
         if self._done.is_set():
             self._call_back()
+        elif self.queue is not None:
+            self.queue.wake()
+
+    @property
+    def is_of_cuda(self) -> bool:
+        """Whether the operation may concern CUDA tensors."""
+        return self._issued is not None
+
+    @property
+    def has_begun(self) -> bool:
+        return not hasattr(self, "_run")
 
     def run(self) -> None:
         """Run the operation in the calling thread and complete the handle.
@@ -66,19 +81,21 @@ class Work:
         CUDA work runs on the device that was current when this handle was made, on the calling thread's current stream. The
         stream first waits for all work that was queued on the stream that was current when the handle was made.
         """
+        run = self._run
+        del self._run  # it refers to tensors
         began = time.perf_counter()
         try:
             if self._issued is None:
-                self._run()
+                run()
             else:
                 with torch.cuda.device(self._issued.device):
                     torch.cuda.current_stream().wait_event(self._issued)
-                    self._run()
+                    run()
                     self._finished = _cuda_event()
         except BaseException as error:  # wait() raises it, in the thread that calls wait()
             self._error = error
         finally:
-            del self._run  # release the tensors that it refers to
+            del run
             self.seconds = time.perf_counter() - began
             self._done.set()
             self._call_back()
@@ -95,19 +112,35 @@ class Work:
                 _log.exception("gradwire: a function that was called after %s has failed", self._operation)
 
 
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
 def _cuda_event() -> torch.cuda.Event | None:
     """Return an event after all work queued on the current stream so far; None in a process that has not used CUDA."""
     return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
 
+#: After so many works in a row that were awaited at once, that is, within so many seconds of submit(), the queue is *prompt*: a
+#: new work does not wake up the queue's thread, which would take longer than a small message and which the caller's wait makes
+#: superfluous. Instead, the thread looks for works by itself in intervals. A work that it finds ends this, as does a number of
+#: looks without any work.
+_MANY, _AT_ONCE_S = 8, 0.0005
+_LOOK_S, _MOST_LOOKS = 0.005, 20
+
+
 class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
-    Attributes: number, the number of the last counted turn, starting at 0; sealed, whether the queue refuses new works.
+    hurry: called when the main thread begins to wait for a work that runs in another thread. Attributes: number, the number of
+    the last counted turn, starting at 0; sealed, whether the queue refuses new works.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, hurry: Callable[[], object] = lambda: None) -> None:
         self._name = name
+        self._hurry = hurry
+        self._main_waits = False
+        self._at_once = 0  # how many works in a row were awaited at once
         self.number = -1
         self._queue: deque[Work] = deque()
         # Reentrant, since finalizers may run anywhere. enter() takes a turn without this lock, since two uses of it cost a
@@ -128,8 +161,69 @@ class WorkQueue:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()  # raises RuntimeError if the system allows no more threads; nothing is queued then
                 self._thread = thread
+            work.queue, work.queued_s = self, time.monotonic()
             self._queue.append(work)
+            if self._at_once < _MANY:
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let the thread run the queued works now, if it is their turn."""
+        with self._changed:
             self._changed.notify_all()
+
+    def wait_for(self, work: Work, done: threading.Event, seconds: float | None) -> bool:
+        """Wait for a work of this queue, and return whether it is done; False after so many seconds."""
+        if done.is_set():
+            return True
+        if seconds is None:
+            self._help(work)
+            if done.is_set():
+                return True
+        self.wake()
+        if not _is_main_thread():
+            return done.wait(seconds)
+        self._main_waits = True
+        try:
+            self._hurry()
+            return done.wait(seconds)
+        finally:
+            self._main_waits = False
+
+    def is_beside_work(self) -> bool:
+        """Return whether the main thread may compute while the calling thread runs a work."""
+        return not self._main_waits and not _is_main_thread()
+
+    def _help(self, awaited: Work) -> None:
+        """Run queued works in the calling thread, in their order, until `awaited` is done, or a work runs in another thread or
+        is of CUDA tensors. The caller waits in any case, and a switch to the queue's thread takes longer than a small
+        message."""
+        turn = object()
+        while not awaited.is_completed():
+            work, number = None, 0
+            try:
+                with self._changed:
+                    if not self._queue or self._queue[0].is_of_cuda or self._turn.setdefault("taken", turn) is not turn:
+                        return
+                    work, number = self._queue[0], self.number
+                    self._queue.popleft()
+                    self.number += work.counted
+                    if time.monotonic() - work.queued_s >= _AT_ONCE_S:
+                        self._at_once = 0
+                    elif self._at_once < _MANY:
+                        self._at_once += 1
+                        if self._at_once == _MANY:
+                            self._changed.notify_all()  # the thread begins to look for works
+                work.run()
+            finally:
+                with self._changed:
+                    if self._turn.get("taken") is turn:
+                        if work is not None and not work.has_begun:  # because of an interrupt
+                            self.number = number
+                            if not self._queue or self._queue[0] is not work:
+                                self._queue.appendleft(work)
+                        del self._turn["taken"]
+                        if self._queue or self.sealed:
+                            self._changed.notify_all()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:
         """Take the turn for the calling thread, which must call leave() afterwards. Return False if anything runs or is queued,
@@ -199,10 +293,15 @@ class WorkQueue:
     def _next(self) -> Work | None:
         """Wait for the next work's turn, and return that work; None once the queue is closed and empty."""
         with self._changed:
+            looks = 0
             while not self._queue or self._turn.setdefault("taken", self) is not self:
                 if self.sealed and not self.busy():
                     return None
-                self._changed.wait()
+                if self._changed.wait(_LOOK_S if self._at_once == _MANY else None):
+                    looks = 0
+                elif (looks := looks + 1) == _MOST_LOOKS:
+                    self._at_once = 0
+            self._at_once = 0
             work = self._queue.popleft()
             self.number += work.counted
             return work

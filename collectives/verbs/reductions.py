@@ -83,7 +83,10 @@ class Reductions(Ranks):
                 reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
                 return allreduce_compressed(engine, tensor, reduction, made, feedback, step, seed, algorithm, async_op)
         key = op, algorithm, prescale, postscale
-        if not async_op and engine.repeat(tensor, key):
+        if async_op:
+            if (work := engine.repeat_later(tensor, key)) is not None:
+                return work
+        elif engine.repeat(tensor, key):
             return None
         call, body, whole = self._planned([tensor], op, prescale, postscale, algorithm, async_op)
         if whole is not None:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
 from gradwire.collectives.link.watch import Neighbour, Watch
+from gradwire.collectives.run import work as work_module
 from gradwire.collectives.run.closing import ClosableOperations, close_all
 from gradwire.collectives.run.operations import Operations, Turn
 from gradwire.collectives.run.work import Work, WorkQueue
@@ -326,6 +328,95 @@ def test_a_queue_that_is_closed_takes_nothing_more() -> None:
     with pytest.raises(CollectiveError, match="rank 3: allreduce: the Communicator is closed"):
         queue.submit(Work(3, "allreduce", lambda: None))
     assert queue.close(0.0)
+
+
+class WithoutThread(WorkQueue):
+    """Has a thread that runs nothing, as if it had not woken up yet."""
+
+    def _serve(self) -> None:
+        pass
+
+
+def test_a_wait_runs_what_has_not_begun_in_its_own_thread_and_in_order() -> None:
+    queue, ran = WithoutThread("test"), []
+    works = [Work(0, str(n), lambda n=n: ran.append((n, get_ident(), queue.is_beside_work()))) for n in range(3)]
+    for work in works:
+        queue.submit(work)
+    works[1].wait()
+    assert ran == [(0, get_ident(), False), (1, get_ident(), False)]
+    assert (works[0].is_completed(), works[2].is_completed(), queue.number) == (True, False, 1)
+    waiting = threading.Thread(target=works[2].wait)
+    waiting.start()
+    waiting.join(DEADLINE_S)
+    assert ran[2:] == [(2, waiting.ident, True)]  # the main thread may compute meanwhile
+    assert not queue.busy()
+
+
+def test_an_interrupt_as_a_wait_begins_an_operation_leaves_it_to_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, ran = WithoutThread("test"), []
+    works = [Work(0, str(n), lambda n=n: ran.append(n)) for n in range(2)]
+    for work in works:
+        queue.submit(work)
+    with monkeypatch.context() as patched:
+        patched.setattr(Work, "run", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            works[0].wait()
+    assert (queue.number, queue.issued) == (-1, 2)
+    works[1].wait()
+    assert (ran, queue.number) == ([0, 1], 1)
+
+
+def test_a_wait_with_a_timeout_leaves_the_operation_to_the_queue() -> None:
+    queue = WithoutThread("test")
+    work = Work(0, "allreduce", lambda: pytest.fail("it was begun"))
+    queue.submit(work)
+    with pytest.raises(CollectiveTimeout):
+        work.wait(0.01)
+
+
+def test_the_main_thread_hurries_what_it_waits_for() -> None:
+    begun, end = threading.Event(), threading.Event()
+    beside: list[bool] = []
+
+    def run() -> None:
+        beside.append(queue.is_beside_work())
+        begun.set()
+        assert end.wait(DEADLINE_S)
+
+    queue = WorkQueue("test", end.set)
+    works = [Work(0, "allreduce", run) for _ in range(2)]
+    for work in works:
+        queue.submit(work)
+    assert begun.wait(DEADLINE_S)
+    works[1].wait()
+    assert beside == [True, False]
+
+
+def test_a_queue_whose_works_were_awaited_at_once_finds_the_next_one_by_itself() -> None:
+    """Its thread is not woken up then, unless a caller waits with a timeout, or waits for the end in another way."""
+    queue, ran = WorkQueue("test"), []
+
+    def submitted() -> Work:
+        work = Work(0, "allreduce", lambda: ran.append(get_ident()))
+        queue.submit(work)
+        return work
+
+    for wait in (lambda work: work.wait(DEADLINE_S), lambda work: work.when_done(lambda: None), lambda work: None):
+        for _ in range(1000):  # until the thread has begun none of so many
+            submitted().wait()
+            if queue._at_once == work_module._MANY:
+                break
+        ran.clear()
+        work = submitted()
+        wait(work)
+        limit = time.monotonic() + DEADLINE_S
+        while not work.is_completed():
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        assert ran == [queue._thread.ident]
+        assert queue._at_once == 0
+    submitted().wait()
+    assert queue.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
