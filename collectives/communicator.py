@@ -37,7 +37,7 @@ from gradwire.collectives.tuning import Tuned, compared, text_of
 
 
 class Communicator(Tuned):
-    """Runs collective operations and messages among the ranks of a torch.distributed group.
+    """Runs collective operations among the ranks of a torch.distributed group, and sends messages between two of them.
 
     Making a Communicator is a collective call. So is each *verb*, a method that runs a collective operation, such as allreduce:
     all ranks of the group call the same verbs in the same order. Most verbs follow torch.distributed: they write their result
@@ -47,40 +47,41 @@ class Communicator(Tuned):
     group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world. gradwire itself
     also passes a Membership, which describes the ranks without a ProcessGroup, and which no other Communicator may use.
     timeout_s: the deadline of each operation, in seconds from its start, and of making the Communicator.
-    segment_bytes: the maximum size of the pieces in which one rank's share of a buffer is sent; None chooses by topology.
-    With a codec, CUDA tensors are sent in pieces of up to 4 MB of encoded bytes.
-    link: what moves the bytes: 'auto', 'tcp', 'process_group' or a name given to register_link; None: COLLECTIVES_LINK, else
-    'auto'.
-    stall_warning_s: after a wait of so many seconds, and whenever the wait has doubled, the logger "gradwire" names the
-    missing ranks, and the file and line where they are. None turns this off.
+    segment_bytes: an algorithm cuts a buffer into blocks, usually one per rank, and sends each block in pieces of at most
+    segment_bytes. None: a default that depends on the link and on which ranks share hosts. With a codec, CUDA tensors are sent
+    in pieces of up to 4 MB of encoded bytes.
+    link: the link that moves the bytes: 'auto', 'tcp', 'process_group' or a name given to register_link. None: the value of the
+    environment variable COLLECTIVES_LINK; if that is not set, 'auto'.
+    stall_warning_s: after a wait of this many seconds, and each time the wait has doubled, the logger "gradwire" names the
+    awaited ranks, and the file and line that each of them executes. None turns this off.
     stall_shutdown_s: a shorter deadline than timeout_s, for operations only; None: timeout_s.
 
-    segment_bytes, link and the environment variables COLLECTIVES_<VERB> must be equal on all ranks; otherwise all raise
-    ValueError. timeout_s, stall_warning_s and stall_shutdown_s may differ.
+    segment_bytes, link and the environment variables COLLECTIVES_<VERB> and COLLECTIVES_TUNING must be equal on all ranks;
+    otherwise all raise ValueError. timeout_s, stall_warning_s and stall_shutdown_s may differ.
 
     With the link 'auto', CPU tensors travel through shared memory between ranks of one host, and over TCP between hosts. If
     memory cannot be shared, they travel over TCP. Without compiled kernels, they travel through the backend of the group.
 
-    Arguments that all verbs share:
+    Arguments of the verbs:
 
-    - Tensors may be strided or empty, and an output may share memory with an input. A tensor without its own memory (a
-      DTensor, a FakeTensor, a nested tensor) raises TypeError.
+    - Tensors may be non-contiguous or empty, and an output may share memory with an input. A sparse tensor, or one without its
+      own memory (a DTensor, a FakeTensor, a nested tensor), raises TypeError.
     - Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool.
     - src and dst are ranks of the group, from 0 to size - 1, not ranks of the world.
-    - op is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp of that name. Sums and products of integers wrap
-      around, averages of them truncate toward zero. On bool, sum and max are "or", product and min are "and", and average
-      raises TypeError.
+    - op is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp.SUM, AVG, MIN, MAX or PRODUCT. Sums and products of
+      integers wrap around; averages of integers truncate toward zero. On bool, sum and max are "or", product and min are
+      "and", and average raises TypeError.
     - algorithm is 'auto' or one of algorithms(verb). An algorithm gives bitwise identical results on all ranks, and in every
       run with the same ranks on each host.
-    - async_op=True: do not use the tensors until wait() of the operation returns. The operation works on the memory that
-      they had at the call. Afterwards, the storage of a CPU tensor cannot be resized, as after Tensor.numpy(). Operations
-      run in the order of the calls.
+    - async_op=True: do not use the tensors until wait() of the returned Work has returned. The operation works on the memory
+      that they had at the call. Afterwards, the storage of a CPU tensor cannot be resized, as after Tensor.numpy().
+      Operations run in the order of the calls.
 
     Threads of a rank may share a Communicator only if all of them make the same calls with equal arguments: otherwise ranks
     could run the calls in different orders, which raises Mismatch.
 
     Every verb raises ValueError or TypeError for a wrong argument, before anything is sent. If an operation cannot finish, the
-    verb, or wait() of an asynchronous one, raises PeerLost, CollectiveTimeout or Mismatch. The Communicator is then broken,
+    verb raises PeerLost, CollectiveTimeout or Mismatch; with async_op=True, wait() raises it. The Communicator is then broken,
     and each further call raises an error of the same kind. Only if the error is a Mismatch that was found before any data
     moved does the Communicator remain usable.
     """
@@ -118,7 +119,7 @@ class Communicator(Tuned):
         tuning = os.environ.get(TUNING) or "0"
         tuned = None if tuning in ("0", "1") else text_of(tuning)
         membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
-        #: Which ranks of torch.distributed's default group these are, by their rank here; empty where they are none.
+        #: The rank of each member in torch.distributed's default group, by its rank here; empty if they are not in that group.
         self.global_ranks = membership.global_ranks
         self.topology = Topology(membership.rank, membership.hosts)
         settings = [f"segment_bytes={segment_bytes}"]
@@ -200,7 +201,7 @@ class Communicator(Tuned):
 
     @property
     def segment_bytes(self) -> int:
-        """Return the maximum size of the pieces in which one rank's share of a buffer is sent, in bytes."""
+        """Return the constructor's argument segment_bytes, or the default that replaced None."""
         return self._engine.plans.segment_bytes
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
@@ -209,14 +210,14 @@ class Communicator(Tuned):
 
     @property
     def tables(self) -> dict[str, Table]:
-        """Return the built-in algorithms that 'auto' runs for each message size, by verb, or those of the environment
-        variables COLLECTIVES_ALLREDUCE, COLLECTIVES_BROADCAST, and so on."""
+        """Return, by verb, the table from which 'auto' takes the algorithm for a message size: gradwire's own table, or that of
+        an environment variable such as COLLECTIVES_ALLREDUCE. After tune(), 'auto' does not use gradwire's own tables."""
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None, device: str = "cpu") -> str:
-        """Return the algorithm that 'auto' runs for a message of nbytes. For allgather and reduce_scatter, nbytes are the
-        bytes of all ranks together. With a codec, return the algorithm for an allreduce of float32 numbers that have nbytes
-        before encoding. device: the device type of the tensors.
+        """Return the algorithm that 'auto' runs for a message of nbytes. nbytes counts all parts: the whole output of allgather
+        and gather, and the whole input of reduce_scatter and scatter. With a codec, return the algorithm for an allreduce of
+        float32 numbers whose size before encoding is nbytes. device: the device type of the tensors.
         """
         made = make_codec(codec) if codec is not None else None
         if made is None or made.name == "none":
@@ -230,11 +231,11 @@ class Communicator(Tuned):
         self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
     ) -> int | None:
         """Return how many bytes this rank sends for a message of nbytes, according to the schedule. nbytes has the same
-        meaning as for chosen(). For a verb with a root, the root is rank 0.
+        meaning as for chosen(). For a verb with a root, rank 0 is taken as the root.
 
-        With a codec, the message is float32 numbers that have nbytes before encoding, and bytes that the ranks of a host
-        send each other before encoding do not count. Return None in two cases: the backend runs an algorithm of its own,
-        or nothing is sent because memory is shared.
+        With a codec, the message is float32 numbers whose size before encoding is nbytes, and only codes count: with several
+        hosts, the ranks of a host also send each other uncompressed numbers. Return None if the link runs the algorithm by
+        itself, as it does 'native' and 'shared'.
         """
         made = make_codec(codec) if codec is not None else None
         return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)
@@ -245,9 +246,9 @@ class Communicator(Tuned):
         return Absence(self, self._engine)
 
     def post(self, topic: str, record: Any) -> None:
-        """Send a record to all ranks. It replaces this rank's earlier record of the same topic. posted() returns the
-        records. allgather_record() lists what a record may contain. Returns at once, before the record has arrived. Not an
-        operation: no other rank needs to take part.
+        """Send a record to all ranks, and return at once, before it has arrived. It replaces this rank's earlier record of the
+        same topic, and posted() returns it. For what a record may contain, see allgather_record(). This is not an operation:
+        no other rank needs to take part.
         """
         self._engine.watch.post(topic, record)
 
@@ -256,8 +257,8 @@ class Communicator(Tuned):
         return dict(self._engine.watch.posts.get(topic, {}))
 
     def record(self, timeline: Timeline | None, name: str = "") -> None:
-        """Record operations in a timeline from now on, in lanes whose names begin with `name`; None stops it. On this rank
-        only.
+        """Record this rank's operations in a Timeline from now on, in lanes (rows) whose names begin with `name`. With None as
+        the timeline, stop recording.
         """
         self._lanes = name
         self.timeline = timeline
@@ -268,8 +269,7 @@ class Communicator(Tuned):
         self._engine.record(lane)
 
     def lane(self, of: str) -> Lane | None:
-        """Return the lane (row) of the timeline that shows one kind of work with this Communicator; None if nothing is
-        recorded.
+        """Return the lane of the timeline that shows one kind of work with this Communicator; None if nothing is recorded.
 
         of: the kind of work, which is the end of the lane's name.
         """
@@ -282,8 +282,8 @@ class Communicator(Tuned):
         return self.global_ranks[self._engine.rank] if self.global_ranks else self._engine.rank
 
     def close(self) -> None:
-        """Finish all operations and release the group. A collective call: it waits for the other ranks for a few seconds at
-        most, and does not wait after a failure. Further calls do nothing.
+        """Finish all operations, and close the connections. A collective call: it waits for the other ranks for a few seconds
+        at most, and does not wait after a failure. Further calls do nothing.
         """
         close_all([self])
 

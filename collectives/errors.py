@@ -42,7 +42,7 @@ class CollectiveError(DistBackendError):
         self.ranks = tuple(sorted(ranks))
 
     def again(self, message: str, operation: str) -> CollectiveError:
-        """Return an error of the same kind, with the same attributes, for another operation that fails because of this one."""
+        """Return an error of the same kind, with the same attributes, for another operation that fails as a result."""
         kind = type(self)
         error = (OSError if issubclass(kind, OSError) else RuntimeError).__new__(kind)  # CollectiveTimeout is both
         error.__dict__.update(vars(self))
@@ -103,7 +103,8 @@ class Mismatch(CollectiveError):
     """Ranks called different operations, or the same one with different arguments.
 
     Attributes: calls (by rank, what it called), places (by rank, the 'file:line' of the call in the user's code, as far as it
-    is known). If no rank has made its call before on this Communicator, no data has moved, and the Communicator remains usable.
+    is known). If each rank made its call for the first time on this Communicator, no data has moved, and the Communicator
+    remains usable.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class SharedTensors(Verbs):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether CPU tensors between this rank and others of its host go through memory that they share."""
+        """Whether this rank exchanges CPU tensors with other ranks of its host through shared memory."""
         return self._engine.shares_memory
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -30,8 +30,8 @@ class SharedTensors(Verbs):
         Make the tensor once and reuse it. The shape is given as for torch.empty. Not a collective call, but every rank
         should pass a tensor that it made with empty() to the allreduce. The memory is reserved at once, and freed with the
         tensor. After a fork, parent and child share its contents. The result is an ordinary tensor if the ranks are on
-        several hosts or cannot share memory, if the group also has NCCL, if 256 such tensors exist already, or if too
-        little memory is left.
+        several hosts or cannot share memory, or if the group also has NCCL. It is also an ordinary tensor if 256 such tensors
+        exist already, or if too little memory is left.
 
         Raises TypeError for a dtype that is not supported.
         """

@@ -35,10 +35,11 @@ class Tuned(SharedTensors):
         takes about a second, or some seconds if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator over
         several hosts calls it.
 
-        If the first allreduces of a size take longer or shorter than predicted, the next ones try up to two other
-        algorithms, or four if the calls are short, and the fastest stays. If COLLECTIVES_TUNING names a file of
-        measurements, the selection by this file is not corrected in this way, so that all runs with the file give the
-        same bits.
+        The first allreduces of a size on the CPU are timed. If their time differs from the prediction, or if another algorithm
+        is predicted to be about as fast, the next allreduces of this size also try other algorithms: up to two, or up to four
+        if an allreduce is predicted to take at most 2 ms. 'auto' then keeps the fastest. If COLLECTIVES_TUNING names a file of
+        measurements, the selection by this file is not corrected in this way, so that all runs with the file give the same
+        bits.
         """
         costs = self._probe().run()
         self._choose_by(costs, corrects=True)  # which may change what the timed calls run
@@ -50,11 +51,11 @@ class Tuned(SharedTensors):
         return costs
 
     def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
-        """Measure how quickly these ranks encode and decode on devices of a type, so that predict() can use it. Also
-        measure the links, unless that was done before. A collective call, which takes about a second. What 'auto' chooses
-        stays as it is.
+        """Measure how quickly these ranks encode and decode on devices of a type, so that predict() can use the measurement.
+        Also measure the links, unless that was done before. A collective call, which takes about a second. It does not change
+        the selection of 'auto'.
 
-        Raises ValueError where the group carries no CPU tensors, with which links are measured."""
+        Raises ValueError if the group carries no CPU tensors, because links are measured with CPU tensors."""
         if self._engine.control_device != "cpu":
             raise ValueError(
                 f"rank {self.topology.rank}: links are measured with CPU tensors, which this group does not carry"

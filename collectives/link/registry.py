@@ -36,8 +36,8 @@ LINKS: dict[str, Link] = {AUTO: auto, "process_group": process_group, "tcp": tcp
 def register_link(name: str, link: Link) -> None:
     """Add a link that later Communicators can use by name: Communicator(link=name) or COLLECTIVES_LINK.
 
-    link: a function from a Membership and timeout_s to the Transport between its ranks. Every rank must register the
-    same function, because ranks compare only the names.
+    link: a function from a Membership and timeout_s to a Transport, which moves tensors between the ranks of the Membership.
+    Every rank must register the same function, because ranks compare only the names.
 
     Raises ValueError for a name that is malformed or in use, TypeError for a link that cannot be called.
     """

@@ -25,7 +25,7 @@ class PointToPoint(Ranks):
         (0 to 65535).
 
         Only these two ranks make a call: messages do not count among the operations that all ranks call in the same order.
-        But between two ranks, messages and operations are received in the order in which they are sent. If a rank does not
+        But the messages and the operations of a rank reach another rank in the order of the calls. If a rank does not
         receive a message, its next operation waits until the deadline, and so does a recv of a later message from the same
         sender.
 
@@ -54,9 +54,10 @@ class PointToPoint(Ranks):
     ) -> MessageWork | int | None:
         """Fill `tensor` with a message that rank src sends with this tag; return src. See send for the order.
 
-        src: None receives the next message with the tag from any rank, taking ranks in turn, and returns the sender (with
-        async_op=True, the handle has it as .sender). If messages travel over gloo or NCCL, as with link='process_group', None
-        raises ValueError. A thread that receives while other threads call operations needs its own Communicator.
+        src: with None, receive the next message with the tag from any rank, taking ranks in turn, and return the sender (with
+        async_op=True, the attribute `sender` of the handle). If messages travel over gloo or NCCL, as with
+        link='process_group', None raises ValueError. A thread that receives while other threads call operations needs its own
+        Communicator.
         """
         engine = self._engine
         arguments.check_written(engine, tensor)

@@ -123,8 +123,8 @@ class Movement(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Collect every rank's `input`, of equal numbers of elements, on rank dst. output: one tensor per rank on dst, None
-        elsewhere.
+        """Collect every rank's `input` on rank dst; all inputs have equal numbers of elements. output: on dst one tensor per
+        rank; None elsewhere.
         """
         return self._rooted("gather", input, output, dst, algorithm, async_op)
 

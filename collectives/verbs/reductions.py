@@ -62,19 +62,21 @@ class Reductions(Ranks):
     ) -> Work | None:
         """Reduce `tensor` over all ranks, in place, with the result on every rank.
 
-        prescale, postscale: factors of the contributions and of the result; floating-point tensors only.
+        prescale, postscale: factors by which each rank's numbers and the result are multiplied; floating-point tensors only.
         codec: a codec of gradwire.collectives.compression, or its name for the default settings. The ranks then send codes
         instead of float32 numbers. A codec requires a floating-point tensor, and op 'sum' or 'average'. If the codec is not the
         same on all ranks, all raise Mismatch.
-        feedback: a Feedback from new_feedback(), which adds the error of the previous encoding to this one's input. Each buffer
-        needs its own.
+        feedback: a Feedback from new_feedback(), which adds the error of each encoding to the input of the next one. Each
+        buffer needs a Feedback of its own.
         step: the training step, for codecs whose codes depend on it: equal steps, seeds and inputs give equal bits.
-        Default: the number of calls that feedback has counted; 0 without feedback. randomk and other codecs that select
-        numbers by the step raise ValueError if neither step nor feedback is given.
-        seed: a whole number that differs between the buffers of a step, so that their rounding differs; default: feedback's.
+        Default: feedback.step, one more than the step of the last call; 0 without feedback. A codec that selects numbers by
+        the step, such as randomk, needs step or feedback; without both, the call raises ValueError.
+        seed: a whole number that differs between the buffers of a step, so that their rounding differs. Default: feedback.seed;
+        0 without feedback.
 
-        With a codec whose codes cannot be added, 'auto' is 'two_shot' (for some codecs 'one_shot'). See
-        docs/guides/compression.md.
+        With a codec whose codes cannot be added, 'auto' is 'two_shot': each rank decodes and adds the codes of its share of the
+        buffer, and sends a code of this sum to all other ranks. With codecs such as chunktopk, 'auto' is 'one_shot': each rank
+        sends its code to all other ranks. See docs/guides/compression.md.
         """
         engine = self._engine
         if codec is not None or feedback is not None:
@@ -96,10 +98,10 @@ class Reductions(Ranks):
     def new_feedback(
         self, codec: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0
     ) -> Feedback:
-        """Make error feedback for allreduce(codec=codec) of one buffer of numel elements, on this rank. Not a collective call.
+        """Make the Feedback of this rank for allreduce(codec=codec) of one buffer of numel elements. Not a collective call.
 
-        seed: the seed of the calls of allreduce with this object, unless a call has a seed. Raises ValueError for an
-        unknown codec, or if numel is negative.
+        seed: the default of the argument `seed` in calls of allreduce with this object. Raises ValueError for an unknown codec,
+        or if numel is negative.
         """
         made = make_codec(codec)
         if not isinstance(seed, int):

@@ -57,7 +57,7 @@ class Halves(Reductions):
     def prepare_reduce_shares(
         self, tensor: Tensor, op: Op = "sum", *, prescale: float = 1.0, postscale: float = 1.0
     ) -> PreparedOperation:
-        """Return a reduce_shares of a tensor that is checked and planned now, as prepare_allreduce does for allreduce."""
+        """Return a prepared reduce_shares of a tensor; see prepare_allreduce."""
         planned = self._planned([tensor], op, prescale, postscale, "auto", True, self._halved(tensor))
         return PreparedOperation(self._engine, tensor, *planned)
 

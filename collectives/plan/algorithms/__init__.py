@@ -57,10 +57,10 @@ _OF_LINKS = ("native", "shared")
 
 
 def register_algorithm(collective: str, name: str, planner: Planner) -> None:
-    """Add an algorithm that Communicators made from now on can select by name. check_algorithm() checks it.
+    """Add an algorithm that Communicators made from now on can select by name. Check it with check_algorithm() before.
 
     planner: a function from a Place (a rank, the world size, the root and the ranks of each host) to the Schedule (the messages
-    and reductions) of this rank. Every rank must register the same planner. Ranks compare only the names, so a planner that
+    and reductions) of that rank. Every rank must register the same planner. Ranks compare only the names, so a planner that
     sends other messages needs another name.
 
     Raises ValueError for an unknown collective, and for a name that is malformed or taken; TypeError for a planner that cannot
