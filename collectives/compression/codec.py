@@ -102,7 +102,7 @@ class Codec(ABC):
 
         values: float32, 1-D, contiguous, (n,). wire: uint8, (wire_bytes(n),), its address a multiple of 16. residual: float32,
         (n,), contiguous: with it, values + residual is encoded, and residual becomes the error of the code. seed: 32 bits, for
-        stochastic rounding. state: from new_state for this length; without it, the codec keeps none.
+        stochastic rounding. state: from new_state for this length; with None, the codec keeps no state.
 
         Raises ValueError for other tensors.
         """

@@ -22,8 +22,8 @@ class Feedback:
 
     No error is lost: for the op 'sum', the results of all calls so far, plus the `worker` residuals of all ranks, plus the
     `owner` residuals, are the sum of all inputs. There are two exceptions: if codes are added undecoded (fp16, bf16), no
-    residual keeps the rounding of these sums; dgc adds momentum. Communicator.new_feedback makes this object. Do not use it
-    while an operation uses it.
+    residual keeps the rounding of these sums; dgc adds momentum. Communicator.new_feedback makes this object. Do not use the
+    object while an operation uses it.
     """
 
     def __init__(self, codec: Codec, partition: Partition, device: torch.device, seed: int = 0) -> None:

@@ -22,12 +22,14 @@ class PowerSGD(MatrixCodec):
     et al. 2019, algorithms 1 and 2).
 
     PowerSGD does not encode single buffers: ranks sum P, then Q. So it has no encode and decode, but a state whose `exchange`
-    yields the tensors to sum. A tensor of two or more dimensions is the matrix (first dimension, rest); if it has fewer than 2
-    * rank * (rows + columns) numbers, it is summed uncompressed.
+    yields the tensors to sum. A tensor of two or more dimensions is treated as a matrix: the first dimension gives the rows,
+    and all others together give the columns. If it has fewer than 2 * rank * (rows + columns) numbers, it is summed
+    uncompressed.
 
     Biased, with its own error feedback. Contraction: delta is the part of the matrix's squared Frobenius norm that lies in
-    the span of P. If the gradient changes slowly, delta is the sum of the squares of the matrix's `rank` largest singular
-    values, divided by the sum of the squares of all of them. seed: the seed of the random Q with which the first step begins.
+    the span of P. If the gradient changes slowly, delta approaches the sum of the squares of the matrix's `rank` largest
+    singular values, divided by the sum of the squares of all of them. seed: the seed of the random Q with which the first step
+    begins.
     """
 
     name: ClassVar[str] = "powersgd"

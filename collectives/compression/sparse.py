@@ -75,16 +75,16 @@ class TopK(Sparse):
 @dataclass(frozen=True)
 class Threshold(Sparse):
     """All numbers whose magnitude is at least a threshold tau (Strom 2015). tau is kept from one encoding to the next, and
-    adapted to the numbers.
+    adapted so that about k = ceil(ratio * n) numbers reach it.
 
-    Let k = ceil(ratio * n). If the count of numbers that reach tau is within 5 % of k, these numbers are sent. If not, or
-    if there is no tau yet, exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m
-    numbers were sent, tau is multiplied by 1 + (m - k) / (8 k).
+    If the count of numbers that reach tau is within 5 % of k, these numbers are sent. If not, or if there is no tau yet,
+    exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m numbers were sent, tau is
+    multiplied by 1 + (m - k) / (8 k).
 
     Contraction: delta >= (k - floor(k / 20)) / n, since the numbers sent are the largest, whatever their count.
 
-    State: tau, one number. Without state, as in the encoding of the sum over the ranks, the codec works as topk, and its
-    code is 5 % longer than that of topk.
+    State: tau, one number. Without state, as in the encoding of the sum over the ranks, the codec selects numbers as topk
+    does. The code always has room for 5 % more than k numbers.
     """
 
     name: ClassVar[str] = "threshold"
@@ -114,9 +114,10 @@ class Threshold(Sparse):
 class RandomK(Sparse):
     """k = ceil(ratio * n) numbers, one drawn from each of k parts of the buffer. The draw depends only on n, seed and step.
 
-    So no indices are sent, and the codes of ranks with equal codecs can be added without decoding: a wire holds k float32
-    (and zeros up to a multiple of 16 bytes). The decoder must repeat the encoder's draw. So seed and step are settings of
-    the codec, and it does not use encode's seed, which differs from rank to rank. `at(step)` returns the codec of a step.
+    So no indices are sent, and the codes of ranks with equal codecs can be added without decoding: a code is k float32
+    numbers (and zeros up to a multiple of 16 bytes). The decoder must repeat the encoder's draw. So seed and step are
+    settings of the codec. It does not use the argument `seed` of encode(), which differs from rank to rank. `at(step)`
+    returns the codec of a step.
 
     Every number is drawn with probability k / n. If codes are decoded with scale 1, the codec is biased, needs error
     feedback, and has the contraction delta = k / n on average. If they are decoded with scale n / k, it is unbiased, with
@@ -155,8 +156,9 @@ class DGC(Sparse):
     """Top-k with momentum correction, momentum factor masking and a ramp of the ratio (Lin et al. 2018, sections 3.1
     to 3.3).
 
-    On each rank u = momentum * u + gradient; v += u; the largest numbers of v are sent, and cleared in v and u. v is
-    the residual of error feedback, u the state. So the codec applies the momentum, and the optimizer must have none.
+    On each rank u = momentum * u + gradient; v += u; the k = ceil(ratio * n) largest numbers of v are sent, and cleared in v
+    and u. v is the residual of error feedback, u the state. So the codec applies the momentum, and the optimizer must have
+    none.
     Lin et al. also clip the gradients of each rank before the encoding, with the usual maximum norm divided by
     sqrt(ranks); the codec does not clip.
 
