@@ -7,23 +7,23 @@ from Horovod's in these points:
   in errors. From the start of an asynchronous operation until synchronize() returns, or poll() returns True, another call of
   the same verb with the same process set and the same `name` raises ValueError.
 - `process_set` may also be a torch.distributed group, a dimension of a DeviceMesh, or a Communicator. Ranks outside of it need
-  not call anything; a verb called there raises an error that is both a ValueError and a HorovodInternalError.
+  not call anything; a verb called on such a rank raises an error that is both a ValueError and a HorovodInternalError.
 - `root_rank` is a rank of the world, also in a call with a `process_set`.
 
 Tensors may have any shape (at least one dimension for allgather, alltoall and reducescatter) and the dtypes float16, bfloat16,
-float32, float64, int8, uint8, int16, int32, int64 and bool. The tensors of one grouped call, such as grouped_allreduce(), are
-on one device. A result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64. The
-result is then truncated toward zero, and so are averages of integers.
+float32, float64, int8, uint8, int16, int32, int64 and bool. The tensors of one grouped call, such as grouped_allreduce(), must
+be on one device. A result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64.
+The result is then truncated toward zero, and so are averages of integers.
 
 Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients; reductions only with op=Average
 or op=Sum. The gradient of allgather, and on the root rank that of broadcast, is the average of all ranks' gradients. The
 gradient of reducescatter with op=Sum is the concatenation of all ranks' gradients, times the number of ranks.
 
-All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. If the ranks could not finish
-together, they raise gradwire.collectives.CollectiveError; gradwire.HorovodInternalError is the same class. allgather and
-alltoall compare the arguments of all ranks before data is sent. If the arguments do not fit together, all ranks raise an error
-that is both a ValueError and a HorovodInternalError. The table in docs/guides/from-horovod.md compares the errors with
-Horovod's.
+All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. If an operation cannot finish, its verb
+raises gradwire.collectives.CollectiveError; for an asynchronous verb, synchronize() raises it. gradwire.HorovodInternalError is
+the same class. allgather and alltoall compare the arguments of all ranks before data is sent. If the arguments do not fit
+together, all ranks raise an error that is both a ValueError and a HorovodInternalError. The table in
+docs/guides/from-horovod.md compares the errors with Horovod's.
 """
 
 import types as _types

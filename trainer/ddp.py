@@ -57,8 +57,8 @@ def ddp_comm_hook(
     process_group: the process group that DDP was given, if any.
 
     One hook is for one model on one device; there may be several hooks. init() is not needed: the first backward() makes a
-    Communicator, and close() closes it. backward() raises CollectiveError if the ranks could not finish together. Raises
-    ValueError for an invalid codec, for names that are not unique, and for a policy that matches none of them.
+    Communicator, and close() closes it. backward() raises CollectiveError if an exchange cannot finish. Raises ValueError for
+    an invalid codec, for names that are not unique, and for a pattern of policy that matches no name.
 
     With find_unused_parameters=True and error feedback, a parameter that no rank has used in a step loses the part of its
     residual that the codes of this step contain, because DDP does not set its gradient.
@@ -121,7 +121,7 @@ class CompressionHook:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average the bucket over the ranks. The result of the future is its buffer. state: unused."""
+        """Begin to average the bucket over the ranks. The result of the future is the bucket's buffer. state: unused."""
         combination, device = self._open(), bucket.buffer().device
         parameters = bucket.parameters()
         numbers = [self._number(parameter) for parameter in parameters]
@@ -157,8 +157,8 @@ class CompressionHook:
         return ExchangeStats() if self._combination is None else self._combination.traffic.stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals and the step, which every rank must save: only numbers, strings, lists, dicts and tensors, in
-        the format of DistributedOptimizer. Tensors are not copied."""
+        """Return the residuals and the step, which every rank must save, in the format of DistributedOptimizer. The dict has
+        only numbers, strings, lists, dicts and tensors. Tensors are not copied."""
         return {
             **self._identity(),
             "op": Average,
@@ -170,10 +170,10 @@ class CompressionHook:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what this rank saved, in a world of the same size, with the same model, arguments of DDP, compression and
-        policy. Training resumes bit for bit if the state was saved after three steps or more.
+        """Load the state that this rank saved in a world of the same size, with the same model, arguments of DDP, compression
+        and policy. Training resumes bit for bit if the state was saved after three steps or more.
 
-        Raises ValueError for anything else. For the state of another model, only backward() raises it.
+        Raises ValueError for any other state. For the state of another model, only backward() raises it.
         """
         for key, value in self._identity().items():
             if state_dict.get(key) != value:

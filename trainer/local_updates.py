@@ -63,14 +63,14 @@ class LocalUpdates(DistributedOptimizer):
     """Wraps an optimizer so that every rank steps alone, and the ranks exchange the changes of their parameters once in
     `every` steps.
 
-    For the first `warmup_steps`, gradients are averaged, as by DistributedOptimizer. After that, only the ranks of the same
-    `inner` set exchange gradients. Once in `every` steps, all ranks average the movements of their parameters, that is, the
-    changes since the last exchange, and the outer optimizer applies the average to the *common parameters*, a copy that is
+    In the first `warmup_steps` steps, gradients are averaged, as by DistributedOptimizer. After that, only the ranks of the
+    same `inner` set exchange gradients. Once in `every` steps, all ranks average the movements of their parameters, that is,
+    the changes since the last exchange. The outer optimizer applies the average to the *common parameters*, a copy that is
     equal on all ranks. With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023); with
     outer=None the parameters are averaged. docs/guides/local-updates.md is the guide.
 
-    Replicas must start equal (broadcast_parameters before the first step). They are equal right after an exchange; with
-    fragments or a delay, they are only nearly equal then. So validate, and end training, when a multiple of `every` steps
+    Replicas must start equal (broadcast_parameters before the first step). Right after an exchange, they are equal again;
+    with fragments or a delay, they are only nearly equal. So validate, and end training, when a multiple of `every` steps
     has followed the warm-up. After each exchange the ranks compare a hash of the common parameters; if the hashes differ,
     ReplicasDiffer is raised.
 

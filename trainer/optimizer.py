@@ -47,24 +47,25 @@ class DistributedOptimizer(WrappingOptimizer):
     docs/guides/optimizer.md is the guide, and has the special cases.
 
     - `parameter.grad` is a view of a bucket. Clone it to keep it beyond the next backward().
-    - All ranks call backward(), step(), synchronize() and zero_grad() in the same order, and freeze, thaw or add the same
+    - All ranks call backward(), step(), synchronize() and zero_grad() in the same order, and freeze, unfreeze or add the same
       parameters. If a parameter has a gradient on some ranks only, the other ranks contribute zeros. If it has a gradient on no
       rank, its grad stays None.
     - With backward_passes_per_step = n, the gradients of n calls of backward() are summed, and averaged over ranks in the
-      n-th call. An earlier step() or synchronize() exchanges the gradients so far. If other code reads the gradients before
-      the n-th call (clipping, GradScaler.unscale_), first call synchronize(), and then step() inside skip_synchronize().
+      n-th call. An earlier step() or synchronize() exchanges the gradients so far. If code such as clipping or
+      GradScaler.unscale_ uses the gradients before the n-th call, call synchronize() before this code, and step() inside
+      skip_synchronize() after it.
     - Further calls of backward() without zero_grad() accumulate onto the average; with op=Sum they raise RuntimeError.
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
     - If parameters are DTensors, as after fully_shard(model, mesh=mesh["shard"]), pass process_set=mesh["replicate"]: ranks
       that hold the same shards then exchange the gradients of these shards.
-    - With activation checkpoints of use_reentrant=True, gradients are exchanged once per segment. Prefer use_reentrant=False;
-      with op=Sum or backward_passes_per_step > 1, use_reentrant=True is not supported.
+    - With activation checkpoints of use_reentrant=True, gradients are exchanged once per checkpointed segment of the model.
+      Prefer use_reentrant=False; with op=Sum or backward_passes_per_step > 1, use_reentrant=True is not supported.
 
     optimizer: any torch optimizer. Its parameters that require gradients are of dtype float16, bfloat16, float32 or float64.
     Move them to their device first: if all are on the CPU now, later gradients on a GPU are copied through the host.
     named_parameters: pairs (name, parameter) for all parameters of the optimizer, the same on all ranks. `policy` and error
     messages use the names.
-    compression: one of Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
+    compression: an attribute of gradwire.Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
     ErrorFeedback(codec). Codecs apply to matrices (two dimensions or more) of 4096 elements or more; the casts fp16 and bf16
     apply to all parameters. onebit, topk, threshold, randomk, dgc, chunktopk and powersgd always have error feedback, which
     adds the error of each encoding (the *residual*) to the next step's gradient. Other codecs have error feedback only as
@@ -72,22 +73,24 @@ class DistributedOptimizer(WrappingOptimizer):
     From these measurements, they predict for each bucket which codec in `allow`, or no codec, is fastest, and choose it. They
     correct the choice once, by the times of the first training steps.
     allow: for compression="auto", the codecs to choose from, each as compression= takes it; None: ("int8",).
-    policy: the compression of parameters by name, whatever their size: `{"*.bias": "none", "embed*": "topk"}`. The patterns
-    are those of file names, and the first that matches counts. Needs named_parameters.
+    policy: the compression of parameters by name, whatever their size: `{"*.bias": "none", "embed*": "topk"}`. The keys are
+    patterns as in fnmatch; for each parameter, the first one that matches its name counts. Needs named_parameters.
     op: Average or Sum of gradients; or Adasum, with which each rank steps with its own gradients and the changes of the
     parameters are combined (gradwire.trainer.rules.adasum).
-    gradient_predivide_factor: f, for Average: gradients are divided by f before the sum, and multiplied by f / size after it.
+    gradient_predivide_factor: a factor f for op=Average: gradients are divided by f before the sum, and multiplied by f / size
+    after it.
     num_groups: the number of buckets into which the gradients are divided evenly, instead of by bucket_bytes.
     groups: a number of buckets, as num_groups; or lists of parameters. The parameters of one list share a bucket (one per dtype
     and codec) of any size. The other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
     sparse_as_dense: True makes sparse gradients, such as those of nn.Embedding(sparse=True), dense. Otherwise all ranks gather
     their indices and values, and the result is sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
-    nothing else uses. On a rank outside of a ProcessSet, the optimizer steps by itself.
-    bucket_bytes: the size up to which gradients are fused. None: HOROVOD_FUSION_THRESHOLD if it is set. Otherwise 4 MB with
+    nothing else uses. On a rank outside of a ProcessSet, the optimizer steps without an exchange.
+    bucket_bytes: the maximum size of a bucket in bytes. A larger gradient has a bucket of its own, and the first bucket holds
+    at most 1 MB. None: the value of HOROVOD_FUSION_THRESHOLD. If that is not set, the default is 4 MB with
     overlap="next_forward" and for gradients on the CPU that no codec encodes, and 25 MB for all other gradients.
-    rule: a class derived from Rule, or a function that makes a Rule from a Setup. The rule decides what is exchanged, and
-    when. This docstring describes the default rule.
+    rule: a class derived from Rule, or a function that makes a Rule from a Setup, which holds the arguments of this optimizer.
+    The rule decides which data are exchanged, and when. This docstring describes the default rule.
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
     shard_states: if True, each rank updates only its share of the parameters, and keeps only the optimizer state of that share
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
@@ -105,7 +108,7 @@ class DistributedOptimizer(WrappingOptimizer):
     model: with overlap="next_forward", the model that is trained. The optimizer hooks the forward of every module of this
     model.
     straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when one rank makes the
-    others wait for more than a tenth of a step and 5 ms in three reports in a row, and when this ends.
+    others wait for more than a tenth of a step and more than 5 ms in three reports in a row, and when this ends.
 
     The constructor is collective over the process set. Raises ValueError or TypeError for invalid arguments, RuntimeError
     before init(), and ValueError on all ranks if they have different parameters or shards.
@@ -212,12 +215,12 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def can_rebind(self) -> bool:
-        """Return whether rebind() is possible: if the process set is all ranks of the world."""
+        """Return whether rebind() is possible, that is, whether the process set is all ranks of the world."""
         return self._process_set is None or self._process_set is global_process_set
 
     def release(self) -> None:
-        """Disconnect from the other ranks until rebind(), and abandon running exchanges. Hooks are removed, and gradients are
-        None."""
+        """Disconnect from the other ranks until rebind(), and abandon running exchanges. Remove the hooks, set all gradients to
+        None, and with shard_states clear the optimizer's state."""
         with suppress(CollectiveError):  # running exchanges have failed
             self._rule.close()
         self._rule = Rule(self._rule.setup)
@@ -279,11 +282,11 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer. Exchange the gradients before, if gradients were accumulated since the last exchange, or
-        if there was no exchange since the last step() or zero_grad().
+        """Step the wrapped optimizer. Before that, exchange the gradients if gradients were accumulated since the last
+        exchange, or if there was no exchange since the last step() or zero_grad().
 
-        closure: a function that clears gradients, calls backward() and returns the loss. step() returns the loss over all
-        ranks.
+        closure: a function that clears gradients, calls backward() and returns the loss. step() returns the loss averaged (with
+        op=Sum: summed) over the ranks.
 
         Warns (UserWarning), as Horovod does, if step() follows synchronize() outside of skip_synchronize().
         """
@@ -304,7 +307,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as torch does, and the passes that count towards backward_passes_per_step."""
+        """Reset the gradients, as torch does, and the number of passes that count towards backward_passes_per_step."""
         self.optimizer.zero_grad(set_to_none)
         self._rule.reset()
         self._was_synchronized = False
@@ -319,7 +322,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that the norm of all of them together is at most max_norm, and return the norm before.
+        """Scale the gradients so that the norm of all of them together is at most max_norm. Return the norm before scaling.
 
         Without shard_states it does what torch.nn.utils.clip_grad_norm_ does. With shard_states it is collective, and the norm
         is that of all ranks' shards. norm_type: the type of the norm; float("inf") for the largest element. Raises ValueError
@@ -337,7 +340,8 @@ class DistributedOptimizer(WrappingOptimizer):
         return _switched_on(self, "_skips")
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context manager in which backward() only accumulates, and does not count towards backward_passes_per_step."""
+        """Return a context manager in which backward() only accumulates gradients, and does not count towards
+        backward_passes_per_step."""
         return _switched_on(self._passes, "paused")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -359,7 +363,8 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the parameters, in the order of the param groups; "parameter" and its number where one has none."""
+        """Return the names of the parameters, in the order of the param groups. A parameter without a name is called
+        "parameter" with its number."""
         return list(self._all_names().values())
 
     def _all_names(self) -> dict[Tensor, str]:
@@ -387,7 +392,7 @@ class DistributedOptimizer(WrappingOptimizer):
         an equal part of the sum) of all residuals that the ranks pass as state_dict and `also`. A warning on rank 0 says
         which residuals were lost. If no rank's state_dict has the key "gradwire", error feedback starts from zero.
 
-        state_dict: what this rank saved; on a rank that did not exist then, what any rank saved.
+        state_dict: the state that this rank saved; on a rank that did not exist then, the state of any rank.
         also: the states of ranks that no longer exist.
 
         With codecs, raises ValueError on all ranks, with nothing loaded, if only some ranks have the key "gradwire"; if the
@@ -412,9 +417,9 @@ class DistributedOptimizer(WrappingOptimizer):
         return self._rule.stand_in(verb, numel)
 
     def settle(self) -> None:
-        """Wait for running exchanges, and complete the update of the last step, with overlap="next_forward".
+        """With overlap="next_forward", wait for running exchanges, and complete the update of the last step.
 
-        Call it before parameters are used outside of a forward of the model. Any rank may call it.
+        Call it before parameters are used outside of a forward of the model. Not collective: a single rank may call it.
         """
         self._rule.settle()
 
@@ -432,7 +437,8 @@ class DistributedOptimizer(WrappingOptimizer):
         self._reports.step = value
 
     def close(self) -> None:
-        """Remove the hooks, and close the Communicator unless it was given. The wrapped optimizer remains usable."""
+        """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer remains
+        usable."""
         if is_initialized():
             current_world().withdraw(self)  # else an elastic job that begins later would connect it to the next world
         try:

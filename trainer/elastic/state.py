@@ -90,7 +90,8 @@ class ObjectState:
         """Save the state as it is now, and keep it until the second save() after this one.
 
         Raises TypeError for a value that cannot be saved; OSError if memory runs out, which leaves the previous save valid;
-        CollectiveError. After an OSError, this rank must end, since others wait for its part.
+        CollectiveError if the ranks could not complete the previous save. After an OSError, this rank must end, since others
+        wait for its part.
         """
         shared, own = self._captured()
         self.commits.write(shared, own)
@@ -124,8 +125,8 @@ class ObjectState:
 
     def begin(self, memory: Memory, is_update_wanted: Callable[[], bool] | None = None) -> None:
         """Write commits to this memory from now on. Collective. Raises ValueError if ranks that hold the same parameters list
-        them in different orders. is_update_wanted: returns whether the launcher wants new
-        ranks; None if ranks need not agree on host updates. A commit calls it on another thread."""
+        them in different orders. is_update_wanted: returns whether the launcher wants new ranks; each commit calls it on
+        another thread. None if ranks need not agree on host updates."""
         values = [getattr(self, name) for name in self._names]
         if are_replicas(values):  # a commit then holds parts of all ranks' states, by the numbers of the parameters
             for value in values:

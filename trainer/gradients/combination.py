@@ -77,8 +77,8 @@ class ExchangeStats:
     without codecs and casts.
 
     Both byte counts are calculated, not measured. On a single host with p ranks, each rank sends 2(p-1)/p times the bytes of
-    the message, or of its code. With p hosts, the ranks of a host together send this number of bytes to other hosts; messages
-    inside a host do not count. Exceptions: chunktopk sends p - 1 times its code; sparse gradients, and codes of
+    the message, or of its code. With p hosts, the ranks of each host together send this number of bytes to other hosts;
+    messages inside a host do not count. Exceptions: chunktopk sends p - 1 times its code; sparse gradients, and codes of
     parameter_compression, are sent to every other rank.
     """
 

@@ -70,8 +70,8 @@ class ErrorFeedback:
     warmup_steps applies.
     warmup_steps: the number of exchanges at the start in which gradients are sent uncompressed.
 
-    Raises ValueError for unbiased codecs with omega >= 1 (see their docstrings), whose residuals would grow in every step.
-    These need no error feedback.
+    Raises ValueError for unbiased codecs with a variance omega >= 1 (QSGD and TernGrad with their default settings), whose
+    residuals would grow in every step. These codecs need no error feedback.
     """
 
     codec: str | Codec | MatrixCodec

@@ -138,8 +138,8 @@ def sparse_allreduce_async(
     synchronize(handle), or handle(), returns the new, coalesced tensor. The numbers of elements are exchanged before this
     returns. The elements of all ranks are sent to every rank, which is efficient if they are few.
 
-    tensor: of the same shape, dtype and sparse dimensions on all ranks; with any number of elements, whose repeated indices
-    are summed.
+    tensor: of the same shape, dtype and sparse dimensions on all ranks; it may have any number of elements on each rank.
+    Elements with the same index are summed.
     op: Average or Sum; Average needs a floating-point dtype.
     """
     communicator = communicator_of(process_set)

@@ -63,7 +63,7 @@ def allreduce(
     """Return a new tensor like `tensor`: its reduction over all ranks.
 
     op: Average (the default), Sum, Min, Max, Product or Adasum.
-    average: Horovod's deprecated argument for Average or Sum.
+    average: Horovod's deprecated argument: True for Average, False for Sum.
     prescale_factor, postscale_factor: factors before and after the reduction.
     compression: the compression of floating-point tensors. Codecs are for Average and Sum; they have no error feedback here,
     and make the same error for the same tensor in every call. RandomK, PowerSGD and the names of codecs that always have error

@@ -16,11 +16,11 @@ class WarmupLR(LRScheduler):
 
     With it, a batch that is `factor` times as large trains in the same number of epochs (Goyal et al. 2017, "Accurate, Large
     Minibatch SGD", sections 2.1 and 2.2). Give the optimizer the learning rate of one rank, and call step() after every
-    optimizer.step(). It can be combined with torch's schedulers: each multiplies the current rate.
+    optimizer.step(). It can be combined with torch's chainable schedulers, such as StepLR: each multiplies the current rate.
 
     optimizer: a DistributedOptimizer, or the optimizer that it wraps.
     steps_per_epoch: the number of steps in an epoch.
-    warmup_epochs: the number of epochs, possibly fractional, after which the full rate is reached; 0 starts with it.
+    warmup_epochs: the number of epochs, possibly fractional, after which the full rate is reached; 0: from the start.
     factor: how many times larger the batch is than that of one rank; None: the number of ranks. Multiply it by
     backward_passes_per_step if that is greater than 1.
 

@@ -18,10 +18,10 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalizes as torch's BatchNorm1d, 2d and 3d do, in training with the statistics of all ranks' batches.
+    """Normalizes as torch's BatchNorm1d, 2d and 3d do, but in training uses the statistics of all ranks' batches.
 
-    Batches may differ in length between ranks, or be empty, but all ranks must call it in the same order, forward and
-    backward. In evaluation, and with one rank, it is the ordinary BatchNorm. The gradients of weight and bias are those of
+    Batches may differ in length between ranks, or be empty, but all ranks must run these layers in the same order, forward
+    and backward. In evaluation, and with one rank, it is the ordinary BatchNorm. The gradients of weight and bias are those of
     this rank, for DistributedOptimizer to average. It runs on the CPU and on GPUs.
 
     process_set: the ranks whose batches count as one. The other arguments are torch's.

@@ -46,12 +46,12 @@ class StepMetrics:
     wait_s: how many of these seconds backward(), step() and synchronize() waited for the exchange.
     exchange_s: the seconds from the start of the first bucket to the end of the exchange, including backward() in
     between; None without an exchange, and with overlap="next_forward".
-    bytes_sent, bytes_uncompressed: as in stats, for this step.
+    bytes_sent, bytes_uncompressed: as in ExchangeStats, but of this step only.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; None
     if exchange_s is None.
     buckets: how each bucket is exchanged.
-    compression_error: in every tenth step, the norm of this rank's residuals of error feedback over the norm of their
-    gradients; None in other steps, and without error feedback.
+    compression_error: in every tenth step, the norm of this rank's residuals of error feedback, divided by the norm of the
+    gradients of the same buckets; None in other steps, and without error feedback.
     slowest_rank: the rank that made the others wait longest; None if unknown (see DistributedOptimizer.stragglers).
     """
 

@@ -21,15 +21,15 @@ class Rule:
 
     Derive from this class, and override the methods that you need: by default, every rank trains by itself. A
     DistributedOptimizer calls these methods on all ranks in the same order, so every method may communicate, except settle(),
-    state_dict(), close() and the properties, which a single rank may call. A rule counts its own steps, and saves the count.
-    docs/extending.md has an example.
+    state_dict(), close() and the properties, which a single rank may call. A rule must count its own steps, and save the count
+    in state_dict(). docs/extending.md has an example.
 
     shares_state: whether the optimizers of all ranks have the same state. If False, check_replicas_every= compares parameters
     only.
     keeps_replicas: whether all ranks have the same parameters and state after each step, so that a rank that has lost them can
     load those of any other.
     can_stand_in: whether stand_in() supports a rank that waits in join(); the same on all ranks. If False, operations of the
-    other ranks then raise PeerJoined.
+    other ranks raise PeerJoined while a rank waits in join().
     moments: the times of exchanges of gradients; None disables the report of stragglers.
     """
 

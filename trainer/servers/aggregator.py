@@ -22,7 +22,8 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts the contributions to one server.
+    """Counts the contributions to one server. A contribution is the gradients that a worker pushes to this server in one step;
+    for a KVStore, it is a push to a key.
 
     updates: the number of updates made. staleness: the number of contributions by age. The age is the number of updates
     made since the worker got the parameters with which it computed the contribution. contributions: the number from each

@@ -30,10 +30,10 @@ class Hogwild(WrappingOptimizer):
     result in their next forward. The optimizer's state, such as momentum, and the buffers of the model, such as running
     statistics, remain separate on each rank.
 
-    If two ranks change the same number at the same moment, one change may be lost, and a gradient may be that of older
-    parameters. The paper shows that this does little harm if each gradient changes few parameters: with an embedding of
-    sparse=True, SGD writes only the rows of the batch, while a dense gradient writes all rows. Runs with several ranks are not
-    reproducible. docs/guides/hogwild.md is the guide.
+    If two ranks change the same number at the same moment, one change may be lost. Other ranks may also change parameters
+    between the forward and the step of a rank. The paper shows that both do little harm if each gradient changes few
+    parameters: with an embedding of sparse=True, SGD writes only the rows of the batch, while a dense gradient writes all rows.
+    Runs with several ranks are not reproducible. docs/guides/hogwild.md is the guide.
 
     optimizer: any torch optimizer that changes parameters in place, as those of torch do.
     named_parameters: as in DistributedOptimizer.

@@ -59,15 +59,16 @@ class ParameterServer(WrappingOptimizer):
     grace_s: how many seconds a server waits for further gradients after the quorum.
     staleness: how many steps a rank may be ahead of the slowest before it waits (Ho et al. 2013); None: any number.
     late: what happens to late gradients, which were computed with parameters from before the server's last update. "weight":
-    the next update uses them, weighted by 1 / (1 + age). "next": the next update uses them like others. "drop": they are
-    counted but not used. Gradients that are used count towards the quorum.
+    the next update uses them, weighted by 1 / (1 + age); the age is the number of updates since the rank pulled its parameters.
+    "next": the next update uses them like others. "drop": they are counted but not used. Gradients that are used count towards
+    the quorum.
     servers: the ranks of the process set that serve. Default: the ranks that do not train; if all train, all that push.
     workers: the ranks that train; default: all. Other ranks only serve, by serve().
     inner: a process set, such as the ranks of a host, that averages its gradients in every step; its first rank pushes and
     pulls, and the quorum counts such groups (hybrid; Kurth et al. 2017). Each group passes its own process set. A Communicator
     as inner= keeps its own timeout_s, which should be 10 seconds longer than that of init().
-    compression: the compression of pushed gradients, as in DistributedOptimizer, except PowerSGD. The worker keeps the
-    residuals of error feedback. Parameters are pulled uncompressed.
+    compression: the compression of pushed gradients, as in DistributedOptimizer, except PowerSGD and "auto". The worker keeps
+    the residuals of error feedback. Parameters are pulled uncompressed.
 
     Replicas must start equal: load or broadcast the parameters (broadcast_parameters) before making the optimizer, since the
     constructor copies them to the servers. A parameter without a gradient contributes zeros. Runs with a quorum of all are

@@ -65,13 +65,14 @@ def init(
     If torch.distributed is initialized, its default group is the world. Otherwise init() initializes it: gloo, and NCCL for
     CUDA tensors if CUDA and NCCL are available. Collective over all processes that were launched; further calls do nothing.
 
-    comm: makes the world smaller: an mpi4py communicator, or a list of launched ranks. The i-th rank of the
-    list becomes rank i of the world. The list contains this process, and is the same on all processes in it.
+    comm: makes the world smaller: an mpi4py communicator, or a list of launched ranks. The i-th rank of the list becomes rank i
+    of the world. The list contains this process, and is the same on all processes in the list.
     process_sets: process sets to register, or lists of their ranks, the same on all ranks; "dynamic" is accepted, as in
     Horovod.
-    timeout_s: the deadline for the ranks to find each other, and for each operation of the verbs and optimizers; default 300.
+    timeout_s: the seconds in which the ranks must find each other, and each operation of the verbs and optimizers must finish;
+    default 300.
     An existing torch.distributed, and a Communicator given as process_set, keep their own deadlines.
-    stall_warning_s: the seconds after which a rank that waits for others logs which ones; default 60; 0: never.
+    stall_warning_s: the seconds after which a waiting rank logs for which ranks it waits; default 60; 0: never.
     stall_shutdown_s: the seconds after which such a rank raises CollectiveTimeout, if they are fewer than timeout_s; 0, the
     default: only after timeout_s.
 
