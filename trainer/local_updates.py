@@ -81,7 +81,8 @@ class LocalUpdates(DistributedOptimizer):
     warmup_steps: the number of synchronous steps at the start.
     warmup_codec: the compression of gradients in the warm-up, and among inner ranks.
     codec, policy: the compression of movements, as compression= and policy= of DistributedOptimizer, for parameters of any
-    size. The error feedback of "chunktopk" takes the place of outer momentum (SparseLoCo, 2025).
+    size. codec and warmup_codec do not take "auto". The error feedback of "chunktopk" takes the place of outer momentum
+    (SparseLoCo, 2025).
     fragments: the number of parts of the parameters, which are exchanged in turn, each once in `every` steps.
     delay: the number of steps that a rank takes while a fragment is exchanged.
     alpha: the weight of a rank's own parameters after such a delay: alpha * own + (1 - alpha) * common parameters (Streaming
