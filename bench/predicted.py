@@ -35,9 +35,6 @@ from gradwire.collectives.timed_calls import spend_bursts
 #: get three times as many turns, since wake-ups make their times vary most.
 _TURN_S, _MOST_CALLS, _SHORT_S = 0.01, 32, 0.001
 
-#: Two choices count as equal if the slower one takes at most this many times as long.
-_EQUAL = 1.05
-
 #: The codecs that compression='auto' may choose from here, besides no codec.
 CODECS = ("int8", "int4")
 
@@ -82,26 +79,26 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     tensor = comm.empty(nbytes // 4).zero_()
     costs = measured.costs
     predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
-    trial = measured.trial(nbytes)
-    if trial is not None:
-        spend_bursts(comm, costs)
-        while not trial.settled:  # calls correct the choice of 'auto', as the first steps of a training do
-            comm.allreduce(tensor)
+    trial = measured.trial(tensor.nbytes)
+    spend_bursts(comm, costs)
+    while (
+        trial is not None and not trial.settled
+    ):  # calls correct the choice of 'auto', as the first steps of a training do
+        comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
     auto_s = predicted[auto, "none"]
     by_codec = {"none": auto_s} | {each: comm.predict(nbytes // 4, codec=each) for each in CODECS}
     calls = max(1, min(_MOST_CALLS, int(_TURN_S / auto_s)))
-    codec = _codec(comm, tensor, by_codec, calls)
+    codec = _codec(comm, costs, tensor, by_codec, calls)
     predicted |= {("auto", each): by_codec[each] for each in CODECS}
     turns = turns if auto_s >= _SHORT_S else 3 * turns
     taken = _in_turns(comm, costs, tensor, list(predicted), calls, turns)
+    # The fastest of many is partly the luckiest. So the selected and the best other ones are measured again.
     plain, coded = ([case for case in predicted if (case[1] == "none") is is_plain] for is_plain in (True, False))
-    selected = (auto, "none"), (auto, "none") if codec == "none" else ("auto", codec)
-    for mine, all_cases in zip(selected, (plain, [(auto, "none"), *coded]), strict=True):
-        # The fastest of many is partly the luckiest. So it and the selected one are measured again, if they differ.
-        fastest = min(all_cases, key=taken.__getitem__)
-        if taken[mine] > _EQUAL * taken[fastest]:
-            taken |= _in_turns(comm, costs, tensor, [mine, fastest], calls, 3 * turns)
+    selected = [(auto, "none"), ("auto", codec)] if codec != "none" else [(auto, "none")]
+    others = [[case for case in cases if case not in selected] for cases in (plain, coded)]
+    best = [min(cases, key=taken.__getitem__) for cases in others if cases]
+    taken |= _in_turns(comm, costs, tensor, [*selected, *best], calls, turns)
     return [PredictedRow(nbytes, *case, taken[case], predicted[case], case in selected) for case in predicted]
 
 
@@ -126,13 +123,14 @@ def _in_turns(
     return dict(zip(taken, map(statistics.median, slowest.tolist()), strict=True))
 
 
-def _codec(comm: Communicator, tensor: torch.Tensor, predicted: Mapping[str, float], calls: int) -> str:
-    """Return the codec that is predicted to be fastest, or "none", after rows of so many calls have corrected the prediction,
-    as steps of a training correct compression='auto'. A collective call."""
+def _codec(comm: Communicator, costs: Costs, tensor: torch.Tensor, predicted: Mapping[str, float], calls: int) -> str:
+    """Return the codec that is predicted to be fastest, or "none", after rows of so many calls have corrected the prediction.
+    In a training, steps correct it. A collective call."""
     ranked = sorted((seconds, name) for name, seconds in predicted.items())
     trial = Trial(ranked, ranked[0][1])
     while not trial.settled:
         call = partial(comm.allreduce, tensor, codec=None if trial.choice == "none" else trial.choice)
+        spend_bursts(comm, costs)
         call()  # aligns the start of the ranks
         began = time.perf_counter()
         for _ in range(calls):

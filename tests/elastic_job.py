@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -31,6 +32,7 @@ class Job:
         self.epochs = Epochs(self._store)
         self.epoch = Epoch(-1, (), ())
         self._hosts: dict[int, int] = {}
+        self._agents: dict[int, tuple[Agent, subprocess.Popen[bytes]]] = {}
 
     def __enter__(self) -> Job:
         return self
@@ -39,8 +41,10 @@ class Job:
         for process, _ in self._workers.values():
             process.kill()
             process.join()
-        for host in {*self._hosts.values()}:
-            watcher.remove(self._agent(host).prefix)
+        for agent, process in self._agents.values():
+            watcher.remove(agent.prefix)
+            process.kill()
+            process.wait()
 
     def start(self, *numbers: int, host: int = 0) -> None:
         """Start workers, on this host or what they take for others."""
@@ -66,8 +70,11 @@ class Job:
         self.epochs.begin(self.epoch)
 
     def _agent(self, host: int) -> Agent:
-        """Return what commits of a host are named after: a process that cannot be."""
-        return Agent(os.getpid(), 100_000 * host + self._store.port)
+        """Return the process that commits of a host are named after. While it runs, no other job removes them."""
+        if host not in self._agents:
+            process = subprocess.Popen(["sleep", "infinity"])
+            self._agents[host] = Agent(process.pid, watcher.started_at(process.pid)), process
+        return self._agents[host][0]
 
     def departure(self, worker: int) -> Departure | None:
         """Return why a worker has left the epoch of now; None where it has not."""

@@ -140,13 +140,14 @@ def ddp(chosen: argparse.Namespace, backend: str, *, views: bool = False) -> Bac
     return BackendCompetitor(module, partial(loss_of_share, forward), chosen)
 
 
-def mesh_of(backend: str) -> DeviceMesh:
+def mesh_of(competitor: str) -> DeviceMesh:
+    backend = OURS if competitor == OWN_MEMORY else competitor
     # Meshes that differ only in their groups are equal, and DTensor would use the group of the first one for both.
-    return DeviceMesh.from_group(dist.new_group(backend=backend), "cpu", mesh_dim_names=(backend,))
+    return DeviceMesh.from_group(dist.new_group(backend=backend), "cpu", mesh_dim_names=(competitor,))
 
 
 def fsdp2(chosen: argparse.Namespace, backend: str) -> BackendCompetitor:
-    model, mesh = layers(chosen), mesh_of(OURS if backend == OWN_MEMORY else backend)
+    model, mesh = layers(chosen), mesh_of(backend)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     sharded = fully_shard(model, mesh=mesh)

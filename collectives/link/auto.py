@@ -174,7 +174,9 @@ class RoutingTransport(Transport):
         self.device_types, self.posts_together = group.device_types, group.posts_together
         self.preferred_on_gpu = group.preferred_on_gpu
         self.quick, self.eager = far.quick, far.eager
-        self.receives_from_any = far.receives_from_any or len(neighbours) == group.size
+        is_one_host = len(neighbours) == group.size
+        self.interruptible = far.interruptible or is_one_host
+        self.receives_from_any = far.receives_from_any or is_one_host
         self.algorithms = group.algorithms
         if near is not None:
             self.shares_memory = True

@@ -125,7 +125,8 @@ class Transport(ABC):
     pinned memory); posts_together, the device types for which both ends of a message must be posted in the same round,
     as NCCL requires; quick, whether a message costs microseconds, without the thread wake-ups of a backend; eager,
     whether a send may finish before its receiver has posted the receive, so that programs must end with an answer;
-    receives_from_any, whether next_sender() is implemented; waits_again, whether wait() may be called again after its
+    interruptible, whether Ctrl-C ends a wait of the main thread before its deadline; receives_from_any, whether
+    next_sender() is implemented; waits_again, whether wait() may be called again after its
     deadline has passed; shares_memory, whether this rank shares memory with others of its host; algorithms, by verb,
     those that collective() takes; preferred, by verb, the one of these that 'auto' selects for every size;
     preferred_on_gpu, the same for CUDA tensors, if the transport moves these itself;
@@ -142,6 +143,7 @@ class Transport(ABC):
     shares_memory: bool = False
     quick: bool = False
     eager: bool = False
+    interruptible: bool = False
     receives_from_any: bool = False
     waits_again: bool = False
     algorithms: Mapping[str, tuple[str, ...]] = MappingProxyType({})

@@ -69,6 +69,7 @@ class TcpTransport(Table):
 
     quick = True
     eager = True
+    interruptible = True
     receives_from_any = True
     waits_again = True
 

@@ -11,7 +11,7 @@ SKIPPED, COUNTED = 2, 7
 
 #: A short call is repeated in a row of so many predicted seconds, with at most so many repetitions, and the mean of the row
 #: counts. A single short call takes mostly wake-ups, which differ from call to call and hide how algorithms differ.
-_ROW_S, REPETITIONS = 0.004, 32
+_ROW_S, REPETITIONS = 0.004, 16
 
 #: A prediction with a relative error of at most this is not corrected, unless a rival's prediction exceeds the measured time by
 #: no more than this share.

@@ -356,13 +356,15 @@ class Engine:
             return
         if trial.repetitions:
             numbers = buffer.clone()
-            buffer.zero_()
-            exchange(buffer)  # ranks begin the next one together
-            began = time.perf_counter()
-            for _ in range(trial.repetitions):
-                exchange(buffer)
-            seconds = (time.perf_counter() - began) / trial.repetitions
-            buffer.copy_(numbers)
+            try:
+                buffer.zero_()
+                exchange(buffer)  # ranks begin the next one together
+                began = time.perf_counter()
+                for _ in range(trial.repetitions):
+                    exchange(buffer)
+                seconds = (time.perf_counter() - began) / trial.repetitions
+            finally:
+                buffer.copy_(numbers)
             exchange(buffer)
         else:
             self.meet(turn)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import get_ident
+from threading import get_ident, main_thread
 from typing import TypeVar
 
 from gradwire.collectives.diagnostics import whereabouts
@@ -86,8 +86,8 @@ class Operations:
         self.timeout_s = timeout_s
         self._watch = watch
         self.joined = Joined(watch)
-        self._queue = WorkQueue("gradwire", weakly(self._hurry))
         self._sequence = -1  # of the last turn that began
+        self._queue = WorkQueue("gradwire", weakly(self._last_begun) if transport.interruptible else None)
         self._agreement = Agreement(watch)
         self._known = self._agreement.known
         self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # the last calls that are agreed upon or known
@@ -135,6 +135,9 @@ class Operations:
     def settle(self) -> None:
         """Wait until all issued operations have ended, with or without an error."""
         self._enqueue(Work(self._rank, "join", lambda: None, counted=False), False)
+
+    def _last_begun(self) -> int:
+        return self._sequence
 
     @property
     def _unfinished(self) -> int:
@@ -272,7 +275,7 @@ class Operations:
                 self._agreement.take(signature)
                 is_new = False
             sequence = self._queue.number
-            self.wait_beside_work(self._queue.is_beside_work())
+            self.wait_beside_work(_is_beside_work())
             self._where = where
             if not is_new:
                 self._calls[sequence % _REMEMBERED] = (sequence, call)
@@ -296,7 +299,7 @@ class Operations:
         timeout_s = self.timeout_s
         deadline = time.monotonic() + timeout_s
         try:
-            self.wait_beside_work(self._queue.is_beside_work())
+            self.wait_beside_work(_is_beside_work())
             self._vain_since = math.inf
             self._message = (call, peers)
             end = deadline
@@ -319,10 +322,6 @@ class Operations:
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
             self._transport.wait_beside_work(beside_work)
-
-    def _hurry(self) -> None:
-        """Let the waits of the current turn poll, because the main thread waits for an operation and needs no core."""
-        self.wait_beside_work(False)
 
     def _agree(self, call: str, signature: str, deadline: float) -> None:
         """Compare a new call with the calls of the other ranks, before any of its data moves."""
@@ -495,6 +494,11 @@ def _sent(error: LinkError) -> str:
         return ""
     dtype = DTYPES[kind - 1]
     return f"send({str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}])"
+
+
+def _is_beside_work() -> bool:
+    """Return whether a thread other than the main one calls: the main thread may compute meanwhile."""
+    return get_ident() != main_thread().ident
 
 
 def weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:

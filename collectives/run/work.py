@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -31,7 +32,7 @@ class Work:
         self.queued_s = math.inf  # time.monotonic() of WorkQueue.submit()
         self._rank = rank
         self._operation = operation
-        self._run = run
+        self._run: Callable[[], None] | None = run
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -39,8 +40,8 @@ class Work:
         self._finished: torch.cuda.Event | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        """Block until the operation is done; other Python threads run meanwhile. An operation on the CPU that has not begun
-        runs in the calling thread, if nothing precedes it that another thread runs.
+        """Block until the operation is done; other Python threads run meanwhile. Without a timeout, an operation on the CPU that
+        is next, and that no other thread has begun, runs in the calling thread.
 
         timeout: seconds, or a timedelta; None waits until the operation ends, at its own deadline at the latest.
         Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues).
@@ -73,7 +74,14 @@ class Work:
 
     @property
     def has_begun(self) -> bool:
-        return not hasattr(self, "_run")
+        """Whether run() was called."""
+        return self._run is None
+
+    def end(self) -> None:
+        """Complete the handle, if an interrupt kept run() from it."""
+        if self.has_begun and not self._done.is_set():
+            self._done.set()
+            self._call_back()
 
     def run(self) -> None:
         """Run the operation in the calling thread and complete the handle.
@@ -81,8 +89,8 @@ class Work:
         CUDA work runs on the device that was current when this handle was made, on the calling thread's current stream. The
         stream first waits for all work that was queued on the stream that was current when the handle was made.
         """
-        run = self._run
-        del self._run  # it refers to tensors
+        run, self._run = self._run, None  # it refers to tensors
+        assert run is not None
         began = time.perf_counter()
         try:
             if self._issued is None:
@@ -112,19 +120,15 @@ class Work:
                 _log.exception("gradwire: a function that was called after %s has failed", self._operation)
 
 
-def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
-
-
 def _cuda_event() -> torch.cuda.Event | None:
     """Return an event after all work queued on the current stream so far; None in a process that has not used CUDA."""
     return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
 
-#: After so many works in a row that were awaited at once, that is, within so many seconds of submit(), the queue is *prompt*: a
-#: new work does not wake up the queue's thread, which would take longer than a small message and which the caller's wait makes
-#: superfluous. Instead, the thread looks for works by itself in intervals. A work that it finds ends this, as does a number of
-#: looks without any work.
+#: After so many works in a row that were awaited at once, that is, within so many seconds of submit(), a new work does not wake
+#: up the queue's thread, since the wake-up takes longer than a small message. Instead, the thread looks for works by itself in
+#: intervals, so a work that nobody awaits begins at most so many seconds late. This ends with the first work that the thread
+#: finds, and after so many looks without any work.
 _MANY, _AT_ONCE_S = 8, 0.0005
 _LOOK_S, _MOST_LOOKS = 0.005, 20
 
@@ -132,15 +136,16 @@ _LOOK_S, _MOST_LOOKS = 0.005, 20
 class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
-    hurry: called when the main thread begins to wait for a work that runs in another thread. Attributes: number, the number of
-    the last counted turn, starting at 0; sealed, whether the queue refuses new works.
+    last_begun: returns the number of the last turn in which an operation began, or None once it is not needed. If it is given,
+    a thread that waits for a work runs it, if no other thread has begun it. Attributes: number, the number of the last counted
+    turn, starting at 0; sealed, whether the queue refuses new works.
     """
 
-    def __init__(self, name: str, hurry: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, name: str, last_begun: Callable[[], int | None] | None = None) -> None:
         self._name = name
-        self._hurry = hurry
-        self._main_waits = False
+        self._last_begun = last_begun
         self._at_once = 0  # how many works in a row were awaited at once
+        self._looks = 0  # of the thread since then
         self.number = -1
         self._queue: deque[Work] = deque()
         # Reentrant, since finalizers may run anywhere. enter() takes a turn without this lock, since two uses of it cost a
@@ -173,57 +178,44 @@ class WorkQueue:
 
     def wait_for(self, work: Work, done: threading.Event, seconds: float | None) -> bool:
         """Wait for a work of this queue, and return whether it is done; False after so many seconds."""
-        if done.is_set():
-            return True
-        if seconds is None:
-            self._help(work)
-            if done.is_set():
-                return True
-        self.wake()
-        if not _is_main_thread():
+        if done.is_set() or self.sealed:  # a forked child must not use the lock
             return done.wait(seconds)
-        self._main_waits = True
-        try:
-            self._hurry()
-            return done.wait(seconds)
-        finally:
-            self._main_waits = False
+        if seconds is None and self._last_begun is not None:
+            self._help(work, self._last_begun)
+        if not done.is_set():
+            self.wake()
+        return done.wait(seconds)
 
-    def is_beside_work(self) -> bool:
-        """Return whether the main thread may compute while the calling thread runs a work."""
-        return not self._main_waits and not _is_main_thread()
-
-    def _help(self, awaited: Work) -> None:
-        """Run queued works in the calling thread, in their order, until `awaited` is done, or a work runs in another thread or
-        is of CUDA tensors. The caller waits in any case, and a switch to the queue's thread takes longer than a small
-        message."""
+    def _help(self, work: Work, last_begun: Callable[[], int | None]) -> None:
+        """Run a work in the calling thread, which waits for it, if it is next and is not of CUDA tensors. A switch to the
+        queue's thread takes longer than a small message."""
         turn = object()
-        while not awaited.is_completed():
-            work, number = None, 0
-            try:
-                with self._changed:
-                    if not self._queue or self._queue[0].is_of_cuda or self._turn.setdefault("taken", turn) is not turn:
-                        return
-                    work, number = self._queue[0], self.number
-                    self._queue.popleft()
-                    self.number += work.counted
-                    if time.monotonic() - work.queued_s >= _AT_ONCE_S:
-                        self._at_once = 0
-                    elif self._at_once < _MANY:
-                        self._at_once += 1
-                        if self._at_once == _MANY:
-                            self._changed.notify_all()  # the thread begins to look for works
+        try:
+            with self._changed:
+                if not self._queue or self._queue[0] is not work or work.is_of_cuda:
+                    return
+                if self._turn.setdefault("taken", turn) is not turn:
+                    return
+                is_at_once = time.monotonic() - work.queued_s < _AT_ONCE_S
+                self._at_once, self._looks = (self._at_once + 1, 0) if is_at_once else (0, 0)
+                if self._at_once == _MANY:
+                    self._changed.notify_all()  # the thread begins to look for works
+                self._queue.popleft()
+                self.number += work.counted
+            # Tensors that the work keeps must be usable in any mode.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 work.run()
-            finally:
-                with self._changed:
-                    if self._turn.get("taken") is turn:
-                        if work is not None and not work.has_begun:  # because of an interrupt
-                            self.number = number
-                            if not self._queue or self._queue[0] is not work:
-                                self._queue.appendleft(work)
-                        del self._turn["taken"]
-                        if self._queue or self.sealed:
-                            self._changed.notify_all()
+        finally:
+            with self._changed:
+                if self._turn.get("taken") is turn:
+                    if not work.has_begun and (not self._queue or self._queue[0] is not work):
+                        self._queue.appendleft(work)  # an interrupt came first
+                    work.end()
+                    number = last_begun()
+                    self.number = self.number if number is None else number
+                    del self._turn["taken"]
+                    if self._queue or self.sealed:
+                        self._changed.notify_all()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:
         """Take the turn for the calling thread, which must call leave() afterwards. Return False if anything runs or is queued,
@@ -293,14 +285,13 @@ class WorkQueue:
     def _next(self) -> Work | None:
         """Wait for the next work's turn, and return that work; None once the queue is closed and empty."""
         with self._changed:
-            looks = 0
             while not self._queue or self._turn.setdefault("taken", self) is not self:
                 if self.sealed and not self.busy():
                     return None
-                if self._changed.wait(_LOOK_S if self._at_once == _MANY else None):
-                    looks = 0
-                elif (looks := looks + 1) == _MOST_LOOKS:
-                    self._at_once = 0
+                if not self._changed.wait(_LOOK_S if self._at_once >= _MANY else None):
+                    self._looks += 1
+                    if self._looks == _MOST_LOOKS:
+                        self._at_once = 0
             self._at_once = 0
             work = self._queue.popleft()
             self.number += work.counted

@@ -37,6 +37,7 @@ class Described:
         self.costs = Costs(HOSTS, ("a host",) * 2, link, link, (1 / rate,) * 2, (), (1.0, 1.0), 0.0, 1e-10)
         self.others: list[list[float]] = []
         self.asked = 0
+        self.measured: Any = None
 
     def measure_codecs(self, codecs: Sequence[Codec], device: str) -> None:
         speeds = [CodecCost(each.identity, CODEC_BYTE_S[each.name], CODEC_BYTE_S[each.name]) for each in codecs]
@@ -139,6 +140,20 @@ def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: 
     communicator = Described(2.5e8)
     communicator.others = [[1.5, 2.0], []]  # of another rank's steps, which take as long with any choice
     assert corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
+
+
+def test_steps_in_which_algorithms_are_tried_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take longer then. Only uncompressed ones try algorithms."""
+    communicator, asked = Described(2.5e8), []
+
+    def is_tried(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return len(asked) <= 5
+
+    communicator.measured = SimpleNamespace(is_tried=is_tried)
+    seen = corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 1.0, "none": 0.9}, 1.0)
+    assert seen[: 2 * WINDOW + 5] == ["int8"] * WINDOW + ["none"] * (WINDOW + 5)
+    assert set(asked) == {4 * SIZE[0]}
 
 
 def test_a_hopeless_rival_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 import json
 import re
 import runpy
+from collections import defaultdict
 
 import pytest
 
+from gradwire.bench.__main__ import COLLECTIVES, MODULES
 from tests.pages import EXTENDING, PAGES, README, ROOT, TRAIN, prose, python_blocks
 
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(([^()\s]+)\)")
@@ -67,8 +69,11 @@ def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> Non
             if mark[2] in ("predictions", "failures"):  # whose runs are files of their own
                 continue
             used |= set(mark[3].split())
-    runs = {(run["meta"]["device"], run["meta"]["commit"]) for run in kept.values()}
-    assert len({device for device, _ in runs}) == len(runs), "the runs of one machine are of several commits"
+    commits: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for run in kept.values():
+        (benchmark,) = {*COLLECTIVES, *MODULES}.intersection(run["command"].split())
+        commits[run["meta"]["device"], benchmark].add(run["meta"]["commit"])
+    assert all(len(each) == 1 for each in commits.values()), f"runs of one benchmark and machine differ: {commits}"
     assert kept.keys() == figures["RUNS"].keys() == used
 
 

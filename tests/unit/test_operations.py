@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
 from gradwire.collectives.link.watch import Neighbour, Watch
@@ -19,6 +20,7 @@ from gradwire.collectives.run import work as work_module
 from gradwire.collectives.run.closing import ClosableOperations, close_all
 from gradwire.collectives.run.operations import Operations, Turn
 from gradwire.collectives.run.work import Work, WorkQueue
+from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
 SOON_S = 0.3  # in which nothing is to happen
@@ -28,7 +30,7 @@ class StuckTransport:
     """Of rank 0; a wait in it ends with abort() only, as gloo's do at times after a peer was killed."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
+        self.rank, self.size, self.interruptible = 0, size, True
         self._aborted = threading.Event()
 
     def wait(self) -> None:
@@ -331,91 +333,106 @@ def test_a_queue_that_is_closed_takes_nothing_more() -> None:
 
 
 class WithoutThread(WorkQueue):
-    """Has a thread that runs nothing, as if it had not woken up yet."""
+    """Has a thread that runs nothing, as if it had not woken up yet. Every turn begins an operation."""
+
+    def __init__(self) -> None:
+        super().__init__("test", lambda: self.number)
 
     def _serve(self) -> None:
         pass
 
 
-def test_a_wait_runs_what_has_not_begun_in_its_own_thread_and_in_order() -> None:
-    queue, ran = WithoutThread("test"), []
-    works = [Work(0, str(n), lambda n=n: ran.append((n, get_ident(), queue.is_beside_work()))) for n in range(3)]
+def test_a_wait_runs_what_is_next_in_its_own_thread() -> None:
+    queue, ran = WithoutThread(), []
+    works = [
+        Work(0, str(n), lambda n=n: ran.append((n, get_ident(), torch.is_inference_mode_enabled()))) for n in (0, 1)
+    ]
     for work in works:
         queue.submit(work)
-    works[1].wait()
-    assert ran == [(0, get_ident(), False), (1, get_ident(), False)]
-    assert (works[0].is_completed(), works[2].is_completed(), queue.number) == (True, False, 1)
-    waiting = threading.Thread(target=works[2].wait)
+    waiting = threading.Thread(target=works[1].wait)
     waiting.start()
+    with torch.inference_mode():
+        works[0].wait()
+    assert ran == [(0, get_ident(), False)]
+    works[1].wait()
     waiting.join(DEADLINE_S)
-    assert ran[2:] == [(2, waiting.ident, True)]  # the main thread may compute meanwhile
-    assert not queue.busy()
+    assert [n for n, *_ in ran] == [0, 1]
+    assert (queue.number, queue.busy()) == (1, False)
 
 
-def test_an_interrupt_as_a_wait_begins_an_operation_leaves_it_to_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, ran = WithoutThread("test"), []
-    works = [Work(0, str(n), lambda n=n: ran.append(n)) for n in range(2)]
-    for work in works:
+def test_a_wait_leaves_an_operation_to_the_queue_with_a_timeout_or_if_none_may_run_it() -> None:
+    for queue in (WithoutThread(), WithoutThread()):
+        work = Work(0, "allreduce", lambda: pytest.fail("it was begun"))
         queue.submit(work)
-    with monkeypatch.context() as patched:
-        patched.setattr(Work, "run", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(CollectiveTimeout):
+            work.wait(0.01)
+    queue._last_begun = None
+    threading.Timer(0.01, work._done.set).start()
+    work.wait()
+
+
+@pytest.mark.parametrize("patched", ["run", "_watch", "body"])
+def test_an_interrupt_in_a_wait_that_runs_an_operation(patched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the operation begins, it stays queued, or its number is used by the next one; afterwards, the Communicator is
+    broken."""
+    with operations(1) as (mine, _, _), monkeypatch.context() as interrupted:
+        submit(mine)
+        monkeypatch.setattr(WorkQueue, "_serve", lambda queue: None)
+        taken: list[int] = []
+
+        def body(turn: Turn) -> None:
+            if patched == "body":
+                signal.raise_signal(signal.SIGINT)
+            taken.append(turn.sequence)
+
+        work = mine.submit("allreduce", body, async_op=True)
+        assert work is not None
+        if patched == "run":
+            interrupted.setattr(Work, "run", mock.Mock(side_effect=KeyboardInterrupt))
+        if patched == "_watch":
+            interrupted.setattr(mine, "_calls", Interrupting())
         with pytest.raises(KeyboardInterrupt):
-            works[0].wait()
-    assert (queue.number, queue.issued) == (-1, 2)
-    works[1].wait()
-    assert (ran, queue.number) == ([0, 1], 1)
+            work.wait()
+        interrupted.undo()
+        monkeypatch.setattr(WorkQueue, "_serve", lambda queue: None)
+        if patched == "run":
+            work.wait()
+            assert taken == [1]
+        elif patched == "_watch":
+            mine.submit("allreduce", body, async_op=False)
+            assert taken == [1]
+        else:
+            assert mine.has_failed
 
 
-def test_a_wait_with_a_timeout_leaves_the_operation_to_the_queue() -> None:
-    queue = WithoutThread("test")
-    work = Work(0, "allreduce", lambda: pytest.fail("it was begun"))
-    queue.submit(work)
-    with pytest.raises(CollectiveTimeout):
-        work.wait(0.01)
-
-
-def test_the_main_thread_hurries_what_it_waits_for() -> None:
-    begun, end = threading.Event(), threading.Event()
-    beside: list[bool] = []
-
-    def run() -> None:
-        beside.append(queue.is_beside_work())
-        begun.set()
-        assert end.wait(DEADLINE_S)
-
-    queue = WorkQueue("test", end.set)
-    works = [Work(0, "allreduce", run) for _ in range(2)]
-    for work in works:
-        queue.submit(work)
-    assert begun.wait(DEADLINE_S)
-    works[1].wait()
-    assert beside == [True, False]
-
-
-def test_a_queue_whose_works_were_awaited_at_once_finds_the_next_one_by_itself() -> None:
-    """Its thread is not woken up then, unless a caller waits with a timeout, or waits for the end in another way."""
-    queue, ran = WorkQueue("test"), []
+def test_a_queue_whose_works_were_awaited_at_once_finds_the_next_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread is not woken up then, unless a caller waits with a timeout or for a callback. It is hindered to look by itself,
+    but for the last work, for which nobody waits."""
+    queue, ran, number = WorkQueue("test", lambda: -1), [], 0
 
     def submitted() -> Work:
-        work = Work(0, "allreduce", lambda: ran.append(get_ident()))
+        work = Work(0, "allreduce", lambda: ran.append(get_ident()), counted=False)
         queue.submit(work)
         return work
 
-    for wait in (lambda work: work.wait(DEADLINE_S), lambda work: work.when_done(lambda: None), lambda work: None):
-        for _ in range(1000):  # until the thread has begun none of so many
+    waits: list[Callable[[Work], object]] = [
+        lambda work: work.wait(DEADLINE_S),
+        lambda work: work.when_done(lambda: None),
+        lambda work: None,
+    ]
+    for number, wait in enumerate(waits):
+        monkeypatch.setattr(work_module, "_LOOK_S", 0.005 if number == 2 else DEADLINE_S)
+        for _ in range(1000):  # the thread may be faster at times
             submitted().wait()
-            if queue._at_once == work_module._MANY:
+            if queue._at_once >= work_module._MANY:
                 break
+        assert queue._at_once >= work_module._MANY
         ran.clear()
         work = submitted()
         wait(work)
-        limit = time.monotonic() + DEADLINE_S
-        while not work.is_completed():
-            assert time.monotonic() < limit
-            time.sleep(0.001)
+        wait_until(work.is_completed)
         assert ran == [queue._thread.ident]
         assert queue._at_once == 0
-    submitted().wait()
     assert queue.close(DEADLINE_S)
 
 

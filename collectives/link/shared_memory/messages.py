@@ -60,6 +60,7 @@ class SharedMemoryTransport(Table):
     algorithm 'shared'."""
 
     shares_memory = True
+    interruptible = True
     receives_from_any = True
     waits_again = True
 
