@@ -1,4 +1,4 @@
-"""Ranks step alone, and average their parameters every ten steps: torchrun --nproc-per-node 2 local_updates.py"""
+"""Ranks step alone, and exchange changes of parameters every ten steps: torchrun --nproc-per-node 2 local_updates.py"""
 
 import torch
 from torch import nn
