@@ -40,8 +40,8 @@ class Work:
         self._finished: torch.cuda.Event | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
-        """Block until the operation is done; other Python threads run meanwhile. Without a timeout, an operation on the CPU that
-        is next, and that no other thread has begun, runs in the calling thread.
+        """Block until the operation is done; other Python threads run meanwhile. If the operation is the next one in the queue,
+        the calling thread may run it: docs/decisions/0022-a-waiting-thread-runs-the-operation.md lists the conditions.
 
         timeout: seconds, or a timedelta; None waits until the operation ends, at its own deadline at the latest.
         Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues).
@@ -78,7 +78,7 @@ class Work:
         return self._run is None
 
     def end(self) -> None:
-        """Complete the handle, if an interrupt kept run() from it."""
+        """Complete the handle if an interrupt ended run() before run() completed it."""
         if self.has_begun and not self._done.is_set():
             self._done.set()
             self._call_back()

@@ -29,9 +29,9 @@ class PointToPoint(Ranks):
         receive a message, its next operation waits until the deadline, and so does a recv of a later message from the same
         sender.
 
-        When send returns, the tensor may be changed, but the message may not have arrived. send may also wait until dst
-        receives, as it does inside a host. So two ranks that both call send before recv must use async_op=True. Over NCCL,
-        which has no tags, only tag 0 is allowed.
+        When send has returned, the caller can change the tensor, even if the message has not arrived yet. send may also wait
+        until dst receives, as it does inside a host. So two ranks that both call send before recv must use async_op=True.
+        Over NCCL, which has no tags, only tag 0 is allowed.
         """
         engine = self._engine
         arguments.check_tensors(engine, tensor)

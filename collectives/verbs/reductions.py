@@ -74,9 +74,9 @@ class Reductions(Ranks):
         seed: a whole number that differs between the buffers of a step, so that their rounding differs. Default: feedback.seed;
         0 without feedback.
 
-        With a codec whose codes cannot be added, 'auto' is 'two_shot': each rank decodes and adds the codes of its share of the
-        buffer, and sends a code of this sum to all other ranks. With codecs such as chunktopk, 'auto' is 'one_shot': each rank
-        sends its code to all other ranks. See docs/guides/compression.md.
+        With a codec whose codes cannot be added, 'auto' is 'two_shot' or 'one_shot', as the codec selects. With 'two_shot',
+        each rank decodes and adds the codes of its share of the buffer, and sends a code of this sum to all other ranks. With
+        'one_shot', which chunktopk selects, each rank sends its code to all other ranks. See docs/guides/compression.md.
         """
         engine = self._engine
         if codec is not None or feedback is not None:
