@@ -212,10 +212,11 @@ class Measured:
             self._trials[nbytes] = Trial(self.ranked("allreduce", nbytes), chosen, f"allreduce of {nbytes} bytes")
         return self._trials.get(nbytes)
 
-    def is_tried(self, nbytes: int) -> bool:
-        """Return whether a Trial for an allreduce of nbytes has begun and not ended. It makes calls longer."""
-        trial = self._trials.get(nbytes)
-        return trial is not None and not trial.settled
+    def stop_correcting(self) -> None:
+        """Begin no Trial from now on, and leave the choices of unfinished ones. All ranks must call this between the same
+        calls."""
+        self._corrects = False
+        self._trials = {nbytes: trial for nbytes, trial in self._trials.items() if trial.settled}
 
     def corrected(self, nbytes: int) -> str | None:
         """Return the current choice of the Trial for an allreduce of nbytes; None if no Trial has begun."""

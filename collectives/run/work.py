@@ -77,9 +77,16 @@ class Work:
         """Whether run() was called."""
         return self._run is None
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether functions wait to be called when the operation is done."""
+        return bool(self._callbacks)
+
     def end(self) -> None:
         """Complete the handle if an interrupt ended run() before run() completed it."""
-        if self.has_begun and not self._done.is_set():
+        if self.has_begun:
+            if self._error is None and not self._done.is_set():
+                self._error = CollectiveError("interrupted", rank=self._rank, operation=self._operation)
             self._done.set()
             self._call_back()
 
@@ -89,9 +96,9 @@ class Work:
         CUDA work runs on the device that was current when this handle was made, on the calling thread's current stream. The
         stream first waits for all work that was queued on the stream that was current when the handle was made.
         """
+        began = time.perf_counter()
         run, self._run = self._run, None  # it refers to tensors
         assert run is not None
-        began = time.perf_counter()
         try:
             if self._issued is None:
                 run()
@@ -137,8 +144,8 @@ class WorkQueue:
     """Runs works one at a time in the order submitted: on its own thread, or in the caller's when nothing is queued.
 
     last_begun: returns the number of the last turn in which an operation began, or None once it is not needed. If it is given,
-    a thread that waits for a work runs it, if no other thread has begun it. Attributes: number, the number of the last counted
-    turn, starting at 0; sealed, whether the queue refuses new works.
+    the main thread runs a work for which it waits, under the conditions of _help(). Attributes: number, the number of the last
+    counted turn, starting at 0; sealed, whether the queue refuses new works.
     """
 
     def __init__(self, name: str, last_begun: Callable[[], int | None] | None = None) -> None:
@@ -173,26 +180,27 @@ class WorkQueue:
 
     def wake(self) -> None:
         """Let the thread run the queued works now, if it is their turn."""
+        if self.sealed:  # close() does this; and a forked child must not use the lock
+            return
         with self._changed:
             self._changed.notify_all()
 
     def wait_for(self, work: Work, done: threading.Event, seconds: float | None) -> bool:
         """Wait for a work of this queue, and return whether it is done; False after so many seconds."""
-        if done.is_set() or self.sealed:  # a forked child must not use the lock
-            return done.wait(seconds)
-        if seconds is None and self._last_begun is not None:
+        may_help = seconds is None and threading.get_ident() == threading.main_thread().ident
+        if may_help and self._last_begun is not None and not (done.is_set() or self.sealed):
             self._help(work, self._last_begun)
         if not done.is_set():
             self.wake()
         return done.wait(seconds)
 
     def _help(self, work: Work, last_begun: Callable[[], int | None]) -> None:
-        """Run a work in the calling thread, which waits for it, if it is next and is not of CUDA tensors. A switch to the
-        queue's thread takes longer than a small message."""
+        """Run a work in the main thread, which waits for it, if it is next, may not be of CUDA tensors, and has no callbacks,
+        which could need a lock that the caller holds. A switch to the queue's thread takes longer than a small message."""
         turn = object()
         try:
             with self._changed:
-                if not self._queue or self._queue[0] is not work or work.is_of_cuda:
+                if not self._queue or self._queue[0] is not work or work.is_of_cuda or work.has_callbacks:
                     return
                 if self._turn.setdefault("taken", turn) is not turn:
                     return
@@ -207,15 +215,16 @@ class WorkQueue:
                 work.run()
         finally:
             with self._changed:
-                if self._turn.get("taken") is turn:
+                if is_mine := self._turn.get("taken") is turn:
                     if not work.has_begun and (not self._queue or self._queue[0] is not work):
                         self._queue.appendleft(work)  # an interrupt came first
-                    work.end()
                     number = last_begun()
                     self.number = self.number if number is None else number
                     del self._turn["taken"]
                     if self._queue or self.sealed:
                         self._changed.notify_all()
+            if is_mine:
+                work.end()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:
         """Take the turn for the calling thread, which must call leave() afterwards. Return False if anything runs or is queued,

@@ -104,8 +104,7 @@ class GradwireWork(dist.Work):
     def _settle(self, done: Future[list[torch.Tensor]]) -> None:
         try:
             self.wait()
-        except BaseException as error:  # an interrupt, too, must not leave others waiting for the future
-            is_error = isinstance(error, Exception)
-            done.set_exception(error if is_error else RuntimeError(f"interrupted: {error!r}"))  # type: ignore[arg-type]
+        except Exception as error:
+            done.set_exception(error)  # type: ignore[arg-type]  # as torch documents it
         else:
             done.set_result(self._results)

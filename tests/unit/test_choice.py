@@ -15,7 +15,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
-from gradwire.collectives.plan.selection import default_table
+from gradwire.collectives.plan.selection import Measured, default_table
 from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.run.plans import Plans, legal_algorithms
 from gradwire.trainer.gradients import choice
@@ -37,7 +37,7 @@ class Described:
         self.costs = Costs(HOSTS, ("a host",) * 2, link, link, (1 / rate,) * 2, (), (1.0, 1.0), 0.0, 1e-10)
         self.others: list[list[float]] = []
         self.asked = 0
-        self.measured: Any = None
+        self.measured: Measured | None = None
 
     def measure_codecs(self, codecs: Sequence[Codec], device: str) -> None:
         speeds = [CodecCost(each.identity, CODEC_BYTE_S[each.name], CODEC_BYTE_S[each.name]) for each in codecs]
@@ -142,18 +142,15 @@ def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: 
     assert corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
 
 
-def test_steps_in_which_algorithms_are_tried_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls take longer then. Only uncompressed ones try algorithms."""
-    communicator, asked = Described(2.5e8), []
-
-    def is_tried(nbytes: int) -> bool:
-        asked.append(nbytes)
-        return len(asked) <= 5
-
-    communicator.measured = SimpleNamespace(is_tried=is_tried)
-    seen = corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 1.0, "none": 0.9}, 1.0)
-    assert seen[: 2 * WINDOW + 5] == ["int8"] * WINDOW + ["none"] * (WINDOW + 5)
-    assert set(asked) == {4 * SIZE[0]}
+def test_algorithms_are_no_longer_tried_beside_codecs() -> None:
+    communicator = Described(2.5e8)
+    names = {"allreduce": ("ring", "rsag")}
+    communicator.measured = Measured(communicator.costs, names, 96 << 10, lambda *_: "ring", corrects=True)
+    trial = communicator.measured.trial(1 << 20)
+    assert trial is not None
+    assert communicator.measured.corrected(1 << 20) is not None
+    chosen(communicator, "int8")
+    assert communicator.measured.trial(1 << 20) is communicator.measured.corrected(1 << 20) is None
 
 
 def test_a_hopeless_rival_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,26 +349,49 @@ def test_a_wait_runs_what_is_next_in_its_own_thread() -> None:
     ]
     for work in works:
         queue.submit(work)
-    waiting = threading.Thread(target=works[1].wait)
-    waiting.start()
     with torch.inference_mode():
         works[0].wait()
-    assert ran == [(0, get_ident(), False)]
     works[1].wait()
-    waiting.join(DEADLINE_S)
-    assert [n for n, *_ in ran] == [0, 1]
+    assert ran == [(0, get_ident(), False), (1, get_ident(), False)]
     assert (queue.number, queue.busy()) == (1, False)
 
 
-def test_a_wait_leaves_an_operation_to_the_queue_with_a_timeout_or_if_none_may_run_it() -> None:
-    for queue in (WithoutThread(), WithoutThread()):
-        work = Work(0, "allreduce", lambda: pytest.fail("it was begun"))
-        queue.submit(work)
-        with pytest.raises(CollectiveTimeout):
-            work.wait(0.01)
-    queue._last_begun = None
+def test_a_wait_leaves_an_operation_to_the_queue() -> None:
+    """With a timeout, with callbacks, behind another one, in another thread, and if none may run it."""
+    queue = WithoutThread()
+    first, work = (Work(0, "allreduce", lambda: pytest.fail("it was begun")) for _ in range(2))
+    queue.submit(first)
+    queue.submit(work)
+    with pytest.raises(CollectiveTimeout):
+        first.wait(0.01)
+    waits = [threading.Thread(target=first.wait)]
     threading.Timer(0.01, work._done.set).start()
     work.wait()
+    first.when_done(lambda: None)
+    waits.append(threading.Thread(target=first._done.set))
+    for each in waits:
+        each.start()
+    first.wait()
+    for each in waits:
+        each.join(DEADLINE_S)
+    alone = WithoutThread()
+    alone._last_begun = None
+    last = Work(0, "allreduce", lambda: pytest.fail("it was begun"))
+    alone.submit(last)
+    threading.Timer(0.01, last._done.set).start()
+    last.wait()
+
+
+def test_an_interrupt_between_the_parts_of_a_work_completes_it() -> None:
+    called: list[int] = []
+    work = Work(0, "allreduce", lambda: None)
+    work._run = None  # as if the interrupt had come right after it
+    work.when_done(lambda: called.append(1))
+    work.end()
+    with pytest.raises(CollectiveError, match="interrupted"):
+        work.wait()
+    work.end()
+    assert called == [1]
 
 
 @pytest.mark.parametrize("patched", ["run", "_watch", "body"])

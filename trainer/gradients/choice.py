@@ -55,6 +55,8 @@ class Choice:
         self._communicator = combination.communicator
         self._in_shares = combination.in_shares
         self._communicator.measure_codecs(filter(None, map(_codec_of, auto.allowed)), device_type)
+        if (measured := self._communicator.measured) is not None:
+            measured.stop_correcting()  # trials of algorithms would lengthen the steps that are measured
         self._warmup_steps = max(kind.warmup_steps if isinstance(kind, Encoding) else 0 for kind in auto.allowed)
         self._predicted: dict[Size, dict[Cast | Encoding, float]] = {}
         self._everywhere: Cast | Encoding | None = None
@@ -87,7 +89,7 @@ class Choice:
             return False
         now_s = time.perf_counter()
         step_s, self._step, self._now_s = now_s - self._now_s, step, now_s
-        if sizes != self._sizes or any(map(self._is_tried, sizes)):
+        if sizes != self._sizes:
             self._sizes, self._measured = list(sizes), []
             self._due = max(step, self._warmup_steps) + SKIPPED + COUNTED
             self._report_predictions()
@@ -126,13 +128,6 @@ class Choice:
             stays = self._everywhere.name if self._everywhere else "the predicted choice"
             self._report(f"{stays} stays: a step takes {steps}")
         return self._everywhere != before
-
-    def _is_tried(self, size: Size) -> bool:
-        """Return whether the exchanges of such a bucket take longer now, because they try algorithms. The same on all ranks
-        after a step."""
-        measured = self._communicator.measured
-        numel, dtype = size
-        return self.of(size) == Compression.none and measured is not None and measured.is_tried(numel * dtype.itemsize)
 
     def _ranked(self, size: Size) -> dict[Cast | Encoding, float]:
         """Return the predicted seconds of a bucket's exchange by each candidate, the fastest first."""
