@@ -81,10 +81,9 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
     trial = measured.trial(tensor.nbytes)
     spend_bursts(comm, costs)
-    while (
-        trial is not None and not trial.settled
-    ):  # calls correct the choice of 'auto', as the first steps of a training do
-        comm.allreduce(tensor)
+    if trial is not None:
+        while not trial.settled:  # calls correct the choice of 'auto', as the first steps of a training do
+            comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
     auto_s = predicted[auto, "none"]
     by_codec = {"none": auto_s} | {each: comm.predict(nbytes // 4, codec=each) for each in CODECS}
@@ -109,18 +108,25 @@ def _in_turns(
     collective call."""
     taken: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
     for turn in range(1 + turns):
-        for (algorithm, codec), times in taken.items():
-            call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
-            spend_bursts(comm, costs)
-            call()  # aligns the start of the ranks
-            began = time.perf_counter()
-            for _ in range(calls):
-                call()
+        for case, times in taken.items():
+            seconds = _row(comm, costs, tensor, case, calls)
             if turn:
-                times.append((time.perf_counter() - began) / calls)
+                times.append(seconds)
     slowest = torch.tensor(list(taken.values()), dtype=torch.float64)
     comm.allreduce(slowest, "max")
     return dict(zip(taken, map(statistics.median, slowest.tolist()), strict=True))
+
+
+def _row(comm: Communicator, costs: Costs, tensor: torch.Tensor, case: tuple[str, str], calls: int) -> float:
+    """Return the seconds of a call of an algorithm and a codec on this rank, the mean of a row of calls. A collective call."""
+    algorithm, codec = case
+    call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
+    spend_bursts(comm, costs)
+    call()  # aligns the start of the ranks
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - began) / calls
 
 
 def _codec(comm: Communicator, costs: Costs, tensor: torch.Tensor, predicted: Mapping[str, float], calls: int) -> str:
@@ -129,13 +135,7 @@ def _codec(comm: Communicator, costs: Costs, tensor: torch.Tensor, predicted: Ma
     ranked = sorted((seconds, name) for name, seconds in predicted.items())
     trial = Trial(ranked, ranked[0][1])
     while not trial.settled:
-        call = partial(comm.allreduce, tensor, codec=None if trial.choice == "none" else trial.choice)
-        spend_bursts(comm, costs)
-        call()  # aligns the start of the ranks
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        medians = trial.note((time.perf_counter() - began) / calls)
+        medians = trial.note(_row(comm, costs, tensor, ("auto", trial.choice), calls))
         if medians is not None:
             slowest = torch.tensor(medians, dtype=torch.float64)
             comm.allreduce(slowest, "max")

@@ -21,7 +21,7 @@ class SharedTensors(Verbs):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether this rank exchanges CPU tensors with other ranks of its host through shared memory."""
+        """Return whether this rank exchanges CPU tensors with other ranks of its host through shared memory."""
         return self._engine.shares_memory
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -69,17 +69,17 @@ class Work:
 
     @property
     def is_of_cuda(self) -> bool:
-        """Whether the operation may concern CUDA tensors."""
+        """Return whether the operation may concern CUDA tensors."""
         return self._issued is not None
 
     @property
     def has_begun(self) -> bool:
-        """Whether run() was called."""
+        """Return whether run() was called."""
         return self._run is None
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether functions wait to be called when the operation is done."""
+        """Return whether functions wait to be called when the operation is done."""
         return bool(self._callbacks)
 
     def end(self) -> None:
