@@ -35,7 +35,7 @@ _LONGEST_CODED_S = 0.01
 
 #: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor fewer than the
 #: least if they are small: the first calls of a row wake up ranks.
-_TURNS, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 4, 0.004, 5, 32
+_TURNS, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 3, 0.003, 4, 32
 
 #: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
@@ -99,11 +99,13 @@ def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
 def _numbers(
     verbs: SharedTensors, names: Sequence[str], sizes: Sequence[int], number: Callable[[str, int], int]
 ) -> dict[tuple[str, int], int]:
-    """Return how many calls of each name and size a turn makes, if any. Rank 0 computes the predictions that this takes."""
+    """Return how many calls of each name and size a turn makes, if any. Each rank computes a part of the predictions that this
+    takes."""
     cases = [(name, nbytes) for nbytes in sizes for name in names]
-    numbers = torch.tensor([number(*case) if verbs.rank == 0 else 0 for case in cases], dtype=torch.int64)
-    verbs.broadcast(numbers, algorithm="tree")
-    return {case: each for case, each in zip(cases, numbers.tolist(), strict=True) if each}
+    mine = [number(*case) if index % verbs.size == verbs.rank else 0 for index, case in enumerate(cases)]
+    numbers = torch.tensor(mine, dtype=torch.float64)  # as the times, so that one addition is compiled
+    verbs.allreduce(numbers, algorithm="recursive_doubling")
+    return {case: int(each) for case, each in zip(cases, numbers.tolist(), strict=True) if each}
 
 
 def _number(seconds: float, nbytes: int) -> int:

@@ -7,10 +7,13 @@ from them (plan.fitting), and all ranks use the Costs of rank 0, equal to the bi
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -28,7 +31,7 @@ from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.operations import Turn
 
 #: How often a small program runs, for about how many seconds at most, and how many messages it sends one after the other.
-_TIMES, _ENOUGH_S, _STREAM = 8, 0.05, 16
+_TIMES, _ENOUGH_S, _STREAM = 8, 0.02, 16
 
 #: A bulk message grows from the least to the most bytes until it takes this many seconds. By then, a link that allows bursts
 #: is at its lasting rate.
@@ -38,19 +41,19 @@ _LEAST_BYTES, _MOST_BYTES, _BULK_S = 128 << 10, 4 << 20, 0.004
 _PAUSE_S = 0.02
 
 #: The maximum number of other hosts with which each host is measured, and how long the bulk messages of several ranks may take.
-_OPPONENTS, _SHARED_S = 7, 0.02
+_OPPONENTS, _SHARED_S = 7, 0.01
 
 _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
-_SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.025
+_SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.015
 
 #: Bytes of the additions inside hosts.
 _ADDED_BYTES = 1 << 20
 
 #: How many bulk messages follow the first one: more if several ranks of a host take part and share cores, since these wake up
 #: late.
-_FOLLOWING, _FOLLOWING_OF_MANY = 2, 6
+_FOLLOWING, _FOLLOWING_OF_MANY = 2, 4
 
 #: How long a row of small allreduces, at most eight, may take.
 _ROW_S = 0.004
@@ -68,6 +71,7 @@ class Probe:
         self._lanes = min(len(host) for host in topology.hosts)
         names = [machine.name for machine in machines]
         self._shares_cores = any(names.count(machine.name) > machine.cores for machine in machines)
+        self._following = _FOLLOWING_OF_MANY if self._lanes > 1 and self._shares_cores else _FOLLOWING
         self._costs: Costs | None = None
         self._buffer = torch.zeros(_MOST_BYTES)  # float32
         self._buffer.fill_(0.0)  # makes the system back every page with memory
@@ -164,13 +168,14 @@ class Probe:
         taken += [once() for _ in range(min(times - 1, max(2, int(_ENOUGH_S / first))))]
         return max(self._table(sorted(taken)[len(taken) // 4])) / calls
 
-    def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> list[Program]:
+    def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> Sequence[Program]:
         """Return the programs of all ranks for rounds over blocks. lengths: bytes of each block."""
         layout = consecutive([length // 4 for length in lengths])
-        schedules = (Schedule(r, self._size, len(layout), tuple(rounds(r))) for r in range(self._size))
-        return [Program(schedule, [layout]) for schedule in schedules]
+        return _Programs(
+            self._size, lambda rank: Program(Schedule(rank, self._size, len(layout), tuple(rounds(rank))), [layout])
+        )
 
-    def _exchange(self, partners: dict[int, int], nbytes: int, repeats: int = 1) -> list[Program]:
+    def _exchange(self, partners: dict[int, int], nbytes: int, repeats: int = 1) -> Sequence[Program]:
         """Return programs in which pairs of ranks exchange a block, `repeats` times in a row."""
 
         def rounds(rank: int) -> Sequence[Round]:
@@ -218,16 +223,17 @@ class Probe:
     def _bulk(self, partners: dict[int, int]) -> tuple[int, Timed]:
         """Return the bytes of a bulk message, and its timed programs."""
         nbytes = _LEAST_BYTES
-        while self._timed(self._exchange(partners, nbytes), 1) < _BULK_S and nbytes < _MOST_BYTES:
-            nbytes *= 2
-        return nbytes, self._at_once(self._exchange(partners, nbytes))
+        while (taken := self._timed(self._exchange(partners, nbytes), 1)) < _BULK_S and nbytes < _MOST_BYTES:
+            times = 2 ** max(1, int(math.log2(_BULK_S / taken)))  # as if the first bytes were no burst
+            nbytes = min(nbytes * times, _MOST_BYTES)
+        return nbytes, self._at_once(self._exchange(partners, nbytes), _FOLLOWING)
 
-    def _steady(self, programs: Sequence[Program], times: int = 2) -> Callable[[Iterable[int]], float]:
-        """Return a function that takes ranks and returns the seconds that their programs take right after another call, in the
-        quickest of `times` measurements. It subtracts the time of the first call from that of all calls: timed alone, a second
-        call would seem too fast on a rank that wakes up late after the first, since the other ranks have already begun it."""
+    def _steady(self, programs: Sequence[Program], following: int, times: int = 2) -> Callable[[Iterable[int]], float]:
+        """Return a function that takes ranks and returns the seconds that their programs take right after another call: the
+        mean of `following` calls, in the quickest of `times` measurements. It subtracts the time of the first call from that
+        of all calls: timed alone, a second call would seem too fast on a rank that wakes up late after the first, since the
+        other ranks have already begun it."""
         mine = programs[self._rank]
-        following = _FOLLOWING_OF_MANY if self._lanes > 1 and self._shares_cores else _FOLLOWING
         first, all_of_them = [], []
         for _ in range(times):
             self._engine.meet(self._turn)
@@ -256,7 +262,7 @@ class Probe:
 
         def measure(against: dict[int, int], times: int) -> None:
             partners = {self._hosts[a][lane]: self._hosts[b][lane] for a, b in against.items() for lane in range(lanes)}
-            seconds = self._steady(self._exchange(partners, nbytes), times)
+            seconds = self._steady(self._exchange(partners, nbytes), self._following, times)
             for a, b in against.items():
                 taken = seconds(rank for host in (a, b) for rank in self._hosts[host][:lanes]) / (nbytes * lanes)
                 pairs[a, b] = min(taken, pairs.get((a, b), taken))
@@ -292,25 +298,48 @@ class Probe:
         nbytes = min(4 * _MOST_BYTES, self._size * bulk_bytes, most)
         if uplinks is not None:
             nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * max(uplinks.byte_s)))))
-        inside = self._at_once(self._additions()) if nested else None
-        large = self._at_once(self._allreduce("hierarchical" if nested else "ring", nbytes))
+        inside = self._at_once(self._additions(), self._following) if nested else None
+        large = self._at_once(self._allreduce("hierarchical" if nested else "ring", nbytes), self._following)
         return Together(Timed(few, few_s), Timed(many, many_s), inside, large)
 
-    def _at_once(self, programs: Sequence[Program]) -> Timed:
-        return Timed(programs, self._steady(programs)(range(self._size)))
+    def _at_once(self, programs: Sequence[Program], following: int) -> Timed:
+        return Timed(programs, self._steady(programs, following)(range(self._size)))
 
-    def _additions(self) -> list[Program]:
+    def _additions(self) -> Sequence[Program]:
         """Return programs that add buffers inside hosts, on all hosts."""
-        places = [Place(rank, self._size, 0, self._hosts) for rank in range(self._size)]
-        schedules = [Schedule(place.rank, self._size, self._lanes, hierarchical.inside(place)) for place in places]
-        segments = segments_of_buffer(_ADDED_BYTES // 4, self._lanes, self._engine.plans.segment_bytes // 4)
-        return [Program(schedule, segments) for schedule in schedules]
 
-    def _allreduce(self, algorithm: str, nbytes: int) -> list[Program]:
-        planner = PLANNERS["allreduce"][algorithm]
-        schedules = [planner(Place(rank, self._size, 0, self._hosts)) for rank in range(self._size)]
-        segments = segments_of_buffer(nbytes // 4, schedules[0].blocks, self._engine.plans.segment_bytes // 4)
-        return [Program(schedule, segments) for schedule in schedules]
+        def additions(place: Place) -> Schedule:
+            return Schedule(place.rank, self._size, self._lanes, hierarchical.inside(place))
+
+        return self._of_buffer(additions, _ADDED_BYTES)
+
+    def _allreduce(self, algorithm: str, nbytes: int) -> Sequence[Program]:
+        return self._of_buffer(PLANNERS["allreduce"][algorithm], nbytes)
+
+    def _of_buffer(self, planner: Callable[[Place], Schedule], nbytes: int) -> Sequence[Program]:
+        """Return the programs of all ranks for a plan over a buffer, in segments."""
+
+        def program(rank: int) -> Program:
+            schedule = planner(Place(rank, self._size, 0, self._hosts))
+            segments = segments_of_buffer(nbytes // 4, schedule.blocks, self._engine.plans.segment_bytes // 4)
+            return Program(schedule, segments)
+
+        return _Programs(self._size, program)
+
+
+class _Programs(Sequence[Program]):
+    """The programs of all ranks, each built at its first use: only rank 0 uses those of other ranks."""
+
+    def __init__(self, size: int, program: Callable[[int], Program]) -> None:
+        self._size, self._program = size, cache(program)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < self._size:
+            raise IndexError(rank)
+        return self._program(rank)
 
 
 def _seconds(call: Callable[[], object], clock: Callable[[], int]) -> float:
