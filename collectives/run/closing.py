@@ -16,7 +16,8 @@ from gradwire.collectives.errors import CollectiveError
 from gradwire.collectives.forks import in_forked_child
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
-from gradwire.collectives.run.operations import Operations, weakly
+from gradwire.collectives.run.operations import Operations
+from gradwire.collectives.run.progress import weakly
 from gradwire.collectives.run.work import WorkQueue
 
 if TYPE_CHECKING:

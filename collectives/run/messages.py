@@ -11,7 +11,8 @@ from datetime import timedelta
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
 from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Pending, Transport
 from gradwire.collectives.reduction import DTYPES, carried
-from gradwire.collectives.run.operations import LAST_WORDS_S, Operations
+from gradwire.collectives.run.operations import Operations
+from gradwire.collectives.run.progress import LAST_WORDS_S
 from gradwire.collectives.run.staging import Buffer
 from gradwire.collectives.run.work import Work
 

@@ -1,41 +1,26 @@
-"""The operations of one Communicator, one at a time: their order, numbers, deadlines and failures."""
+"""The operations of one Communicator, one at a time: their order, numbers and deadlines."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-import weakref
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident, main_thread
 from typing import TypeVar
 
 from gradwire.collectives.diagnostics import whereabouts
-from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Agreement, Call
-from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
-from gradwire.collectives.diagnostics.stall import Position, Stalls
-from gradwire.collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
+from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Call
+from gradwire.collectives.errors import LinkError, Mismatch, PeerJoined
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
-from gradwire.collectives.reduction import DTYPES
-from gradwire.collectives.run.joined import Joined
+from gradwire.collectives.run.progress import LAST_WORDS_S, REMEMBERED, InVainError, Progress, weakly
 from gradwire.collectives.run.work import Work, WorkQueue
 
 _ENDED = "the wait was ended, because another rank no longer takes part"
-
-#: How long an operation may continue after a peer's process has ended: the peer's last messages may have arrived already.
-LAST_WORDS_S = 0.5
-
-#: How many of the last operations are compared with those of other ranks, and listed in a report. The root of a broadcast can
-#: be further ahead; most ranks are one apart.
-_REMEMBERED = 16
-
-#: How often compare_calls() checks the running operation, and how long one must have run before it is posted.
-_POLL_S, _LONG_S = 0.25, 0.2
 
 #: The factor of a multiplicative hash (Knuth 1973, 6.4): successive numbers get tags that are far apart.
 _SPREAD = 0x9E3779B1
@@ -47,7 +32,6 @@ def digest(call: str) -> int:
 
 
 _First = TypeVar("_First")
-_Result = TypeVar("_Result")
 _Second = TypeVar("_Second")
 
 
@@ -66,14 +50,7 @@ class Turn:
     tag: int
 
 
-class _InVainError(LinkError):
-    """An operation was not begun, because it could not have finished."""
-
-    def __init__(self, why: str = "known before it began") -> None:
-        super().__init__(None, timed_out=False, detail=why)
-
-
-class Operations:
+class Operations(Progress):
     """Runs operations in the order of issue. watch: ClosableOperations closes it. timeout_s: seconds that each operation may
     take from its start, unless submit() is given another limit; the attribute can be changed. stall_warning_s: see
     Stalls."""
@@ -81,41 +58,16 @@ class Operations:
     def __init__(
         self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
     ) -> None:
-        self._transport = transport
-        self._rank = transport.rank
+        super().__init__(transport, watch, stall_warning_s)
         self.timeout_s = timeout_s
-        self._watch = watch
-        self.joined = Joined(watch)
-        self._sequence = -1  # of the last turn that began
         self._queue = WorkQueue("gradwire", weakly(self._last_begun) if transport.interruptible else None)
-        self._agreement = Agreement(watch)
         self._known = self._agreement.known
-        self._calls: list[tuple[int, str]] = [(-1, "")] * _REMEMBERED  # the last calls that are agreed upon or known
-        self._running = -1
-        self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
-        self._where: str | int = ""  # place of the running call in the user's code, or its thread
-        self._call = ""  # the last call that run_now did not run
-        self._message: tuple[str, frozenset[int]] | None = None  # the running message, and its other ranks
-        self._vain_since = math.inf
-        self._interrupted = False
         self._beside_work = False
-        self._failure: CollectiveError | None = None
-        self._exiting = False  # ClosableOperations.exit() sets it
-        watch.on_news(weakly(self.on_news))
-        if transport.size > 1:
-            watch.on_news(weakly(self.compare_calls))
-        self._stalls = Stalls(watch, stall_warning_s, weakly(self.position))
-        _all.add(self)
 
     @property
     def usable(self) -> bool:
         """Whether an operation can still run."""
         return self._failure is None and not self._queue.sealed
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether an operation has failed, after which no other can run."""
-        return self._failure is not None
 
     @property
     def issued(self) -> int:
@@ -127,7 +79,7 @@ class Operations:
         raise the failure."""
 
         def in_vain(turn: Turn) -> None:
-            raise _InVainError
+            raise InVainError
 
         self._agreement.take(ANY_CALL)
         self.submit(ANY_CALL, in_vain, async_op=False)
@@ -135,14 +87,6 @@ class Operations:
     def settle(self) -> None:
         """Wait until all issued operations have ended, with or without an error."""
         self._enqueue(Work(self._rank, "join", lambda: None, counted=False), False)
-
-    def _last_begun(self) -> int:
-        return self._sequence
-
-    @property
-    def _unfinished(self) -> int:
-        """The number of the first operation that this rank has not finished."""
-        return self._running if self._running >= 0 else self._sequence + 1
 
     def submit(
         self,
@@ -229,7 +173,7 @@ class Operations:
                     self._beside_work = False
                     self._transport.wait_beside_work(False)
                 self._where = get_ident()
-                self._calls[sequence % _REMEMBERED] = (sequence, call)
+                self._calls[sequence % REMEMBERED] = (sequence, call)
                 self._running = self._sequence = sequence
                 if self._watch.has_news:
                     self._check_news(sequence)
@@ -278,7 +222,7 @@ class Operations:
             self.wait_beside_work(_is_beside_work())
             self._where = where
             if not is_new:
-                self._calls[sequence % _REMEMBERED] = (sequence, call)
+                self._calls[sequence % REMEMBERED] = (sequence, call)
             self._running = self._sequence = sequence
             if self._watch.has_news:
                 self._check_news(sequence)
@@ -338,104 +282,7 @@ class Operations:
 
         self._agreement.agree(Call(sequence, call, self._place()), deadline, progress, in_vain)
         self._agreement.take(signature)
-        self._calls[sequence % _REMEMBERED] = (sequence, call)
-
-    def _place(self) -> str:
-        """Return the place of the running call in the user's code; empty if it is not known any more."""
-        where = self._where
-        if isinstance(where, str):
-            return where
-        return whereabouts.of_call(sys._getframe() if where == get_ident() else whereabouts.frame_of(where))
-
-    def places(self, turn: Turn) -> dict[int, str]:
-        """Return by rank the place in the user's code of a call that runs on all ranks, for the ranks that post theirs in
-        time."""
-        return self._agreement.places(Call(turn.sequence, turn.call, self._place()))
-
-    def position(self) -> Position:
-        """Return this rank's current Position, with the waits of its other Communicators. Any thread may call this."""
-        elsewhere: tuple[str, ...] = ()
-        with suppress(RuntimeError):  # while another thread makes a Communicator
-            elsewhere = tuple(text for each in _all if each is not self and (text := each._position().waits_in))
-        return replace(self._position(), elsewhere=elsewhere)
-
-    def _position(self) -> Position:
-        running = self._running
-        is_running = running >= 0
-        return Position(running if is_running else self._sequence, is_running, self._recent_calls(), self._message)
-
-    def _recent_calls(self) -> dict[int, str]:
-        """Return the last calls, by number, with the running one even if it is not agreed upon yet."""
-        running, calls = self._running, dict(self._calls)
-        if running >= 0:
-            calls.setdefault(running, self._call)
-        return calls
-
-    def _absent(self, sequence: int) -> bool:
-        """Return whether some rank takes no part in an operation, because it left before, or failed there or earlier."""
-        watch = self._watch
-        return any(first <= sequence for first in list(watch.left.values())) or any(
-            report["sequence"] <= sequence for rank, report in list(watch.reports.items()) if rank != self._rank
-        )
-
-    def all_gone(self, peers: frozenset[int]) -> bool:
-        """Return whether none of these ranks will send another message."""
-        watch = self._watch
-        return peers <= {*list(watch.lost), *list(watch.done), *list(watch.reports)}
-
-    def _check_news(self, sequence: int) -> None:
-        """Raise LinkError if news already shows that an operation cannot finish. Else announce it to ranks that have joined."""
-        watch = self._watch
-        if watch.failure:
-            raise _InVainError(f"this rank receives no news of the others: {watch.failure}")
-        if watch.lost or self._absent(sequence):
-            raise _InVainError
-        self.joined.announce(sequence, self._recent_calls().items())
-
-    def on_news(self) -> float | None:
-        """End the wait of the running operation if it cannot succeed. Return in how many seconds to check again, or None."""
-        running, message = self._running, self._message
-        peers = frozenset() if message is None else message[1]
-        self.joined.note_news()
-        if running >= 0:
-            self.joined.announce(running, self._recent_calls().items())
-        if self._interrupted:
-            return None
-        now, vain_since = time.monotonic(), math.inf
-        if peers and self.all_gone(peers):
-            vain_since = self._vain_since = min(self._vain_since, now)
-        elif running >= 0 and self._absent(running):
-            vain_since = -math.inf
-        elif running >= 0:
-            vain_since = min([*self._watch.lost.values(), math.inf])
-        left_s = vain_since + LAST_WORDS_S - now
-        if left_s <= 0:
-            self._interrupt()
-        return left_s if 0 < left_s < math.inf else None
-
-    def compare_calls(self) -> float | None:
-        """Post the running call if it takes long, and end it if some rank made another call under a number that this rank
-        remembers. Return in how many seconds to check again, or None."""
-        if self._failure is not None or self._interrupted:
-            return None
-        running = self._running
-        calls = {sequence: call for sequence, call in self._calls if sequence >= 0}
-
-        def call_of(sequence: int) -> Call:
-            return Call(sequence, calls[sequence], self._place() if sequence == self._running else "", moved=True)
-
-        now = time.monotonic()
-        if running != self._seen[0]:
-            self._seen = (running, now)
-        elif running in calls and now - self._seen[1] >= _LONG_S:
-            self._agreement.post(call_of(running))
-        if self._agreement.differs_from(calls, call_of):
-            self._interrupt()
-        return _POLL_S
-
-    def _interrupt(self) -> None:
-        self._interrupted = True
-        self._transport.abort()
+        self._calls[sequence % REMEMBERED] = (sequence, call)
 
     def _failed(
         self, error: BaseException, call: str, timeout_s: float, deadline: float, peers: frozenset[int] = frozenset()
@@ -452,65 +299,7 @@ class Operations:
             self._break(call, repr(error), self._sequence + bool(peers), whereabouts.of_exception(error))
         return error
 
-    def _break(self, call: str, why: str, sequence: int, reason: str = "") -> None:
-        """Break the Communicator, and report that this rank takes no part in operations from `sequence` on. reason: the text of
-        the exception that caused this."""
-        self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
-        self._watch.report_leaving(sequence, reason)
-        self._transport.abort()
-
-    def _explain(
-        self, error: LinkError, call: str, timeout_s: float, deadline: float, peers: frozenset[int]
-    ) -> CollectiveError:
-        if self._exiting:
-            return CollectiveError("this process is exiting", rank=self._rank, operation=call)
-        others = self._watch.others if not isinstance(error, _InVainError) else frozenset()
-        awaited = error.awaited or peers or others
-        sequence = self._sequence + bool(peers)  # after a message this rank takes no part in the next operation
-        report = Report(
-            sequence,
-            call,
-            is_message=bool(peers),
-            waiting_for=tuple(sorted(awaited - {self._rank})),
-            gave_up=error.timed_out,
-            waited_s=timeout_s - (deadline - time.monotonic()),
-            timeout_s=timeout_s,
-            before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
-            place="" if peers else self._place(),
-            sent=_sent(error) if peers else "",
-        )
-        self._watch.report_failure(report.to_news())
-        self._transport.abort()
-        asked_at = self._stalls.ask()
-        findings = inquire(self._watch, report, self._agreement)
-        where = self._stalls.answers(asked_at, findings.reports.keys())
-        return verdict(replace(findings, whereabouts=where), self._rank, str(error))
-
-
-def _sent(error: LinkError) -> str:
-    """Return the call of a rank that sent a message of another kind or length; empty for any other error."""
-    kind, nbytes = error.found
-    if kind == 0:
-        return ""
-    dtype = DTYPES[kind - 1]
-    return f"send({str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}])"
-
 
 def _is_beside_work() -> bool:
     """Return whether a thread other than the main one calls: the main thread may compute meanwhile."""
     return get_ident() != main_thread().ident
-
-
-def weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
-    """Return a function that calls a method while its object lives, and does not keep the object alive."""
-    weak = weakref.WeakMethod(method)
-
-    def call() -> _Result | None:
-        alive = weak()
-        return None if alive is None else alive()
-
-    return call
-
-
-#: Those of this process. A report of a stall names the waits of all of them.
-_all: weakref.WeakSet[Operations] = weakref.WeakSet()

@@ -47,7 +47,9 @@ class Work:
         Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues).
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not (self._done.wait(seconds) if self.queue is None else self.queue.wait_for(self, self._done, seconds)):
+        if self.queue is not None:
+            self.queue.hasten(self, may_run=seconds is None)
+        if not self._done.wait(seconds):
             assert seconds is not None
             raise CollectiveTimeout(seconds, (), rank=self._rank, operation=self._operation)
         if self._error is not None:
@@ -185,14 +187,14 @@ class WorkQueue:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_for(self, work: Work, done: threading.Event, seconds: float | None) -> bool:
-        """Wait for a work of this queue, and return whether it is done; False after so many seconds."""
-        may_help = seconds is None and threading.get_ident() == threading.main_thread().ident
-        if may_help and self._last_begun is not None and not (done.is_set() or self.sealed):
+    def hasten(self, work: Work, *, may_run: bool) -> None:
+        """Run a work for which the calling thread is about to wait, under the conditions of _help(); else wake up the queue's
+        thread. may_run: whether the calling thread waits until the work is done."""
+        may_run = may_run and threading.get_ident() == threading.main_thread().ident
+        if may_run and self._last_begun is not None and not (work.is_completed() or self.sealed):
             self._help(work, self._last_begun)
-        if not done.is_set():
+        if not work.is_completed():
             self.wake()
-        return done.wait(seconds)
 
     def _help(self, work: Work, last_begun: Callable[[], int | None]) -> None:
         """Run a work in the main thread, which waits for it, if it is next, may not be of CUDA tensors, and has no callbacks,
@@ -214,16 +216,12 @@ class WorkQueue:
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 work.run()
         finally:
-            with self._changed:
-                if is_mine := self._turn.get("taken") is turn:
+            if self._turn.get("taken") is turn:
+                with self._changed:
                     if not work.has_begun and (not self._queue or self._queue[0] is not work):
                         self._queue.appendleft(work)  # an interrupt came first
-                    number = last_begun()
-                    self.number = self.number if number is None else number
-                    del self._turn["taken"]
-                    if self._queue or self.sealed:
-                        self._changed.notify_all()
-            if is_mine:
+                number = last_begun()
+                self.leave(turn, self.number if number is None else number)
                 work.end()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:

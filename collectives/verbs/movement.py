@@ -313,4 +313,6 @@ def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: lis
         or any(row[size + other] != rows[other][rank] for other in range(size))
     }
     if wrong:
-        raise Mismatch(wrong, rank=engine.rank, operation=turn.call, places=engine.operations.places(turn))
+        raise Mismatch(
+            wrong, rank=engine.rank, operation=turn.call, places=engine.operations.places(turn.sequence, turn.call)
+        )
