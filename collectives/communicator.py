@@ -82,9 +82,9 @@ class Communicator(Tuned):
     could run the calls in different orders, which raises Mismatch.
 
     Every verb raises ValueError or TypeError for a wrong argument, before anything is sent. If an operation cannot finish, the
-    verb raises PeerLost, CollectiveTimeout or Mismatch; with async_op=True, wait() raises it. The Communicator is then broken,
-    and each further call raises an error of the same kind. Only if the error is a Mismatch that was found before any data
-    moved does the Communicator remain usable.
+    verb raises PeerLost, CollectiveTimeout or Mismatch; with async_op=True, wait() raises this error. The Communicator is then
+    broken, and each further call raises an error of the same kind. Only if the error is a Mismatch that was found before any
+    data moved does the Communicator remain usable.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class Communicator(Tuned):
     def tables(self) -> dict[str, Table]:
         """Return, by verb, the table from which 'auto' takes the algorithm for a message size: gradwire's own table, or that of
         an environment variable such as COLLECTIVES_ALLREDUCE. After tune(), gradwire's own table is only the default: 'auto'
-        runs another algorithm if it takes at least 5 % less time, as predicted from the measurement or as timed in the first
-        allreduces of a size."""
+        runs another algorithm if that takes at least 5 % less time than the table's, as predicted from the measurement or as
+        timed in the first allreduces of a size."""
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None, device: str = "cpu") -> str:
@@ -249,9 +249,9 @@ class Communicator(Tuned):
         return Absence(self, self._engine)
 
     def post(self, topic: str, record: Any) -> None:
-        """Send a record to all ranks, and return at once, before it has arrived. It replaces this rank's earlier record of the
-        same topic, and posted() returns it. For what a record may contain, see allgather_record(). This is not an operation:
-        no other rank needs to take part.
+        """Send a record to all ranks, and return at once, before it has arrived. The record replaces this rank's earlier record
+        of the same topic; posted() returns the latest ones. For what a record may contain, see allgather_record(). This is not
+        an operation: no other rank needs to take part.
         """
         self._engine.watch.post(topic, record)
 

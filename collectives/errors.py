@@ -31,8 +31,8 @@ class CollectiveError(DistBackendError):
     """A collective operation failed. Its Communicator is usually broken from then on. This error is a RuntimeError and
     torch's DistBackendError.
 
-    Attributes: rank (this process, in the Communicator; -1 if unknown), operation (the operation that was running), ranks (the
-    ranks at fault, as far as they are known).
+    Attributes: rank (that of this process in the Communicator; -1 if unknown), operation (the operation that was running),
+    ranks (the ranks at fault, as far as they are known).
     """
 
     def __init__(self, message: str = "", *, rank: int = -1, operation: str = "", ranks: Iterable[int] = ()) -> None:

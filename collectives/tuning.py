@@ -51,7 +51,7 @@ class Tuned(SharedTensors):
         return costs
 
     def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
-        """Measure how quickly these ranks encode and decode on devices of a type, so that predict() can use the measurement.
+        """Measure how quickly these ranks encode and decode on a type of device, so that predict() can use the measurement.
         Also measure the links, unless that was done before. A collective call, which takes about a second. It does not change
         the selection of 'auto'.
 

@@ -32,11 +32,11 @@ class Codec(ABC):
     """A way to write n float32 numbers in `wire_bytes(n)` bytes.
 
     A codec is a value: it is frozen, and codecs with equal settings are equal. It stores nothing between encodings. The
-    caller stores the error of an encoding, as the residual of error feedback, and the codec's state, and passes both to the
+    caller stores the error of an encoding (the residual of error feedback) and the codec's state, and passes both to the
     next encoding. The same input, seed, state and settings give the same bytes on every device.
 
-    The docstrings of codecs use these symbols: c is the input, values + residual, or one number of it; n is its number of
-    elements. A codec with contraction delta has E|decoded - c|^2 <= (1 - delta) |c|^2. An unbiased codec with variance
+    The docstrings of codecs use these symbols: c is the input (values + residual) or one number of it; n is the length of
+    the input. A codec with contraction delta has E|decoded - c|^2 <= (1 - delta) |c|^2. An unbiased codec with variance
     omega has E|decoded - c|^2 <= omega |c|^2.
 
     name: the name in the registry. summable: whether codes may be added undecoded, as numbers of wire_dtype.

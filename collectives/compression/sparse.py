@@ -81,7 +81,7 @@ class Threshold(Sparse):
     exactly the k largest are sent, and tau becomes the smallest of their magnitudes. After m numbers were sent, tau is
     multiplied by 1 + (m - k) / (8 k).
 
-    Contraction: delta >= (k - floor(k / 20)) / n, since the numbers sent are the largest, whatever their count.
+    Contraction: delta >= (k - floor(k / 20)) / n, since at least k - floor(k / 20) numbers are sent, always the largest.
 
     State: tau, one number. Without state, as in the encoding of the sum over the ranks, the codec selects numbers as topk
     does. The code always has room for 5 % more than k numbers.

@@ -63,7 +63,7 @@ class Topology:
 
     @classmethod
     def from_host_ids(cls, rank: int, host_ids: Sequence[str]) -> Topology:
-        """Return the Topology in which ranks with equal host_ids share a host. host_ids: by rank."""
+        """Return the Topology in which ranks with equal host_ids share a host. host_ids: that of each rank, in rank order."""
         by_host: dict[str, list[int]] = {}
         for member, name in enumerate(host_ids):
             by_host.setdefault(name, []).append(member)

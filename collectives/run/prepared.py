@@ -20,9 +20,9 @@ class PreparedOperation:
     """Runs one operation repeatedly on a tensor that keeps its memory. Communicator.prepare_allreduce returns this object.
 
     Calling the object runs the operation in place. start() runs it in the background; wait() of this object, or of the Work
-    that start() returns, waits for it. Until then, do not use the tensor. Every run counts as a call of the verb: all ranks
-    must run the same operations in the same order, prepared or not, and the errors are those of the verb. (MPI 4.0, 2021,
-    section 6.12: persistent collectives.)
+    that start() returns, waits for it. Do not use the tensor until wait() has returned. Every run counts as a call of the verb:
+    all ranks must run the same operations in the same order, prepared or not, and the errors are those of the verb. (MPI 4.0,
+    2021, section 6.12: persistent collectives.)
     """
 
     def __init__(

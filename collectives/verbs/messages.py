@@ -54,8 +54,8 @@ class PointToPoint(Ranks):
     ) -> MessageWork | int | None:
         """Fill `tensor` with a message that rank src sends with this tag; return src. See send for the order.
 
-        src: with None, receive the next message with the tag from any rank, taking ranks in turn, and return the sender (with
-        async_op=True, the attribute `sender` of the handle). If messages travel over gloo or NCCL, as with
+        src: with None, receive the next message with the tag from any rank, taking ranks in turn, and return the sender;
+        with async_op=True, the handle has the sender as its attribute `sender`. If messages travel over gloo or NCCL, as with
         link='process_group', None raises ValueError. A thread that receives while other threads call operations needs its own
         Communicator.
         """

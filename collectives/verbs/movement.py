@@ -45,8 +45,8 @@ class Movement(Ranks):
     ) -> Work | None:
         """Collect every rank's `input` on all ranks, in rank order.
 
-        output: a tensor of size * input.numel() elements; or one tensor per rank, with the number of elements of that
-        rank's input. With one tensor per rank, inputs may have different lengths.
+        output: a tensor with input.numel() elements for each rank; or one tensor per rank, with the number of elements of
+        that rank's input. With one tensor per rank, inputs may have different lengths.
         """
         engine = self._engine
         parts = arguments.listed(output)
@@ -212,8 +212,8 @@ class Movement(Ranks):
     ) -> Work | None:
         """Send the r-th part of `input` to rank r. The part that rank r sends to this rank becomes the r-th part of `output`.
 
-        output_splits, input_splits: rows of dimension 0 for each rank; None for equal parts. Either all ranks give splits
-        or none does. Raises Mismatch on all ranks if a rank sends another number of rows than the receiver expects.
+        output_splits, input_splits: for each rank, the number of rows (dimension 0); None for equal parts. Either all ranks
+        give splits or none does. Raises Mismatch on all ranks if a rank sends another number of rows than the receiver expects.
         """
         engine = self._engine
         arguments.check_tensors(engine, output, input)

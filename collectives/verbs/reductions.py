@@ -74,9 +74,9 @@ class Reductions(Ranks):
         seed: a whole number that differs between the buffers of a step, so that their rounding differs. Default: feedback.seed;
         0 without feedback.
 
-        With a codec whose codes cannot be added, 'auto' is 'two_shot' or 'one_shot', as the codec selects. With 'two_shot',
-        each rank decodes and adds the codes of its share of the buffer, and sends a code of this sum to all other ranks. With
-        'one_shot', which chunktopk selects, each rank sends its code to all other ranks. See docs/guides/compression.md.
+        If the codes of a codec cannot be added, algorithm='auto' runs 'two_shot', or 'one_shot' for chunktopk. In 'two_shot',
+        each rank decodes and adds the codes of its share of the buffer, and sends a code of this sum to all other ranks. In
+        'one_shot', each rank sends its code to all other ranks, and adds all codes. See docs/guides/compression.md.
         """
         engine = self._engine
         if codec is not None or feedback is not None:
@@ -174,8 +174,9 @@ class Reductions(Ranks):
     ) -> Work | None:
         """Reduce `input` over all ranks, and write the r-th part of the result to `output` on rank r.
 
-        input: a tensor of size * output.numel() elements, or one tensor per rank, with the same shapes on all ranks; not
-        changed. If ranks give lists with different shapes, they raise Mismatch, even if the numbers of elements are equal.
+        input: a tensor with output.numel() elements for each rank, or one tensor per rank, with the same shapes on all
+        ranks. The input is not changed. If ranks give lists with different shapes, they raise Mismatch, even if the numbers
+        of elements are equal.
         """
         engine = self._engine
         parts = arguments.listed(input)

@@ -57,11 +57,11 @@ _OF_LINKS = ("native", "shared")
 
 
 def register_algorithm(collective: str, name: str, planner: Planner) -> None:
-    """Add an algorithm that Communicators made from now on can select by name. Check it with check_algorithm() before.
+    """Add an algorithm that Communicators made from now on can select by name. First check its planner with check_algorithm().
 
     planner: a function from a Place (a rank, the world size, the root and the ranks of each host) to the Schedule (the messages
-    and reductions) of that rank. Every rank must register the same planner. Ranks compare only the names, so a planner that
-    sends other messages needs another name.
+    and reductions) of that rank. Every rank must register the same planner. Ranks compare only the names, so planners that
+    send different messages need different names.
 
     Raises ValueError for an unknown collective, and for a name that is malformed or taken; TypeError for a planner that cannot
     be called.
