@@ -24,7 +24,7 @@ from gradwire.trainer.world.world import current_world, here
 class LocalReport:
     """The costs of local updates on this rank.
 
-    steps: the steps of the optimizer, including those before a checkpoint that was loaded.
+    steps: the number of steps of the optimizer, including those before a checkpoint that was loaded.
     warmup_bytes_per_step: bytes of gradients, per step of the warm-up.
     bytes_per_step: bytes of movements, per step after the warm-up.
     inner_bytes_per_step: bytes of gradients to inner ranks, per step after the warm-up.

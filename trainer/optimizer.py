@@ -54,7 +54,8 @@ class DistributedOptimizer(WrappingOptimizer):
       n-th call. An earlier step() or synchronize() exchanges the gradients so far. If code such as clipping or
       GradScaler.unscale_ uses the gradients before the n-th call, call synchronize() before this code, and step() inside
       skip_synchronize() after it.
-    - Further calls of backward() without zero_grad() accumulate onto the average; with op=Sum they raise RuntimeError.
+    - After an exchange, calls of backward() without zero_grad() accumulate onto the average; with op=Sum they raise
+      RuntimeError.
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
     - If parameters are DTensors, as after fully_shard(model, mesh=mesh["shard"]), pass process_set=mesh["replicate"]: ranks
       that hold the same shards then exchange the gradients of these shards.
@@ -107,8 +108,9 @@ class DistributedOptimizer(WrappingOptimizer):
     the model. docs/guides/optimizer.md lists what "next_forward" supports.
     model: with overlap="next_forward", the model that is trained. The optimizer hooks the forward of every module of this
     model.
-    straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when one rank makes the
-    others wait for more than a tenth of a step and more than 5 ms in three reports in a row, and when this ends.
+    straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when the others have waited
+    for the same rank in three reports in a row, each time for more than a tenth of a step and more than 5 ms on average. Rank 0
+    also logs when this ends.
 
     The constructor is collective over the process set. Raises ValueError or TypeError for invalid arguments, RuntimeError
     before init(), and ValueError on all ranks if they have different parameters or shards.
@@ -156,7 +158,7 @@ class DistributedOptimizer(WrappingOptimizer):
         numbers = check_groups(num_groups, groups, parameters)
 
         self.shard_states = shard_states
-        """Whether this rank's optimizer has the state of its pieces of the parameters only."""
+        """Whether this rank keeps only the optimizer state of its share of the parameters."""
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # because the wrapped optimizer runs them, each once
         self._process_set = process_set
@@ -326,7 +328,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
         Without shard_states it does what torch.nn.utils.clip_grad_norm_ does. With shard_states it is collective, and the norm
         is that of all ranks' shards. norm_type: the type of the norm; float("inf") for the largest element. Raises ValueError
-        unless it is above 0.
+        unless norm_type is above 0.
         """
         if not norm_type > 0:
             raise ValueError(f"{here()}norm_type must be a number > 0, not {norm_type!r}")

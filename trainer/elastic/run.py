@@ -45,14 +45,14 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
     callbacks. If there are several hosts, two of them hold the state of each rank. If there is no such commit, all ranks get
     the state of the lowest rank that has trained, or of rank 0 if none has.
 
-    Under gradwire run --min-np, ranks continue in the same processes when another one is lost. The function ends with
+    Under gradwire run --min-np, the other ranks continue in the same processes when a rank is lost. The function ends with
     CollectiveError, or with HostsUpdatedInterrupt if ranks are to be added or removed. The ranks of the new world then restore
     the newest commit and call the function again. A process that joins later runs the script alone, as rank 0 of a world of
     one, until it calls the function.
 
-    Under torchrun --max-restarts N, the other ranks raise CollectiveError when one is lost. If torchrun may restart them again,
-    they end within a second, with exit status 1 whatever the script does. torchrun then restarts all ranks, which continue when
-    they call the function. HostsUpdatedInterrupt ends a rank in the same way.
+    Under torchrun --max-restarts N, the other ranks raise CollectiveError when a rank is lost. If torchrun may restart them
+    again, they end within a second, with exit status 1 whatever the script does. torchrun then restarts all ranks, which
+    continue when they call the function. HostsUpdatedInterrupt ends a rank in the same way.
 
     Under other launchers, nothing restarts a rank: commits are in memory that ends with the process, and errors are raised
     unchanged.

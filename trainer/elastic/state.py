@@ -60,8 +60,8 @@ class ObjectState:
 
     def on_hosts_updated(self, *_: object) -> None:
         """Make this rank raise HostsUpdatedInterrupt in the next commit() or check_host_updates(). Under gradwire run --min-np,
-        all ranks raise it, in the same call, which is the next or the one after it. May be called by a signal handler, for
-        example when a scheduler announces the end of a host. Horovod's arguments are ignored."""
+        all ranks raise it, in the same call, which is the next or the one after it. A signal handler may call this method,
+        for example when a scheduler announces the end of a host. Horovod's arguments are ignored."""
         self._is_updated = True
 
     def check_host_updates(self) -> None:

@@ -26,10 +26,10 @@ _OF_TORCH = ("compression", "functions", "mpi_ops", "optimizer", "sync_batch_nor
 def alias_horovod() -> None:
     """Make `import horovod.torch as hvd` import this package from now on. Further calls do nothing.
 
-    These modules exist: horovod.torch with .mpi_ops, .compression, .functions, .optimizer and .sync_batch_norm, which have all
-    names of this package, and .elastic; horovod.common.elastic, .exceptions, .process_sets and .util, with the names that
-    apply here. Any other part of Horovod raises ModuleNotFoundError. horovod.__version__ is the version of Horovod whose
-    interface gradwire has.
+    horovod.torch and its modules mpi_ops, compression, functions, optimizer and sync_batch_norm have all names of this package.
+    horovod.torch.elastic, and the modules elastic, exceptions, process_sets and util of horovod.common, have those names of
+    Horovod's that apply here. Importing any other part of Horovod raises ModuleNotFoundError. horovod.__version__ is the
+    version of Horovod whose interface gradwire has.
 
     Raises RuntimeError if Horovod itself has been imported.
     """

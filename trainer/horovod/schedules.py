@@ -21,8 +21,8 @@ class WarmupLR(LRScheduler):
     optimizer: a DistributedOptimizer, or the optimizer that it wraps.
     steps_per_epoch: the number of steps in an epoch.
     warmup_epochs: the number of epochs, possibly fractional, after which the full rate is reached; 0: from the start.
-    factor: how many times larger the batch is than that of one rank; None: the number of ranks. Multiply it by
-    backward_passes_per_step if that is greater than 1.
+    factor: how many times as large the batch is as that of one rank; None: the number of ranks. With
+    backward_passes_per_step > 1, pass the number of ranks times backward_passes_per_step.
 
     Raises ValueError for invalid arguments.
     """

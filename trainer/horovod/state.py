@@ -24,7 +24,9 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSetLike = global_process_set,
 ) -> None:
-    """Overwrite tensors, in place, with those of root_rank: model.state_dict(), named_parameters() or parameters().
+    """Overwrite tensors, in place, with those of root_rank.
+
+    params: the tensors, such as model.state_dict(), model.named_parameters() or model.parameters().
 
     All ranks must give tensors of the same shapes and dtypes in the same order; those of a mapping are sorted by key. None,
     such as the bias of a layer that has no bias, is skipped. Raises TypeError for anything else that is not a tensor, and for

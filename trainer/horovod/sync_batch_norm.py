@@ -26,8 +26,8 @@ class SyncBatchNorm(_BatchNorm):
 
     process_set: the ranks whose batches count as one. The other arguments are torch's.
 
-    Raises ValueError if the input has fewer than two dimensions or another number of channels than num_features, and if all
-    ranks together have fewer than two values per channel.
+    Raises ValueError if the input has fewer than two dimensions or another number of channels than num_features; in
+    training, also if all ranks together have fewer than two values per channel.
     """
 
     def __init__(

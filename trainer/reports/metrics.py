@@ -29,8 +29,8 @@ _ERROR_EVERY = 10
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """One bucket in an exchange of gradients: its uncompressed bytes, the algorithm, and the codec ("none" without
-    one)."""
+    """One bucket in an exchange of gradients: its uncompressed bytes, the algorithm ("auto" with PowerSGD, which runs several
+    sums), and the codec ("none" without one)."""
 
     nbytes: int
     algorithm: str
@@ -44,14 +44,14 @@ class StepMetrics:
     step: the number of steps so far, this one included.
     seconds: the time since the end of the previous step, or for the first, since the optimizer was made.
     wait_s: how many of these seconds backward(), step() and synchronize() waited for the exchange.
-    exchange_s: the seconds from the start of the first bucket to the end of the exchange, including backward() in
-    between; None without an exchange, and with overlap="next_forward".
+    exchange_s: the seconds from the start of the first bucket's exchange to the end of the last one's, including
+    backward() in between; None without an exchange, and with overlap="next_forward".
     bytes_sent, bytes_uncompressed: as in ExchangeStats, but of this step only.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; None
     if exchange_s is None.
     buckets: how each bucket is exchanged.
-    compression_error: in every tenth step, the norm of this rank's residuals of error feedback, divided by the norm of the
-    gradients of the same buckets; None in other steps, and without error feedback.
+    compression_error: in every tenth step, the norm of the residuals of this rank's gradients, divided by the norm of the
+    exchanged gradients of the same buckets; None in other steps, and without error feedback.
     slowest_rank: the rank that made the others wait longest; None if unknown (see DistributedOptimizer.stragglers).
     """
 

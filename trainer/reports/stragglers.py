@@ -65,8 +65,8 @@ class Stragglers:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether `matters` is True, and the others waited for the slowest rank much longer than for any other
-        rank."""
+        """Return whether `matters` is True, and the others waited for the slowest rank more than 1.5 times as long as for
+        any other rank."""
         return self.matters and self.cost_s[self.slowest] > _SLOWER * self.next_cost_s
 
     @property
@@ -76,7 +76,8 @@ class Stragglers:
 
     @property
     def matters(self) -> bool:
-        """Return whether the others waited for the slowest rank, on average, for more than a tenth of a step and 5 ms."""
+        """Return whether the others waited for the slowest rank, on average, for more than a tenth of a step and
+        more than 5 ms."""
         return self.cost_s[self.slowest] > max(_WORTH_SHARE * self.step_s, _WORTH_S)
 
     @property

@@ -23,7 +23,8 @@ def stop_timeline() -> None:
     """Stop recording, and write the file on rank 0; shutdown() does so too. Collective over all ranks.
 
     All times are on the clock of rank 0. The offsets of the other clocks are measured now, in some rounds of messages; the
-    file states the error. Raises ValueError if nothing is being recorded. Raises CollectiveError if other ranks do not take
-    part; each rank that raises it has written its own recording beside file_path, with ".rank" and its rank appended.
+    file states the error of the offsets. Raises ValueError if nothing is being recorded. Raises CollectiveError if other ranks
+    do not take part; each rank that raises it has written its own recording to a file whose path is file_path with ".rank" and
+    the number of the rank appended.
     """
     current_world().stop_timeline()

@@ -92,7 +92,8 @@ class Rule:
         """Finish all work that backward() and steps have begun, so that parameters and optimizer state are up to date."""
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """Scale the gradients of the next step so that their total norm is at most max_norm; return the norm before."""
+        """Scale the gradients of the next step so that their total norm is at most max_norm; return the norm before
+        scaling."""
         self.synchronize()
         groups = self.setup.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]

@@ -40,8 +40,8 @@ class KVStore:
 
     type: "dist_sync" (or "dist_device_sync"): an update of a key adds one push of every rank, in the order of ranks, so runs
     are bitwise reproducible; a rank's pull waits until its pushes are applied. "dist_async": every push makes an update, one at
-    a time per key, and no rank waits for others. "local" (or "device"): this process alone, with or without init(). Servers
-    compute on the CPU; tensors on GPUs are copied.
+    a time per key, and no rank waits for others. "local" (or "device"): this process alone, with or without
+    gradwire.init(). Servers compute on the CPU; tensors on GPUs are copied.
     servers: the ranks that hold keys and also train; default: all. Each key is on one server.
 
     A key is an int or a str. Methods that take a key also take a list of keys, with a list of values. A value or out is a
@@ -54,8 +54,8 @@ class KVStore:
 
     If a rank dies, the others continue with "dist_async"; only collective methods, and calls for keys of that rank, raise
     PeerLost. With "dist_sync", a pull that needs a push of the dead rank raises QuorumLost, and a pull that waits for about the
-    timeout_s of init() raises CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost. The others do not wait
-    for a rank that has called close(). docs/guides/kvstore.md is the guide.
+    timeout_s of gradwire.init() raises CollectiveTimeout. A rank that calls nothing for timeout_s counts as lost. The others do
+    not wait for a rank that has called close(). docs/guides/kvstore.md is the guide.
 
     Raises ValueError for another type, and for servers that are not ranks.
     """
@@ -308,8 +308,8 @@ class KVStore:
     def close(self, timeout_s: float | None = None) -> None:
         """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
 
-        timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, logs a warning and stops
-        serving them. Further calls do nothing.
+        timeout_s: how long to wait for the others; default: the timeout_s of gradwire.init(). After that, logs a warning and
+        stops serving them. Further calls do nothing.
         """
         self._group.part.close(timeout_s)
 

@@ -50,10 +50,10 @@ class ParameterServer(WrappingOptimizer):
     parameters. A server makes an update when the gradients of `quorum` ranks have arrived and grace_s seconds have passed, or
     when all have arrived. The update uses the weighted average. docs/guides/parameter-server.md is the guide.
 
-    optimizer, named_parameters, process_set: as in DistributedOptimizer. Each parameter is on one server, so the optimizer must
-    update each parameter independently. An update uses the settings of the param groups on the server's rank. If that rank
-    does not train, the update uses the settings that the lowest-numbered remaining worker had in its last step(); they must
-    be numbers, strings or tuples.
+    optimizer, named_parameters, process_set: as in DistributedOptimizer, but a rank outside of process_set raises
+    ValueError. Each parameter is on one server, so the optimizer must update each parameter independently. An update uses the
+    settings of the param groups on the server's rank. If that rank does not train, the update uses the settings that the
+    lowest-numbered remaining worker had in its last step(); they must be numbers, strings or tuples.
     quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: updates do not
     wait for the slowest ranks (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
     grace_s: how many seconds a server waits for further gradients after the quorum.
@@ -64,9 +64,9 @@ class ParameterServer(WrappingOptimizer):
     the quorum.
     servers: the ranks of the process set that serve. Default: the ranks that do not train; if all train, all that push.
     workers: the ranks that train; default: all. Other ranks only serve, by serve().
-    inner: a process set, such as the ranks of a host, that averages its gradients in every step; its first rank pushes and
-    pulls, and the quorum counts such groups (hybrid; Kurth et al. 2017). Each group passes its own process set. A Communicator
-    as inner= keeps its own timeout_s, which should be 10 seconds longer than that of init().
+    inner: a process set, such as the ranks of a host, that averages its gradients in every step. Only the first rank of this
+    *group* pushes and pulls, and the quorum counts groups (hybrid; Kurth et al. 2017). Each group passes its own process set. A
+    Communicator as inner= keeps its own timeout_s, which should be 10 seconds longer than that of init().
     compression: the compression of pushed gradients, as in DistributedOptimizer, except PowerSGD and "auto". The worker keeps
     the residuals of error feedback. Parameters are pulled uncompressed.
 
@@ -242,7 +242,7 @@ class ParameterServer(WrappingOptimizer):
 
         A worker that pushes nothing for the timeout_s of init() counts as lost. Returns at once if there are fewer parameters
         than servers, and none is left for this rank. Raises ValueError on a rank that trains, and RuntimeError if parameters
-        have changed since this was made.
+        have changed since this optimizer was made.
         """
         self._check_open()
         if self._worker is not None:

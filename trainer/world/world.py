@@ -77,7 +77,7 @@ def init(
     default: only after timeout_s.
 
     In an elastic job (gradwire run --min-np), the launcher decides which processes are the ranks, and init() waits for its
-    decision. A process that starts when training has begun is alone until it calls a function that hvd.elastic.run decorates.
+    decision. A process that starts after training has begun is alone until it calls a function that hvd.elastic.run decorates.
     After shutdown(), init() waits for the launcher's next world.
 
     Horovod's environment variables apply to arguments that are not given (docs/reference/environment.md). A warning of the
@@ -315,10 +315,10 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the index of this host among those that have a process of this local_rank()."""
+    """Return the index of this host among those that have a process with the same local_rank()."""
     return current_world().cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a process of this local_rank()."""
+    """Return the number of hosts that have a process with the same local_rank()."""
     return current_world().cross_size
