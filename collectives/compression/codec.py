@@ -40,7 +40,7 @@ class Codec(ABC):
     omega has E|decoded - c|^2 <= omega |c|^2.
 
     name: the name in the registry. summable: whether codes may be added undecoded, as numbers of wire_dtype.
-    needs_feedback: whether training does not converge without error feedback. one_shot: whether each rank sends its code to
+    needs_feedback: whether training converges only with error feedback. one_shot: whether each rank sends its code to
     all other ranks, and every rank adds all codes, because encoding the sum would lose too much. Otherwise, each rank decodes
     and adds the codes of its share of the buffer, and sends a code of this sum to all other ranks. draws: whether the
     numbers that are sent depend on the step (`at`). remembers: the names of the state's tensors with one value per number.

@@ -45,8 +45,8 @@ class Halves(Reductions):
 
         In this rank's slices of shares(), `tensor` has the same bits as after allreduce with the same arguments, except
         where allreduce corrects its algorithm (see Communicator.tune). The rest of `tensor` is undefined. Only the
-        algorithms ring, rsag, direct and shared have halves. If allreduce would run another one, the whole `tensor` is
-        reduced.
+        algorithms ring, rsag, direct and shared consist of such halves. If allreduce would run another algorithm, the whole
+        `tensor` is reduced.
         """
         spans = self._halved(tensor)
         if spans is None:

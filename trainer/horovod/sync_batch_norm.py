@@ -21,8 +21,8 @@ class SyncBatchNorm(_BatchNorm):
     """Normalizes as torch's BatchNorm1d, 2d and 3d do, but in training uses the statistics of all ranks' batches.
 
     Batches may differ in length between ranks, or be empty, but all ranks must run these layers in the same order, forward
-    and backward. In evaluation, and with one rank, it is the ordinary BatchNorm. The gradients of weight and bias are those of
-    this rank, for DistributedOptimizer to average. It runs on the CPU and on GPUs.
+    and backward. In evaluation, and with one rank, it works as the ordinary BatchNorm. The gradients of weight and bias are
+    those of this rank, for DistributedOptimizer to average. It runs on the CPU and on GPUs.
 
     process_set: the ranks whose batches count as one. The other arguments are torch's.
 

@@ -160,7 +160,7 @@ class DelayedNesterov(ForeachOptimizer):
         any other step:         w = w - lr * (g / delay + c * momentum * m)
 
     With c=0, `delay` steps equal one step of Nesterov SGD with the average gradient; with delay=1 this is torch's SGD with
-    nesterov=True. If an asynchronous server makes an update of each gradient, ordinary momentum applies outdated gradients
+    nesterov=True. If an asynchronous server makes an update from each gradient, ordinary momentum applies outdated gradients
     repeatedly. Steps are counted per parameter.
 
     lr: the learning rate, at least 0.
