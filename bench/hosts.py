@@ -263,10 +263,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rate",
         default="1gbit",
-        help="of every link, each way, as tc writes it (default 1gbit); '100mbit,1gbit': of the first, of all others",
+        help="rate of each link, each way, as tc writes it (1gbit); '100mbit,1gbit': of the first, of the others",
     )
     parser.add_argument(
-        "--deadline-s", type=float, default=600.0, help="then all is stopped, exit code 124 (default 600)"
+        "--deadline-s",
+        type=float,
+        default=600.0,
+        help="seconds after which all ranks are killed, with exit code 124 (default 600)",
     )
     parser.add_argument("command", nargs="+", help="after `--`: a benchmark with its flags, or any other command")
     chosen = parser.parse_args(arguments)

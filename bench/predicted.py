@@ -62,10 +62,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("files", nargs="*", type=Path, help="with --plot: what runs have written by -J")
-    add("-b", "--begin", type=size, default=1 << 10, help="the least bytes (default 1K)")
-    add("-e", "--end", type=size, default=64 << 20, help="the most bytes (default 64M)")
-    add("-f", "--factor", type=partial(count_from, 2), default=4, help="from one size to the next (default 4)")
-    add("-t", "--turns", type=partial(count_from, 1), default=7, help="of every algorithm at every size (default 7)")
+    add("-b", "--begin", type=size, default=1 << 10, help="smallest size (default 1K)")
+    add("-e", "--end", type=size, default=64 << 20, help="largest size (default 64M)")
+    add("-f", "--factor", type=partial(count_from, 2), default=4, help="factor from one size to the next (default 4)")
+    add(
+        "-t",
+        "--turns",
+        type=partial(count_from, 1),
+        default=7,
+        help="timed turns of each algorithm at each size (default 7)",
+    )
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw predicted over measured of the files")
     chosen = parser.parse_args(arguments)

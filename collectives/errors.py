@@ -142,7 +142,7 @@ class PeerJoined(CollectiveError):
         joined = sorted(ranks)
         super().__init__(
             f"not supported while {ranks_text(joined)} {'has' if len(joined) == 1 else 'have'} joined: until all have, "
-            "only allreduce (sum or average), barrier, and steps of optimizers with the synchronous rule are",
+            "only allreduce (sum or average), barrier, and steps of optimizers with the synchronous rule can run",
             rank=rank,
             operation=operation,
             ranks=joined,

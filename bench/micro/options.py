@@ -86,16 +86,20 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("-b", "--minbytes", type=size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")
     add("-e", "--maxbytes", type=size, default="32M", help="largest size (default 32M)")
-    add("-i", "--stepbytes", type=size, default="1M", help="from one size to the next (default 1M)")
-    add("-f", "--stepfactor", type=partial(count_from, 2), help="from one size to the next, instead of -i")
+    add("-i", "--stepbytes", type=size, default="1M", help="bytes from one size to the next (default 1M)")
+    add("-f", "--stepfactor", type=partial(count_from, 2), help="factor from one size to the next, instead of -i")
     add("-n", "--iters", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("-w", "--warmup_iters", type=partial(count_from, 0), default=1, help="untimed turns before (default 1)")
     add("-c", "--check", type=partial(count_from, 0), default=1, help="checked turns; 0 checks nothing (default 1)")
     dtypes, ops = partial(_names, tuple(DTYPES)), partial(_names, OPS)
     add("-d", "--datatype", type=dtypes, default="float", help="torch's or nccl-tests' name, or all (default float)")
-    add("-o", "--op", type=ops, default="sum", help="sum, avg, min, max, prod or all, where one reduces (default sum)")
-    add("-r", "--root", type=partial(count_from, 0), default=0, help="where there is one (default 0)")
-    add("--algorithm", type=lambda text: text.split(","), help="comma-separated; default auto and all that are legal")
+    add("-o", "--op", type=ops, default="sum", help="reduction: sum, avg, min, max, prod or all (default sum)")
+    add("-r", "--root", type=partial(count_from, 0), default=0, help="root, of collectives that have one (default 0)")
+    add(
+        "--algorithm",
+        type=lambda text: text.split(","),
+        help="comma-separated names (default: auto and all that apply)",
+    )
     if name == "allreduce":
         add(
             "--codec",
@@ -113,8 +117,12 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="in-place buffers from Communicator.empty(), for all that are compared",
     )
-    add("--backend", choices=("gloo", "nccl"), help="of torch.distributed; default nccl where every rank has a GPU")
-    add("-T", "--timeout", type=float, default=300.0, help="of one collective, in seconds (default 300)")
+    add(
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="torch.distributed's backend (default: nccl if every rank has a GPU)",
+    )
+    add("-T", "--timeout", type=float, default=300.0, help="seconds that one collective may take (default 300)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw time and bus bandwidth over size")
     chosen = parser.parse_args(arguments)

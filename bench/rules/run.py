@@ -58,36 +58,36 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         nargs="*",
         type=competitor_spec,
         metavar="RULE[+CODEC][@SHARE]",
-        help=f"SHARE: of the steps or seconds (default 1); default {DEFAULT.replace(',', ' ')}",
+        help=f"SHARE: the part of the steps or seconds for which it trains (default 1); default {DEFAULT.replace(',', ' ')}",
     )
     add("--preset", choices=tuple(MODELS), default="small", help="the model (default small)")
     add("--batch", type=partial(count_from, 1), default=4, help="sequences a rank and step (default 4)")
     add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
     until = parser.add_mutually_exclusive_group()
     add_until = until.add_argument
-    add_until("--steps", type=partial(count_from, 1), help="of every run (default 600)")
-    add_until("--seconds", type=float, help="of every run, instead")
-    add("--seeds", type=_seeds, default=[0], help="comma-separated, of weights and data (default 0)")
+    add_until("--steps", type=partial(count_from, 1), help="steps of each run (default 600)")
+    add_until("--seconds", type=float, help="seconds of each run, instead of steps")
+    add("--seeds", type=_seeds, default=[0], help="comma-separated seeds of the weights and the data (default 0)")
     add(
         "--every",
         type=partial(count_from, 1),
         default=30,
         help="steps between two exchanges of local updates (default 30)",
     )
-    add("--outer-lr", type=float, default=0.7, help="of diloco and streaming (default 0.7)")
-    add("--outer-momentum", type=float, default=0.9, help="Nesterov's, of diloco and streaming (default 0.9)")
+    add("--outer-lr", type=float, default=0.7, help="outer learning rate of diloco and streaming (default 0.7)")
+    add("--outer-momentum", type=float, default=0.9, help="Nesterov momentum of diloco and streaming (default 0.9)")
     add(
         "--warmup-steps",
         type=partial(count_from, 0),
         default=150,
-        help="synchronous ones before local updates (default 150)",
+        help="synchronous steps before local updates (default 150)",
     )
-    add("--warmup-codec", choices=NAMES, default="none", help="what gradients travel as in those (default none)")
-    add("--staleness", type=partial(count_from, 0), default=4, help="of stale, in steps (default 4)")
-    add("--late", choices=LATE, default="weight", help="what late gradients are to quorum and stale (default weight)")
-    add("--delay", type=partial(count_from, 0), default=1, help="of streaming, in steps (default 1)")
-    add("--k", type=_k, default=64, help="of every 4096 numbers, of chunktopk (default 64)")
-    add("--slow", type=slowness, metavar="RANK:SECONDS", help="a rank that sleeps so long in each step")
+    add("--warmup-codec", choices=NAMES, default="none", help="codec of the gradients in these steps (default none)")
+    add("--staleness", type=partial(count_from, 0), default=4, help="staleness of stale, in steps (default 4)")
+    add("--late", choices=LATE, default="weight", help="what quorum and stale do with late gradients (default weight)")
+    add("--delay", type=partial(count_from, 0), default=1, help="delay of streaming, in steps (default 1)")
+    add("--k", type=_k, default=64, help="how many of 4096 numbers chunktopk sends (default 64)")
+    add("--slow", type=slowness, metavar="RANK:SECONDS", help="a rank that sleeps for so many seconds in each step")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw the loss over tokens, time and bytes")
     chosen = parser.parse_args(arguments)

@@ -99,11 +99,11 @@ def _scenario(flags: argparse.Namespace) -> Scenario:
     known = DEVICES.get(flags.model)
     if known is None and None in (flags.batch, flags.samples_per_s):
         raise ValueError(
-            f"how quick a rank is at {flags.model} stands in no source here (but of {', '.join(DEVICES)}): give --batch and "
+            f"the speed of a rank with {flags.model} is not known (it is for {', '.join(DEVICES)}): give --batch and "
             "--samples-per-s"
         )
     if flags.servers is None and (flags.quorum or flags.groups):
-        raise ValueError("--quorum and --groups are of a parameter server: give --servers too")
+        raise ValueError("--quorum and --groups are options of a parameter server: give --servers too")
     device = known or Device(flags.batch, flags.samples_per_s, "given")
     if flags.batch or flags.samples_per_s:
         device = Device(flags.batch or device.batch, flags.samples_per_s or device.samples_per_s, "given")

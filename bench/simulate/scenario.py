@@ -66,7 +66,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for a number of ranks. efficiency: samples_per_s over that of the same number of ranks without exchanges.
+    """The prediction for a number of ranks. efficiency: samples_per_s over `ranks` times that of one rank.
     exchange_s: the sum of the seconds of a step's exchanges. wire_bytes: the bytes that a rank sends in a step. algorithm: the
     algorithm of the largest exchange."""
 

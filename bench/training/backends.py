@@ -195,7 +195,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     programs = partial(names_of, tuple(PROGRAMS))
-    add("--programs", type=programs, default=list(PROGRAMS), help="of ddp, ddp+views, fsdp2, tensor-parallel, pipeline")
+    add(
+        "--programs",
+        type=programs,
+        default=list(PROGRAMS),
+        help="comma-separated: ddp, ddp+views, fsdp2, tensor-parallel, pipeline",
+    )
     add("--width", type=partial(count_from, 1), default=512, help="features of a sample (default 512)")
     add("--layers", type=partial(count_from, 1), default=6, help="layers, each of 8 width^2 parameters (default 6)")
     add("--steps", type=partial(count_from, 1), default=2, help="steps in one turn (default 2)")

@@ -78,8 +78,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"comma-separated, of {', '.join(MODELS)} (12.9 M parameters, 1 x 64 tokens a rank); default bytes_gpt,digits_cnn",
     )
     add("--codecs", type=codecs, default="all", help="comma-separated names; default all. none is always trained first")
-    add("--steps", type=partial(count_from, 1), default=400, help="of every run (default 400)")
-    add("--seed", type=partial(count_from, 0), default=0, help="of weights and data (default 0)")
+    add("--steps", type=partial(count_from, 1), default=400, help="steps of each run (default 400)")
+    add("--seed", type=partial(count_from, 0), default=0, help="seed of the weights and the data (default 0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw the loss over steps")

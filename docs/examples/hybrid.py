@@ -1,4 +1,4 @@
-"""Hybrid: averages inside two groups, an asynchronous server between them: torchrun --nproc-per-node 4 hybrid.py"""
+"""Hybrid: averages inside two groups, asynchronous servers between them: torchrun --nproc-per-node 4 hybrid.py"""
 
 import torch
 

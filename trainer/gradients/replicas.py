@@ -83,8 +83,8 @@ def hash_of(value: Any) -> int:
     """Return a 64-bit hash of this rank's part of a tensor, or of the repr() of another value.
 
     For a tensor, it is the hash of its bytes in logical order, for any strides, by
-    gradwire.collectives.kernels.reference.hashing; the last word is padded with zeros. The hash does not depend on dtype, shape
-    and device. Raises TypeError for a sparse tensor.
+    gradwire.collectives.kernels.reference.hashing; the last word is padded with zeros. Tensors with the same bytes have the same
+    hash, whatever their dtype, shape and device. Raises TypeError for a sparse tensor.
     """
     if not isinstance(value, Tensor):
         value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)
