@@ -128,10 +128,14 @@ def test_a_rival_is_tried_and_stays_where_steps_are_quicker_or_near_and_nothing_
     assert communicator.asked == 2
 
 
-def test_of_several_rivals_the_quickest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_rivals_the_quickest_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     communicator = Described(2.5e8)
     step_s = {"int8": 1.0, "int4": 1.1, "none": 0.9}
-    seen = corrected(chosen(communicator, "int8", "int4"), monkeypatch, step_s, 1.0)
+    with caplog.at_level(logging.INFO, "gradwire"):
+        seen = corrected(chosen(communicator, "int8", "int4"), monkeypatch, step_s, 1.0)
+    assert "all buckets use none from now on" in caplog.messages[-1]
     assert [seen[number * WINDOW] for number in range(4)] == ["int8", "int4", "none", "none"]
     assert communicator.asked == 3
 

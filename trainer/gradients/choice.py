@@ -125,8 +125,9 @@ class Choice:
                 f"{_ms(seconds)} with {kind.name if kind else 'the predicted choice'}"
                 for seconds, kind, _ in self._taken
             )
-            stays = self._everywhere.name if self._everywhere else "the predicted choice"
-            self._report(f"{stays} stays: a step takes {steps}")
+            kept = self._everywhere
+            final = f"all buckets use {kept.name} from now on" if kept else "the predicted choice stays"
+            self._report(f"{final}: a step takes {steps}")
         return self._everywhere != before
 
     def _ranked(self, size: Size) -> dict[Cast | Encoding, float]:
