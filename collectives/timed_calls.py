@@ -103,7 +103,7 @@ def _numbers(
     takes."""
     cases = [(name, nbytes) for nbytes in sizes for name in names]
     mine = [number(*case) if index % verbs.size == verbs.rank else 0 for index, case in enumerate(cases)]
-    numbers = torch.tensor(mine, dtype=torch.float64)  # as the times, so that one addition is compiled
+    numbers = torch.tensor(mine, dtype=torch.float64)  # like the times, so that the arithmetic of one dtype is compiled
     verbs.allreduce(numbers, algorithm="recursive_doubling")
     return {case: int(each) for case, each in zip(cases, numbers.tolist(), strict=True) if each}
 
@@ -126,8 +126,8 @@ def _in_turns(
     calls: Mapping[tuple[str, int], int],
     run: Callable[[torch.Tensor, str], object],
 ) -> dict[tuple[str, int], float]:
-    """Return how long a call of each name and size takes: of the slowest rank, in the quickest turn but one, since other work
-    on a host makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
+    """Return how long a call of each name and size takes on the slowest rank, in the quickest turn of each rank, since other
+    work on a host makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
     buffer = verbs.empty(max((nbytes for _, nbytes in calls), default=0) // 4).zero_()
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
     for _ in range(_TURNS):
@@ -139,6 +139,6 @@ def _in_turns(
             for _ in range(number):
                 run(part, name)
             taken[name, nbytes].append((time.perf_counter() - began) / number)
-    slowest = torch.tensor([sorted(times)[len(times) // 4] for times in taken.values()], dtype=torch.float64)
+    slowest = torch.tensor([min(times) for times in taken.values()], dtype=torch.float64)
     verbs.allreduce(slowest, "max", algorithm="recursive_doubling")
     return dict(zip(taken, slowest.tolist(), strict=True))

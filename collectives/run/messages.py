@@ -12,8 +12,8 @@ from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Link
 from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Pending, Transport
 from gradwire.collectives.reduction import DTYPES, carried
 from gradwire.collectives.run.operations import Operations
-from gradwire.collectives.run.progress import LAST_WORDS_S
 from gradwire.collectives.run.staging import Buffer
+from gradwire.collectives.run.supervision import LAST_WORDS_S
 from gradwire.collectives.run.work import Work
 
 MOST_TAG = 2**16 - 1

@@ -17,7 +17,7 @@ from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Call
 from gradwire.collectives.errors import LinkError, Mismatch, PeerJoined
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
-from gradwire.collectives.run.progress import LAST_WORDS_S, REMEMBERED, InVainError, Progress, weakly
+from gradwire.collectives.run.supervision import COMPARED_CALLS, LAST_WORDS_S, InVainError, Supervision, weakly
 from gradwire.collectives.run.work import Work, WorkQueue
 
 _ENDED = "the wait was ended, because another rank no longer takes part"
@@ -50,7 +50,7 @@ class Turn:
     tag: int
 
 
-class Operations(Progress):
+class Operations(Supervision):
     """Runs operations in the order of issue. watch: ClosableOperations closes it. timeout_s: seconds that each operation may
     take from its start, unless submit() is given another limit; the attribute can be changed. stall_warning_s: see
     Stalls."""
@@ -173,7 +173,7 @@ class Operations(Progress):
                     self._beside_work = False
                     self._transport.wait_beside_work(False)
                 self._where = get_ident()
-                self._calls[sequence % REMEMBERED] = (sequence, call)
+                self._calls[sequence % COMPARED_CALLS] = (sequence, call)
                 self._running = self._sequence = sequence
                 if self._watch.has_news:
                     self._check_news(sequence)
@@ -222,7 +222,7 @@ class Operations(Progress):
             self.wait_beside_work(_is_beside_work())
             self._where = where
             if not is_new:
-                self._calls[sequence % REMEMBERED] = (sequence, call)
+                self._calls[sequence % COMPARED_CALLS] = (sequence, call)
             self._running = self._sequence = sequence
             if self._watch.has_news:
                 self._check_news(sequence)
@@ -282,7 +282,7 @@ class Operations(Progress):
 
         self._agreement.agree(Call(sequence, call, self._place()), deadline, progress, in_vain)
         self._agreement.take(signature)
-        self._calls[sequence % REMEMBERED] = (sequence, call)
+        self._calls[sequence % COMPARED_CALLS] = (sequence, call)
 
     def _failed(
         self, error: BaseException, call: str, timeout_s: float, deadline: float, peers: frozenset[int] = frozenset()

@@ -7,13 +7,11 @@ from them (plan.fitting), and all ranks use the Costs of rank 0, equal to the bi
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -171,7 +169,7 @@ class Probe:
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> Sequence[Program]:
         """Return the programs of all ranks for rounds over blocks. lengths: bytes of each block."""
         layout = consecutive([length // 4 for length in lengths])
-        return _Programs(
+        return _LazyPrograms(
             self._size, lambda rank: Program(Schedule(rank, self._size, len(layout), tuple(rounds(rank))), [layout])
         )
 
@@ -224,8 +222,8 @@ class Probe:
         """Return the bytes of a bulk message, and its timed programs."""
         nbytes = _LEAST_BYTES
         while (taken := self._timed(self._exchange(partners, nbytes), 1)) < _BULK_S and nbytes < _MOST_BYTES:
-            times = 2 ** max(1, int(math.log2(_BULK_S / taken)))  # as if the first bytes were no burst
-            nbytes = min(nbytes * times, _MOST_BYTES)
+            # Not more at once: a burst makes the first message look faster than the link is.
+            nbytes = min(nbytes * (4 if taken < _BULK_S / 4 else 2), _MOST_BYTES)
         return nbytes, self._at_once(self._exchange(partners, nbytes), _FOLLOWING)
 
     def _steady(self, programs: Sequence[Program], following: int, times: int = 2) -> Callable[[Iterable[int]], float]:
@@ -324,10 +322,10 @@ class Probe:
             segments = segments_of_buffer(nbytes // 4, schedule.blocks, self._engine.plans.segment_bytes // 4)
             return Program(schedule, segments)
 
-        return _Programs(self._size, program)
+        return _LazyPrograms(self._size, program)
 
 
-class _Programs(Sequence[Program]):
+class _LazyPrograms(Sequence[Program]):
     """The programs of all ranks, each built at its first use: only rank 0 uses those of other ranks."""
 
     def __init__(self, size: int, program: Callable[[int], Program]) -> None:
@@ -336,7 +334,7 @@ class _Programs(Sequence[Program]):
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, rank: Any) -> Any:
+    def __getitem__(self, rank: int) -> Program:  # type: ignore[override]  # no slices
         if not 0 <= rank < self._size:
             raise IndexError(rank)
         return self._program(rank)

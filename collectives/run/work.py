@@ -160,7 +160,7 @@ class WorkQueue:
         # Reentrant, since finalizers may run anywhere. enter() takes a turn without this lock, since two uses of it cost a
         # third of a microsecond: dict.setdefault() gives the turn to one of several threads that call it at once.
         self._changed = threading.Condition(threading.RLock())
-        # "taken" maps to the turn that enter() gave, or to the queue itself while its thread runs a work.
+        # "taken" maps to the turn that enter() or _help() took, or to the queue itself while its thread runs a work.
         self._turn: dict[str, object] = {}
         self.sealed = False
         self._promised = 0  # turns that seal() has counted
@@ -188,16 +188,17 @@ class WorkQueue:
             self._changed.notify_all()
 
     def hasten(self, work: Work, *, may_run: bool) -> None:
-        """Run a work for which the calling thread is about to wait, under the conditions of _help(); else wake up the queue's
-        thread. may_run: whether the calling thread waits until the work is done."""
-        may_run = may_run and threading.get_ident() == threading.main_thread().ident
-        if may_run and self._last_begun is not None and not (work.is_completed() or self.sealed):
+        """Let a work for which the calling thread is about to wait begin as soon as possible: run it here, if the calling
+        thread is the main one and under the conditions of _help(), or wake up the queue's thread. may_run: whether the calling
+        thread waits without a timeout."""
+        is_main = threading.get_ident() == threading.main_thread().ident
+        if may_run and is_main and self._last_begun is not None and not (work.is_completed() or self.sealed):
             self._help(work, self._last_begun)
         if not work.is_completed():
             self.wake()
 
     def _help(self, work: Work, last_begun: Callable[[], int | None]) -> None:
-        """Run a work in the main thread, which waits for it, if it is next, may not be of CUDA tensors, and has no callbacks,
+        """Run a work in the main thread, which waits for it, if it is next, cannot concern CUDA tensors, and has no callbacks,
         which could need a lock that the caller holds. A switch to the queue's thread takes longer than a small message."""
         turn = object()
         try:
@@ -217,12 +218,14 @@ class WorkQueue:
                 work.run()
         finally:
             if self._turn.get("taken") is turn:
+                has_begun = work.has_begun
                 with self._changed:
-                    if not work.has_begun and (not self._queue or self._queue[0] is not work):
+                    if not has_begun and (not self._queue or self._queue[0] is not work):
                         self._queue.appendleft(work)  # an interrupt came first
-                number = last_begun()
-                self.leave(turn, self.number if number is None else number)
-                work.end()
+                    number = last_begun()
+                    self.leave(turn, self.number if number is None else number)
+                if has_begun:
+                    work.end()
 
     def enter(self, turn: object, *, counted: bool = True) -> bool:
         """Take the turn for the calling thread, which must call leave() afterwards. Return False if anything runs or is queued,
@@ -242,11 +245,11 @@ class WorkQueue:
                 return False
         return True
 
-    def leave(self, turn: object, last_begun: int) -> None:
-        """End the turn that enter() gave; do nothing if it gave none. last_begun: the number of the last turn in which an
+    def leave(self, turn: object, number: int) -> None:
+        """End a turn that enter() or _help() took; do nothing if it took none. number: that of the last turn in which an
         operation began. The next turn gets the number after it."""
         if self._turn.get("taken") is turn:
-            self.number = last_begun
+            self.number = number
             del self._turn["taken"]
             if self._queue or self.sealed:
                 with self._changed:

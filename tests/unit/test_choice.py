@@ -135,7 +135,7 @@ def test_of_several_rivals_the_quickest_stays(
     step_s = {"int8": 1.0, "int4": 1.1, "none": 0.9}
     with caplog.at_level(logging.INFO, "gradwire"):
         seen = corrected(chosen(communicator, "int8", "int4"), monkeypatch, step_s, 1.0)
-    assert "all buckets use none from now on" in caplog.messages[-1]
+    assert "all buckets use 'none' from now on" in caplog.messages[-1]
     assert [seen[number * WINDOW] for number in range(4)] == ["int8", "int4", "none", "none"]
     assert communicator.asked == 3
 

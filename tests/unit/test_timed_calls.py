@@ -69,3 +69,16 @@ def test_bursts_are_spent_before_calls_are_timed(monkeypatch: pytest.MonkeyPatch
     assert dict(coded.measured) == pytest.approx({1 << 10: ENCODING_S, 8 << 10: ENCODING_S})
     [coded] = timed_calls.time_codecs(verbs, COSTS, [make_codec("int8")], lambda numel, codec: 1e-3)
     assert list(dict(coded.measured)) == [1 << 10, 8 << 10, 128 << 10, 1 << 20, 4 << 20]
+
+
+def test_ranks_compute_the_numbers_of_calls_together() -> None:
+    """Each rank adds zeros for the predictions of the others, so the parts of two ranks are those of one."""
+
+    def numbers(rank: int, size: int) -> dict[tuple[str, int], int]:
+        verbs = Shaped()
+        verbs.rank, verbs.size = rank, size
+        return timed_calls._numbers(cast(SharedTensors, verbs), ["ring", "tree", "rsag"], [1, 2], lambda name, n: 7 * n)
+
+    first, second = numbers(0, 2), numbers(1, 2)
+    assert not first.keys() & second.keys()
+    assert first | second == numbers(0, 1)

@@ -64,7 +64,7 @@ class Failures:
             raise GaveUp(here() + said)
         if has_failed and rank() == 0:
             why = next(
-                iter(reasons), "none has reported an error; the launcher's lines have an exit code, as -9 for SIGKILL"
+                iter(reasons), "none has reported an error; the launcher prints the exit code of each (-9: SIGKILL)"
             )
             _log.warning("gradwire: ranks have failed: %s", why)
 

@@ -126,7 +126,7 @@ class Choice:
                 for seconds, kind, _ in self._taken
             )
             kept = self._everywhere
-            final = f"all buckets use {kept.name} from now on" if kept else "the predicted choice stays"
+            final = f"all buckets use {kept.name!r} from now on" if kept else "the predicted choice stays"
             self._report(f"{final}: a step takes {steps}")
         return self._everywhere != before
 

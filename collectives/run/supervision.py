@@ -1,5 +1,4 @@
-"""What a rank knows of its own operations and of the other ranks, by which it ends an operation that cannot finish, and explains
-its failure."""
+"""Supervises the running operation: ends it if it cannot finish any more, and explains its failure."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ LAST_WORDS_S = 0.5
 
 #: How many of the last operations are compared with those of other ranks, and listed in a report. The root of a broadcast can
 #: be further ahead; most ranks are one apart.
-REMEMBERED = 16
+COMPARED_CALLS = 16
 
 #: How often compare_calls() checks the running operation, and how long one must have run before it is posted.
 _POLL_S, _LONG_S = 0.25, 0.2
@@ -43,11 +42,11 @@ class InVainError(LinkError):
         super().__init__(None, timed_out=False, detail=why)
 
 
-class Progress:
-    """Where this rank is in its operations, whether the running one can still finish, and why it failed. Operations says what
-    runs.
+class Supervision:
+    """Compares what this rank runs with the news of the other ranks.
 
-    watch: the news of the other ranks. stall_warning_s: see Stalls."""
+    Operations, which derives from this class, writes what runs to its attributes. The Watch's thread reads them, from
+    construction on. watch: the news of the other ranks. stall_warning_s: see Stalls."""
 
     def __init__(self, transport: Transport, watch: Watch, stall_warning_s: float | None) -> None:
         self._transport = transport
@@ -58,14 +57,14 @@ class Progress:
         self._sequence = -1  # of the last turn that began
         self._running = -1
         self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
-        self._calls: list[tuple[int, str]] = [(-1, "")] * REMEMBERED  # the last calls that are agreed upon or known
+        self._calls: list[tuple[int, str]] = [(-1, "")] * COMPARED_CALLS  # the last calls that are agreed upon or known
         self._where: str | int = ""  # place of the running call in the user's code, or its thread
-        self._call = ""  # the last call that Operations.run_now did not run
+        self._call = ""  # the last call that run_now() did not run
         self._message: tuple[str, frozenset[int]] | None = None  # the running message, and its other ranks
         self._vain_since = math.inf
         self._interrupted = False
         self._failure: CollectiveError | None = None
-        self._exiting = False  # ClosableOperations.exit() sets it
+        self._exiting = False  # whether the process ends
         watch.on_news(weakly(self.on_news))
         if transport.size > 1:
             watch.on_news(weakly(self.compare_calls))
@@ -240,4 +239,4 @@ def weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
 
 
 #: Those of this process. A report of a stall names the waits of all of them.
-_all: weakref.WeakSet[Progress] = weakref.WeakSet()
+_all: weakref.WeakSet[Supervision] = weakref.WeakSet()
