@@ -40,6 +40,7 @@ RUNS: dict[str, str] = {
     "step-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 8 --compression int8,onebit,powersgd",
     "step-small-one-host": f"{_TORCHRUN.format(2)} step --preset small --rounds 20",
     "step-overlap-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 20 --rounds 3 --overlap",
+    "step-shards-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 15 --shard-states",
     "step-shards-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 6 --shard-states --compression int8",
     "allreduce-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} allreduce -b 1K -e 64M -f 4 -n 40 --algorithm auto,torch",
     **{f"allreduce-{n}-hosts-1gbit": f"{_HOSTS.format(n, n, '1gbit')} {_SIZES.format(7)}" for n in (2, 4, 8)},

@@ -64,7 +64,7 @@ from gradwire.trainer.gradients.compression import AUTO, NAMES
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
-ONE_WAY = {"dgc", "powersgd"}
+ONE_WAY = {"dgc", "powersgd", "qsgd", "terngrad"}
 """Codecs that encode gradients only, not the parameters that shard_states=True gathers."""
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
 

@@ -189,6 +189,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
             "parameter_compression='powersgd' is for gradients",
         ),
         ({"parameter_compression": "dgc", "shard_states": True}, "parameter_compression='dgc' is for gradients"),
+        ({"parameter_compression": "qsgd", "shard_states": True}, "parameter_compression='qsgd' is for gradients"),
         ({"parameter_compression": "int9", "shard_states": True}, "int9"),
         (
             {"parameter_compression": "int8" if hvd.rank() else "none", "shard_states": True},

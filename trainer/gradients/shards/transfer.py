@@ -35,6 +35,11 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
             f"{here()}parameter_compression={kind.codec.name!r} is for gradients, because it keeps state between steps: give a "
             "cast, or a codec without state, such as 'int8'"
         )
+    if kind.codec.omega >= 1:
+        raise ValueError(
+            f"{here()}parameter_compression={kind.codec.name!r} is for gradients: parameters always have error feedback, whose "
+            f"residuals would grow in every step (omega is {kind.codec.omega:.2g}): give a cast, or a codec such as 'int8'"
+        )
     return kind
 
 
