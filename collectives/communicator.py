@@ -213,8 +213,8 @@ class Communicator(Tuned):
     def tables(self) -> dict[str, Table]:
         """Return, by verb, the table from which 'auto' takes the algorithm for a message size: gradwire's own table, or that of
         an environment variable such as COLLECTIVES_ALLREDUCE. After tune(), gradwire's own table is only the default: 'auto'
-        runs another algorithm if that takes at least 5 % less time than the table's, as predicted from the measurement or as
-        timed in the first allreduces of a size."""
+        runs another algorithm if the measurement predicts that it takes at least 5 % less time than the table's. Then tune()
+        may correct the algorithm for a size of allreduce."""
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None, device: str = "cpu") -> str:
@@ -236,9 +236,9 @@ class Communicator(Tuned):
         """Return how many bytes this rank sends for a message of nbytes, according to the schedule. nbytes has the same
         meaning as for chosen(). For a verb with a root, rank 0 is taken as the root.
 
-        With a codec, the message is float32 numbers whose size before encoding is nbytes, and only codes count: with several
-        hosts, the ranks of a host also send each other uncompressed numbers. Return None if the link runs the algorithm by
-        itself, as it does 'native' and 'shared'.
+        With a codec, the message is float32 numbers whose size before encoding is nbytes. Only codes count, without the
+        uncompressed numbers that the ranks of a host send each other if there are several hosts. Return None if the
+        link runs the algorithm by itself, as it does 'native' and 'shared'.
         """
         made = make_codec(codec) if codec is not None else None
         return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)

@@ -55,8 +55,8 @@ class PeerLost(CollectiveError):
     """The process of a peer ended, or the peer left before the operation was done.
 
     Attributes: ranks (the lost ranks), has_left (True if they announced that they leave, as when a script ends or raises an
-    exception; False if their processes ended without this, or cannot be reached), reasons (by rank, the exception with
-    which a rank left).
+    exception; False if their processes ended without an announcement, or cannot be reached), reasons (by rank, the exception
+    with which a rank left).
     """
 
     def __init__(

@@ -32,14 +32,14 @@ class Tuned(SharedTensors):
 
     def tune(self) -> Costs:
         """Measure the links of these ranks, and let 'auto' select by the measurement from now on. A collective call, which
-        takes about a second, or some seconds if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator over
-        several hosts calls it.
+        takes a third of a second or more, and longer if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator
+        over several hosts calls it, if gradwire's TCP link connects the hosts.
 
         After that, the first allreduces of a size on the CPU are timed. If their time differs from the prediction, or if
         another algorithm is predicted to be about as fast, the next allreduces of this size also try other algorithms: up to
-        two, or up to four if an allreduce is predicted to take at most 2 ms. 'auto' then keeps the fastest. If
-        COLLECTIVES_TUNING names a file of measurements, the selection by this file is not corrected in this way, so that all
-        runs with the file give the same bits.
+        two, or up to four if an allreduce is predicted to take at most 2 ms. 'auto' then changes to the fastest if that saves
+        more than 5 % of the time. If COLLECTIVES_TUNING names a file of measurements, the selection by this file is not
+        corrected in this way, so that all runs with the file give the same bits.
         """
         costs = self._probe().run()
         self._choose_by(costs, corrects=True)  # which may change what the timed calls run

@@ -43,7 +43,7 @@ class Codec(ABC):
     needs_feedback: whether training converges only with error feedback. one_shot: whether each rank sends its code to
     all other ranks, and every rank adds all codes, because encoding the sum would lose too much. Otherwise, each rank decodes
     and adds the codes of its share of the buffer, and sends a code of this sum to all other ranks. draws: whether the
-    numbers that are sent depend on the step (`at`). remembers: the names of the state's tensors with one value per number.
+    step (see `at`) decides which numbers are sent. remembers: the names of the state's tensors with one value per number.
     These values must begin as zero, and must be additive: when buckets or ranks change, the values of all ranks for a number
     are summed, and the ranks that encode this number continue with equal parts of the sum.
     """

@@ -84,7 +84,8 @@ class Float16(Dense):
     rank first divides its numbers by the smallest power of two that is at least p, and later multiplies the sum by it.
 
     Biased by rounding only. Contraction: 1 - delta <= 2^-22 for magnitudes from 2^-14 to 65504 (relative error at most
-    2^-11). Smaller magnitudes have an absolute error of at most 2^-25. Larger ones become Inf, and leave no residual.
+    2^-11). Smaller magnitudes have an absolute error of at most 2^-25. Magnitudes of 65520 or more become Inf, and leave no
+    residual.
     """
 
     name: ClassVar[str] = "fp16"

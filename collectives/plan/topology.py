@@ -56,7 +56,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Topology:
-    """Holds the ranks of a group by host: hosts in the order of their lowest rank, ranks of a host ascending."""
+    """Holds the ranks of a group by host.
+
+    rank: this process's rank. hosts: the ranks of each host, ascending; the hosts are in the order of their lowest ranks.
+    """
 
     rank: int
     hosts: tuple[tuple[int, ...], ...]

@@ -149,7 +149,7 @@ class Reductions(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
     ) -> Work | None:
-        """Allreduce several tensors as one operation. Tensors of one dtype and device are sent as one message."""
+        """Allreduce several tensors as one operation. Tensors of one dtype and device are joined in one buffer."""
         call, body, _ = self._planned(tensors, op, prescale, postscale, algorithm, async_op)
         return self._engine.submit(call, body, async_op=async_op)
 
