@@ -7,7 +7,8 @@ from Horovod's in these points:
   in errors. From the start of an asynchronous operation until synchronize() returns, or poll() returns True, another call of
   the same verb with the same process set and the same `name` raises ValueError.
 - `process_set` may also be a torch.distributed group, a dimension of a DeviceMesh, or a Communicator. Ranks outside of it need
-  not call anything; a verb called on such a rank raises an error that is both a ValueError and a HorovodInternalError.
+  not call anything; a verb called on such a rank raises ValueError. If process_set is a ProcessSet, this error is also a
+  HorovodInternalError.
 - `root_rank` is a rank of the world, also in a call with a `process_set`.
 
 Tensors may have any shape (at least one dimension for allgather, alltoall and reducescatter) and the dtypes float16, bfloat16,

@@ -53,7 +53,7 @@ def ddp_comm_hook(
     exchanges are always uncompressed, because DDP rebuilds its buckets after the first step. Exception: if all parameters
     of a bucket use the same cast, the hook casts this bucket from the first exchange on.
     named_parameters: all parameters of the module under DDP; policy matches their names.
-    timeout_s: the deadline of each exchange.
+    timeout_s: the deadline of each operation of an exchange, in seconds from its start.
     process_group: the process group that DDP was given, if any.
 
     One hook is for one model on one device; there may be several hooks. init() is not needed: the first backward() makes a
@@ -173,7 +173,8 @@ class CompressionHook:
         """Load the state that this rank saved in a world of the same size, with the same model, arguments of DDP, compression
         and policy. Training resumes bit for bit if the state was saved after three steps or more.
 
-        Raises ValueError for any other state. For the state of another model, only backward() raises it.
+        Raises ValueError for any other state. Before its first backward(), the hook does not know the model: backward() then
+        raises the ValueError for the state of another model.
         """
         for key, value in self._identity().items():
             if state_dict.get(key) != value:

@@ -54,8 +54,8 @@ class DistributedOptimizer(WrappingOptimizer):
       n-th call. An earlier step() or synchronize() exchanges the gradients so far. If code such as clipping or
       GradScaler.unscale_ uses the gradients before the n-th call, call synchronize() before this code, and step() inside
       skip_synchronize() after it.
-    - After an exchange, calls of backward() without zero_grad() accumulate onto the average; with op=Sum they raise
-      RuntimeError.
+    - After an exchange, calls of backward() without zero_grad() accumulate onto the average; with op=Sum or shard_states=True
+      they raise RuntimeError.
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
     - If parameters are DTensors, as after fully_shard(model, mesh=mesh["shard"]), pass process_set=mesh["replicate"]: ranks
       that hold the same shards then exchange the gradients of these shards.
@@ -73,7 +73,7 @@ class DistributedOptimizer(WrappingOptimizer):
     ErrorFeedback(...). See docs/guides/compression.md. With "auto", the ranks measure links and codecs, in about a second.
     From these measurements, they predict for each bucket which codec in `allow`, or no codec, is fastest, and choose it. They
     correct the choice once, by the times of the first training steps.
-    allow: for compression="auto", the codecs to choose from, each as compression= takes it; None: ("int8",).
+    allow: for compression="auto", the codecs to choose from, each as compression= takes it, except PowerSGD; None: ("int8",).
     policy: the compression of parameters by name, whatever their size: `{"*.bias": "none", "embed*": "topk"}`. The keys are
     patterns as in fnmatch; for each parameter, the first one that matches its name counts. Needs named_parameters.
     op: Average or Sum of gradients; or Adasum, with which each rank steps with its own gradients and the changes of the

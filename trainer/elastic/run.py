@@ -43,7 +43,8 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
 
     When the function is called, all ranks restore the newest commit of which no part is lost, and call the state's reset
     callbacks. If there are several hosts, two of them hold the state of each rank. If there is no such commit, all ranks get
-    the state of the lowest rank that has trained, or of rank 0 if none has.
+    the state of the lowest rank that has trained, or of rank 0 if none has. If a process calls a function with the same state
+    again, after the first call has ended, all ranks get rank 0's values instead.
 
     Under gradwire run --min-np, the other ranks continue in the same processes when a rank is lost. The function ends with
     CollectiveError, or with HostsUpdatedInterrupt if ranks are to be added or removed. The ranks of the new world then restore
@@ -54,8 +55,8 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
     again, they end within a second, with exit status 1 whatever the script does. torchrun then restarts all ranks, which
     continue when they call the function. HostsUpdatedInterrupt ends a rank in the same way.
 
-    Under other launchers, nothing restarts a rank: commits are in memory that ends with the process, and errors are raised
-    unchanged.
+    Under other launchers, nothing restarts a rank: commits are in memory that ends with the process. Errors are raised
+    unchanged, except that HostsUpdatedInterrupt becomes SystemExit.
 
     ReplicasDiffer ends the job: the replicas may have been different already at the newest commit, so training cannot continue
     from it.

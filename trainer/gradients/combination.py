@@ -70,11 +70,12 @@ class Combination:
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """The bytes of gradients, and with shard_states of parameters, that one rank has sent so far.
+    """The bytes that one rank has sent so far: of gradients, with shard_states also of parameters, and with LocalUpdates also
+    of the changes of parameters.
 
-    exchanges: the number of steps whose gradients were exchanged. bytes_sent: the bytes that this rank has sent for them,
-    including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it would have sent
-    without codecs and casts.
+    exchanges: the number of exchanges of gradients, and with LocalUpdates also of changes. bytes_sent: the bytes that this rank
+    has sent, including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it would
+    have sent without codecs and casts.
 
     Both byte counts are calculated, not measured. On a single host with p ranks, each rank sends 2(p-1)/p times the bytes of
     the message, or of its code. With p hosts, the ranks of each host together send this number of bytes to other hosts;

@@ -27,9 +27,9 @@ def alias_horovod() -> None:
     """Make `import horovod.torch as hvd` import this package from now on. Further calls do nothing.
 
     horovod.torch and its modules mpi_ops, compression, functions, optimizer and sync_batch_norm have all names of this package.
-    horovod.torch.elastic, and the modules elastic, exceptions, process_sets and util of horovod.common, have those names of
-    Horovod's that apply here. Importing any other part of Horovod raises ModuleNotFoundError. horovod.__version__ is the
-    version of Horovod whose interface gradwire has.
+    horovod.torch.elastic with its modules sampler and state, and the modules elastic, exceptions, process_sets and util of
+    horovod.common, have those names of Horovod's that apply here. Importing any other part of Horovod raises
+    ModuleNotFoundError. horovod.__version__ is the version of Horovod whose interface gradwire has.
 
     Raises RuntimeError if Horovod itself has been imported.
     """

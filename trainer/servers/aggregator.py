@@ -26,7 +26,8 @@ class Counts:
     for a KVStore, it is a push to a key.
 
     updates: the number of updates made. staleness: the number of contributions by age. The age is the number of updates
-    made since the worker got the parameters with which it computed the contribution. contributions: the number from each
+    between the worker's pull of the parameters with which it computed the contribution, and the update that uses the
+    contribution. If the contribution is dropped, the updates before its arrival count. contributions: the number from each
     worker. late: the number of contributions whose age is above 0. dropped: the number of late ones that were not used.
     pending: the number that wait for their update. lead: the largest number of steps by which a worker that began a step
     was ahead of the slowest. lost: the workers that have failed.

@@ -298,7 +298,8 @@ class KVStore:
 
     def report(self) -> Counts:
         """Return the counts of all pushes so far, summed over keys: updates, pushes by rank, and pushes by age. The age of
-        a push is the number of updates of the key since the last pull of this key by the pushing rank.
+        a push is the number of updates of the key between the pushing rank's last pull of this key and the update that uses
+        the push.
 
         Returns after all pushes of this rank have arrived at the servers.
         """

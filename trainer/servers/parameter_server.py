@@ -59,7 +59,8 @@ class ParameterServer(WrappingOptimizer):
     grace_s: how many seconds a server waits for further gradients after the quorum.
     staleness: how many steps a rank may be ahead of the slowest before it waits (Ho et al. 2013); None: any number.
     late: what happens to late gradients, which were computed with parameters from before the server's last update. "weight":
-    the next update uses them, weighted by 1 / (1 + age); the age is the number of updates since the rank pulled its parameters.
+    the next update uses them, weighted by 1 / (1 + age); the age is the number of updates from the rank's last pull of
+    parameters to the arrival of the gradients.
     "next": the next update uses them like others. "drop": they are counted but not used. Gradients that are used count towards
     the quorum.
     servers: the ranks of the process set that serve. Default: the ranks that do not train; if all train, all that push.
