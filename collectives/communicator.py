@@ -213,8 +213,8 @@ class Communicator(Tuned):
     def tables(self) -> dict[str, Table]:
         """Return, by verb, the table from which 'auto' takes the algorithm for a message size: gradwire's own table, or that of
         an environment variable such as COLLECTIVES_ALLREDUCE. After tune(), gradwire's own table is only the default: 'auto'
-        runs another algorithm if the measurement predicts that it takes at least 5 % less time than the table's. Then tune()
-        may correct the algorithm for a size of allreduce."""
+        runs another algorithm if the measurement predicts that it takes at least 5 % less time than the table's. The
+        times of the first allreduces of a size may correct this choice: see tune()."""
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None, device: str = "cpu") -> str:

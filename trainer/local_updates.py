@@ -71,8 +71,8 @@ class LocalUpdates(DistributedOptimizer):
 
     Replicas must start equal (broadcast_parameters before the first step). Right after an exchange, they are equal again;
     with fragments or a delay, they are only nearly equal. So validate, and end training, when a multiple of `every` steps
-    has followed the warm-up. After each exchange the ranks compare a hash of the common parameters; if the hashes differ,
-    ReplicasDiffer is raised.
+    has followed the warm-up. After each exchange the ranks compare hashes of the common parameters and of the outer optimizer's
+    state. If the hashes differ, all ranks raise ReplicasDiffer.
 
     optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as in DistributedOptimizer.
     every: the number of steps from one exchange to the next.

@@ -99,8 +99,8 @@ class DistributedOptimizer(WrappingOptimizer):
     it has stepped its share: a cast, or any codec except "dgc" and "powersgd". Codecs always have error feedback here. By
     default, the ranks send the parameters themselves, uncompressed, and the weights are bitwise those of training without
     shard_states.
-    check_replicas_every: the number of steps after which parameters and optimizer state of all ranks are compared bit for bit;
-    0: never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
+    check_replicas_every: the number of steps after which the ranks compare hashes of their parameters and optimizer state; 0:
+    never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
     all ranks.
     overlap: "backward": the exchange overlaps with backward(), which waits for the end of the exchange. "next_forward":
     backward() and step() do not wait for the exchange, and a module's parameters are updated just before its next forward,

@@ -20,8 +20,8 @@ _Registered = TypeVar("_Registered", bound=type[Codec])
 def register_codec(codec: _Registered) -> _Registered:
     """Add a codec that can be used by name like those of this package. Returns the codec, so this function can be a decorator.
 
-    codec: a class that derives from Codec: a frozen dataclass that has its own lower-case name, and a default for every
-    setting. Every rank must register the class before the codec is used.
+    codec: a frozen dataclass that derives from Codec. It has its own lower-case name, and a default for every setting. Every
+    rank must register this class before the codec is used.
 
     Raises TypeError for anything else, ValueError for a name that is malformed or taken.
     """

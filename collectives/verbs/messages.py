@@ -52,12 +52,12 @@ class PointToPoint(Ranks):
     def recv(
         self, tensor: Tensor, src: int | None = None, *, tag: int = 0, async_op: bool = False
     ) -> MessageWork | int | None:
-        """Fill `tensor` with a message that has this tag, and return the rank that sent it. With async_op=True, return a handle
-        instead, whose attribute `sender` is this rank. See send for the order.
+        """Fill `tensor` with a message that has this tag, and return the sender. With async_op=True, return a handle instead,
+        whose attribute `sender` names that rank. See send for the order.
 
         src: the rank that sends; None for any rank. With None, ranks whose messages have arrived take turns. If messages
-        travel over gloo or NCCL, as with link='process_group', None raises ValueError. A thread that receives
-        while other threads call operations needs its own Communicator.
+        travel over gloo or NCCL, as with link='process_group', None raises ValueError. A thread that receives while other
+        threads call operations needs its own Communicator.
         """
         engine = self._engine
         arguments.check_written(engine, tensor)
