@@ -244,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         "--master-port",
         type=port,
         metavar="PORT",
-        help="rendezvous port on the first host (29500; in an elastic job, a free port of this host)",
+        help="rendezvous port of a job on several hosts (29500), or of an elastic job (a free port of this host)",
     )
     add(
         "--start-timeout",

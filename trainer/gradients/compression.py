@@ -70,7 +70,7 @@ class ErrorFeedback:
     warmup_steps applies.
     warmup_steps: the number of exchanges at the start in which gradients are sent uncompressed.
 
-    Raises ValueError for unbiased codecs with a variance omega >= 1 (QSGD and TernGrad with their default settings), whose
+    Raises ValueError for unbiased codecs with a variance omega >= 1 (TernGrad, and QSGD with its default settings), whose
     residuals would grow in every step. These codecs need no error feedback.
     """
 
