@@ -1,6 +1,6 @@
 """The dense codecs: one code for every number, written by the kernels of the codec's name.
 
-Codecs that round stochastically are unbiased: correct on average. Codecs with omega >= 1 (QSGD and TernGrad with their default
+Codecs that round stochastically are unbiased: correct on average. Codecs with omega >= 1 (TernGrad, and QSGD with its default
 blocks) cannot be used with error feedback: the error may exceed the numbers, and the residual then grows from step to step.
 """
 
