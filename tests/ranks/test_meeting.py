@@ -132,20 +132,28 @@ def test_a_wrong_interface_is_found_before_anyone_waits_for_it(
 
 
 JOB = """
-import sys, gradwire as hvd
+import os, sys, time
+from pathlib import Path
+import gradwire as hvd
+job, folder, place = sys.argv[1], Path(sys.argv[2]), int(os.environ["PLACE"])
+(folder / str(place)).touch()
+ready_by = time.monotonic() + 60
+while len(list(folder.iterdir())) < 4 and time.monotonic() < ready_by:  # importing takes longer than the hub waits
+    time.sleep(0.01)
+time.sleep(0.2 * place)
 hvd.init(timeout_s=30)
-print("job", hvd.broadcast_object(sys.argv[1], 0), "of", sys.argv[1], flush=True)
+print("job", hvd.broadcast_object(job, 0), "of", job, flush=True)
 """
 
 
-def test_two_jobs_at_one_port() -> None:
+def test_two_jobs_at_one_port(tmp_path: Path) -> None:
     """Rank 1 of the second job comes before that of the first: nothing but the commands tells them apart, which is enough for the
     ranks of the first to find each other; those of the second are told whose port it is."""
     port = str(unused_port())
     started = {}
-    for rank, job in ((0, "A"), (1, "B"), (1, "A"), (0, "B")):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        started[rank, job] = start([python(), "-c", JOB, job], ROOT, **place)
+    for place, (rank, job) in enumerate([(0, "A"), (1, "B"), (1, "A"), (0, "B")]):
+        meeting = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started[rank, job] = start([python(), "-c", JOB, job, str(tmp_path)], ROOT, PLACE=str(place), **meeting)
     said = {who: process.communicate(timeout=DEADLINE_S)[0] for who, process in started.items()}
     everything = "\n".join(f"rank {rank} of job {job}: {text}" for (rank, job), text in said.items())
     assert not re.search("job (A of B|B of A)", everything), everything
