@@ -66,12 +66,12 @@ class Operations(Supervision):
 
     @property
     def usable(self) -> bool:
-        """Whether an operation can still run."""
+        """Return whether an operation can still run."""
         return self._failure is None and not self._queue.sealed
 
     @property
     def issued(self) -> int:
-        """How many operations this rank has issued."""
+        """Return how many operations this rank has issued."""
         return self._queue.issued
 
     def fail(self) -> None:

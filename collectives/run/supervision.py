@@ -73,15 +73,16 @@ class Supervision:
 
     @property
     def has_failed(self) -> bool:
-        """Whether an operation has failed, after which no other can run."""
+        """Return whether an operation has failed, after which no other can run."""
         return self._failure is not None
 
     @property
     def _unfinished(self) -> int:
-        """The number of the first operation that this rank has not finished."""
+        """Return the number of the first operation that this rank has not finished."""
         return self._running if self._running >= 0 else self._sequence + 1
 
     def _last_begun(self) -> int:
+        """Return the number of the last turn in which an operation began."""
         return self._sequence
 
     def _place(self) -> str:

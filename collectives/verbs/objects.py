@@ -48,7 +48,7 @@ class Objects(Movement):
         return received if self.rank == dst else None
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0) -> Any:
-        """On rank r, return the r-th of rank src's picklable objects. The argument of the other ranks is ignored."""
+        """Return, on rank r, the r-th of rank src's picklable objects. The argument of the other ranks is ignored."""
         arguments.check_root(self._engine, "src", src)
         if self.rank == src and (objs is None or len(objs) != self.size):
             raise ValueError(
