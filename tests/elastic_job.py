@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -92,7 +94,7 @@ class Job:
         """Return what a worker has sent next. Raises AssertionError where it has raised or ended, or sends nothing in time."""
         connection = self._workers[worker][1]
         assert connection.poll(RUN_TIMEOUT_S), f"worker {worker} says nothing"
-        kind, value = connection.recv()
+        kind, value = pickle.loads(connection.recv_bytes())
         assert kind == "sent", f"worker {worker}: {value}"
         return value
 
@@ -119,7 +121,12 @@ def _work(
     sys.modules["gradwire.trainer.elastic.in_place"].find_agent = lambda: agent  # type: ignore[attr-defined]
     Agent.watch = lambda self: None  # type: ignore[method-assign]
     try:
-        function(*args, lambda value: connection.send(("sent", value)))
+        function(*args, partial(_send, connection, "sent"))
     except BaseException as error:
-        connection.send(("raised", f"{type(error).__name__}: {error}"))
+        _send(connection, "raised", f"{type(error).__name__}: {error}")
         raise
+
+
+def _send(connection: Connection, kind: str, value: Any) -> None:
+    # Connection.send() sends a file descriptor for a tensor, which the test could not fetch from a worker that has ended.
+    connection.send_bytes(pickle.dumps((kind, value)))

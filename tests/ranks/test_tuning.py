@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -68,7 +69,8 @@ def test_every_algorithm_of_a_host_is_timed_as_it_is_called() -> None:
         assert everyones == [costs.to_json()] * 2
         timed = {call.algorithm: dict(call.measured) for call in costs.calls}
         assert timed.keys() == {"direct", "recursive_doubling", "ring", "rsag", "shared", "tree"}
-        assert comm.predict(256) == timed[comm.chosen("allreduce", 1 << 10)][1 << 10]
+        measured_s = timed[comm.chosen("allreduce", 1 << 10)][1 << 10]
+        assert math.isclose(comm.predict(256), measured_s)  # a correction by a share rounds
 
 
 @on_ranks(3)
