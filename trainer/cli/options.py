@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds in which every other host must answer by ssh (30)",
     )
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
-    add("--output-filename", type=Path, metavar="DIR", help="also write the output of ranks: DIR/rank.0/stdout, ...")
+    add("--output-filename", type=Path, metavar="DIR", help="also write the output of ranks: stdout and stderr in DIR/rank.0, ...")
     add("--timeline-filename", metavar="FILE", help="record a timeline (HOROVOD_TIMELINE)")
     add(
         "--timeline-mark-cycles",
@@ -278,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stall-check-shutdown-time-seconds",
         type=_whole(0),
         metavar="S",
-        help="seconds after which a wait raises an error; 0: never",
+        help="seconds after which a wait raises an error; 0: only at its timeout",
     )
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")

@@ -103,7 +103,6 @@ class Reports:
         self._began_ns = 0
         self._ended = time.perf_counter()
         self._wait_s, self._stats, self._exchanged = rule.wait_s, rule.stats, -1
-        self._chosen: tuple[list[Bucket], tuple[BucketChoice, ...]] = ([], ())
         self._stragglers: StragglerWatch | None = None
         if rule.moments is not None and self._communicator.size > 1:
             self._stragglers = StragglerWatch(self._communicator, rule.moments, wanted.straggler_report_every)
@@ -151,8 +150,6 @@ class Reports:
         """Return the metrics since the last step."""
         now, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._rule.stats
         buckets = list(self._rule.buckets)
-        if buckets != self._chosen[0]:
-            self._chosen = buckets, tuple(_choice(self._communicator, bucket) for bucket in buckets)
         moments = self._rule.moments.last if self._rule.moments is not None else ()
         exchanges = [moment for moment in moments if moment.number > self._exchanged]
         exchange_s = sum(moment.exchange_ns for moment in exchanges) / 1e9 if exchanges else None
@@ -166,7 +163,7 @@ class Reports:
             bytes_sent=stats.bytes_sent - self._stats.bytes_sent,
             bytes_uncompressed=stats.bytes_uncompressed - self._stats.bytes_uncompressed,
             busbw_gb_s=on_bus / exchange_s / 1e9 if exchange_s else None,
-            buckets=self._chosen[1],
+            buckets=tuple(_choice(self._communicator, bucket) for bucket in buckets),
             compression_error=_compression_error(buckets) if self.step % _ERROR_EVERY == 0 else None,
             slowest_rank=None if self._stragglers is None else self._stragglers.slowest(),
         )
