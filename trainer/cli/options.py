@@ -254,7 +254,12 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds in which every other host must answer by ssh (30)",
     )
     add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
-    add("--output-filename", type=Path, metavar="DIR", help="also write the output of ranks: stdout and stderr in DIR/rank.0, ...")
+    add(
+        "--output-filename",
+        type=Path,
+        metavar="DIR",
+        help="also write the output of ranks: stdout and stderr in DIR/rank.0, ...",
+    )
     add("--timeline-filename", metavar="FILE", help="record a timeline (HOROVOD_TIMELINE)")
     add(
         "--timeline-mark-cycles",
