@@ -219,10 +219,19 @@ def test_a_host_that_was_lost_and_taken_away_is_not_tried_again() -> None:
 
 def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
     policy = begun(Elastic(min_ranks=2, max_ranks=2), {"a": 1, "b": 1})
-    policy.host_lost(1, "by ssh: no route", now=10)
+    policy.exited(1, 1, now=10)
     policy.departed(0, LOST, now=10)
-    assert policy.decide(10) == [End((1,), "1 of at least 2 ranks can continue, and no host is left for others")]
-    policy = begun(Elastic(min_ranks=2, max_ranks=2, discovery_script=SCRIPT), {"a": 1, "b": 1})
+    for worker in range(2, 2 + HOST_FAILURES):
+        assert Start(worker, 1, 0) in policy.decide(10)
+        policy.exited(worker, 1, now=10)
+    assert policy.decide(10) == [
+        End((1, 2, 3, 4), "1 of at least 2 ranks can continue, and no host is left for others")
+    ]
+
+
+@pytest.mark.parametrize("script", [None, SCRIPT])
+def test_too_few_ranks_wait_for_a_lost_host(script: Path | None) -> None:
+    policy = begun(Elastic(min_ranks=2, max_ranks=2, discovery_script=script), {"a": 1, "b": 1})
     policy.host_lost(1, "by ssh: no route", now=10)
     policy.departed(0, LOST, now=10)
     (said,) = policy.decide(10)

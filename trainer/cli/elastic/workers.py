@@ -85,12 +85,16 @@ class Workers:
         """Return the workers that are alive and not ready yet."""
         return [number for number, worker in self.of.items() if worker.is_alive and not worker.has_arrived]
 
-    def free_slots(self) -> list[tuple[int, int]]:
-        """Return the host and slot of each worker that could be started, slots of lost workers first."""
+    def free_slots(self, *, later: bool = False) -> list[tuple[int, int]]:
+        """Return the host and slot of each worker that could be started now, slots of lost workers first. later: also of those
+        that could be started after the pause of a lost host."""
         used = {(worker.node, worker.slot) for worker in self.of.values()}
         taken = {(worker.node, worker.slot) for worker in self.of.values() if worker.is_running}
-        unusable = {node for node, host in self.hosts.items() if host.is_failed or host.is_lost or host.is_released}
-        usable = [(node, host.slots) for node, host in self.hosts.items() if node not in unusable]
+        usable = [
+            (node, host.slots)
+            for node, host in self.hosts.items()
+            if not (host.is_failed or host.is_released or (host.is_lost and not later))
+        ]
         free = [(node, slot) for node, slots in usable for slot in range(slots) if (node, slot) not in taken]
         free.sort(key=lambda place: place not in used)
         return free[: self._most_more]
