@@ -56,8 +56,9 @@ class OneJob(Admission):
 
     def judge(self, arriving: Card, members: Mapping[int, Card], *, is_complete: bool) -> Verdict:
         """See Admission. If two processes claim the same rank, the later one is refused if the world is complete or the rank is
-        0. Otherwise, the one that was started in another way than rank 0 is refused or evicted; if both or neither were, all
-        ranks fail."""
+        0; in the second case, ranks that were started in the same way as that process, and not as rank 0, are evicted.
+        Otherwise, the one that was started in another way than rank 0 is refused or evicted; if both or neither were, all ranks
+        fail."""
         rank = arriving["rank"]
         if reason := _stranger(arriving, self._card):
             return Verdict(self._refusal(arriving, reason))
