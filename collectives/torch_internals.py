@@ -1,4 +1,5 @@
-"""All uses of private names of torch in this package."""
+"""The private names of torch that gradwire uses, in one place, since a new version of torch may change them. Elsewhere are only
+torch._foreach_* and the private methods of a process group, which gradwire.collectives.torch_backend implements."""
 
 from __future__ import annotations
 
