@@ -83,8 +83,8 @@ class Communicator(Tuned):
 
     Every verb raises ValueError or TypeError for a wrong argument, before anything is sent. If an operation cannot finish, the
     verb raises PeerLost, CollectiveTimeout or Mismatch; with async_op=True, wait() raises this error. The Communicator is then
-    broken, and each further call raises an error of the same kind. Only if the error is a Mismatch that was found before any
-    data moved does the Communicator remain usable.
+    broken, and each further call raises an error of the same kind. It remains usable after a Mismatch that was found before any
+    data moved, and after the timeout that Work.wait() was given.
     """
 
     def __init__(

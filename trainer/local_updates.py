@@ -70,7 +70,7 @@ class LocalUpdates(DistributedOptimizer):
     outer=None the parameters are averaged. docs/guides/local-updates.md is the guide.
 
     Replicas must start equal (broadcast_parameters before the first step). Right after an exchange, they are equal again;
-    with fragments or a delay, they are only nearly equal. So validate, and end training, when a multiple of `every` steps
+    with several fragments or a delay, they are only nearly equal. So validate, and end training, when a multiple of `every` steps
     has followed the warm-up. After each exchange the ranks compare hashes of the common parameters and of the outer optimizer's
     state. If the hashes differ, all ranks raise ReplicasDiffer.
 

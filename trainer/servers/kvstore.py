@@ -212,8 +212,8 @@ class KVStore:
         """Compress the values that push() sends from now on. Collective; only once.
 
         compression_params: {"type": "2bit", "threshold": 0.5} as in MXNet, which sends threshold, 0 or -threshold; or the name
-        of a codec of gradwire.collectives.compression with its settings, such as {"type": "topk", "ratio": 0.01}. If the codec
-        needs error feedback, the error is added to this rank's next push to the key. Floating-point values are encoded as
+        of a codec in gradwire.collectives.compression.CODECS with its settings, such as {"type": "topk", "ratio": 0.01}. If the
+        codec needs error feedback, the error is added to this rank's next push to the key. Floating-point values are encoded as
         float32. Other values, and pulled values, are not compressed.
 
         Raises ValueError for other types and settings; if ranks differ; and for "local" and "device", which send nothing.
@@ -307,7 +307,8 @@ class KVStore:
         return Counts.total([client.counts() for client in self._group.clients.values()])
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
+        """Announce that this rank sends nothing more, serve the others until they announce the same or are lost, and end the
+        threads.
 
         timeout_s: how long to wait for the others; default: the timeout_s of gradwire.init(). After that, logs a warning and
         stops serving them. Further calls do nothing.

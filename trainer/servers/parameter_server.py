@@ -319,7 +319,8 @@ class ParameterServer(WrappingOptimizer):
         self._taken_over = self._hashes()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Announce that this rank sends nothing more, serve the others until they announce the same, and end the threads.
+        """Announce that this rank sends nothing more, serve the others until they announce the same or are lost, and end the
+        threads.
 
         timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, logs a warning and stops
         serving them. The parameters and the wrapped optimizer remain usable. Further calls do nothing.

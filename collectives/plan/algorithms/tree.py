@@ -3,8 +3,8 @@
 Thakur, Rabenseifner and Gropp (2005), sections 4.1 and 4.4. With p ranks and n bytes: broadcast and reduce take
 ceil(log2 p) rounds, broadcast's root sends ceil(log2 p) n bytes, in reduce every rank but the root sends n. allreduce is a
 reduce to the first rank that is not on a slow link, and a broadcast from it: 2 ceil(log2 p) rounds, 2(p - 1) messages of n
-bytes over all ranks. Ranks on slow links (Place.slow) are leaves: they send and receive n bytes; in a ring they would send and
-receive 2(p - 1)/p n.
+bytes over all ranks. Ranks on slow links (Place.slow) are leaves, as far as there are leaves: a leaf sends and receives n bytes;
+in a ring it would send and receive 2(p - 1)/p n.
 """
 
 from __future__ import annotations
