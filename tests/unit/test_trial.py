@@ -9,9 +9,11 @@ from gradwire.collectives.plan.trial import COUNTED, REPETITIONS, SKIPPED, Trial
 RANKED = [(1.0, "ring"), (1.2, "rsag"), (1.4, "tree"), (1.6, "direct"), (9.0, "star")]
 
 
-def tried(taken: dict[str, float], choice: str = "ring") -> tuple[Trial, list[str]]:
-    """Return a trial at its end, and the choices in the order of first use. taken: seconds of a call by choice."""
-    trial, used = Trial(RANKED, choice), [choice]
+def tried(taken: dict[str, float], choice: str = "ring", unit_s: float = 1.0) -> tuple[Trial, list[str]]:
+    """Return a trial at its end, and the choices of its last measurement. taken: the time of a call of each choice, like
+    RANKED in units of unit_s."""
+    trial, used = Trial([(unit_s * each, name) for each, name in RANKED], choice), [choice]
+    taken = {name: unit_s * each for name, each in taken.items()}
     while not trial.settled:
         used = trial._tried.copy()
         for turn in range(SKIPPED + COUNTED):
@@ -55,6 +57,21 @@ def test_short_calls_are_repeated_and_have_more_rivals() -> None:
     assert (long.repetitions, some.repetitions, short.repetitions) == (0, 2, REPETITIONS)
     assert long.judge([6e-3]).endswith("now in turns: ring, rsag, tree")
     assert short.judge([2e-6]).endswith("now in turns: ring, rsag, tree, direct")
+
+
+@pytest.mark.parametrize(
+    ("taken", "used", "stays"),
+    [
+        ({"ring": 2.0, "rsag": 1.5, "tree": 1.4, "direct": 3.0}, ["rsag", "tree"], "tree"),
+        ({"ring": 2.0, "rsag": 1.9, "tree": 2.1, "direct": 3.0}, ["ring", "rsag"], "ring"),
+        ({"ring": 2.0, "rsag": 1.4, "tree": 1.8, "direct": 3.0}, ["ring", "rsag", "tree", "direct"], "rsag"),
+    ],
+)
+def test_near_equals_among_short_calls_are_tried_once_more(
+    taken: dict[str, float], used: list[str], stays: str
+) -> None:
+    trial, were_used = tried(taken, unit_s=1e-6)
+    assert (were_used, trial.choice) == (used, stays)
 
 
 def test_a_finding_is_said_in_words() -> None:
