@@ -111,7 +111,7 @@ class CompressionHook:
         self._known = {encoding.identity: encoding for encoding in known if encoding is not None}
         self._choice: Choice | None = None
         self._chosen: set[int] = set()
-        """Parameters for which it is chosen what they travel as."""
+        """The parameters whose compression is chosen by predictions."""
         self._sizes: list[Size] = []
         self._last_sizes: list[Size] = []
         self._exchange_s = 0.0

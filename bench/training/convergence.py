@@ -50,7 +50,7 @@ class ExampleModel:
 
 
 def large_gpt(size: int) -> bytes_gpt.GPTConfig:
-    """Return settings with 12.9 M parameters and 1 x 64 tokens per rank: the exchange takes most of a step."""
+    """Return settings with 12.8 M parameters and 1 x 64 tokens per rank: the exchange takes most of a step."""
     settings: dict[str, Any] = {**bytes_gpt.PRESETS["13m"], "batch": size, "context": 64}
     return bytes_gpt.GPTConfig(**settings)
 
@@ -75,7 +75,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--models",
         type=models,
         default="bytes_gpt,digits_cnn",
-        help=f"comma-separated, of {', '.join(MODELS)} (12.9 M parameters, 1 x 64 tokens a rank); default bytes_gpt,digits_cnn",
+        help=f"comma-separated, of {', '.join(MODELS)} (12.8 M parameters, 1 x 64 tokens a rank); default bytes_gpt,digits_cnn",
     )
     add("--codecs", type=codecs, default="all", help="comma-separated names; default all. none is always trained first")
     add("--steps", type=partial(count_from, 1), default=400, help="steps of each run (default 400)")

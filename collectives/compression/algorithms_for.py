@@ -5,8 +5,8 @@ number of ranks: its schedule is `direct`, between hosts if there are several an
 hosts. 'one_shot' has a single round: every rank sends its code to all other ranks, p/2 times the bytes with p ranks, and
 nothing is encoded again. Any other schedule encodes each partial sum that it sends: `gradwire.collectives.plan.check.encodings`
 counts how often, and the table is in docs/guides/compression.md. The error of encoding a partial sum is not kept, so error
-feedback, and codecs that keep state from step to step, need 'two_shot' or 'one_shot', whichever the codec selects. Codes that
-can be added undecoded (fp16, bf16, randomk, none) use the other algorithms like plain numbers.
+feedback of other codes, and codecs that keep state from step to step, need 'two_shot' or 'one_shot', whichever the codec
+selects. Codes that can be added undecoded (fp16, bf16, randomk, none) use the other algorithms like plain numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TWO_SHOT = "two_shot"
 
 
 def shot_of(codec: Codec) -> str:
-    """Return 'one_shot' or 'two_shot', as the codec selects. 'auto' runs this algorithm for codes that cannot be added
-    undecoded, and no other algorithm supports error feedback."""
+    """Return 'one_shot' or 'two_shot', as the codec selects. For codes that cannot be added undecoded, 'auto' runs this
+    algorithm, and no other algorithm supports error feedback."""
     return ONE_SHOT if codec.one_shot else TWO_SHOT
 
 

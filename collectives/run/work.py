@@ -199,7 +199,8 @@ class WorkQueue:
 
     def _help(self, work: Work, last_begun: Callable[[], int | None]) -> None:
         """Run a work in the main thread, which waits for it, if it is next, cannot concern CUDA tensors, and has no callbacks,
-        which could need a lock that the caller holds. A switch to the queue's thread takes longer than a small message."""
+        which could need a lock that the caller holds. hasten() has checked the other conditions. A switch to the queue's thread
+        takes longer than a small message."""
         turn = object()
         try:
             with self._changed:

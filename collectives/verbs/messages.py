@@ -58,6 +58,9 @@ class PointToPoint(Ranks):
         src: the rank that sends; None for any rank. With None, ranks whose messages have arrived take turns. If messages
         travel over gloo or NCCL, as with link='process_group', None raises ValueError. A thread that receives while other
         threads call operations needs its own Communicator.
+
+        Raises Mismatch if the message has another dtype or length, unless it travels over gloo or NCCL, which do not compare
+        them.
         """
         engine = self._engine
         arguments.check_written(engine, tensor)

@@ -29,8 +29,8 @@ _ERROR_EVERY = 10
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """One bucket in an exchange of gradients: its uncompressed bytes, the algorithm ("auto" with PowerSGD, which runs several
-    sums), and the codec ("none" without one)."""
+    """How a bucket of gradients is exchanged, or during the warm-up of a codec, how it will be: its uncompressed bytes, the
+    algorithm ("auto" with PowerSGD, which runs several sums), and the codec ("none" without one)."""
 
     nbytes: int
     algorithm: str
