@@ -97,7 +97,9 @@ def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool)
     the timeout.) A rank that neither arrives nor compiles is awaited for timeout_s only.
     """
     memory = shared_memory_wanted(os.environ)
-    with FIRST_USE.together("about 20 s", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)):
+    with FIRST_USE.together(
+        "half a minute or less", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)
+    ):
         if memory and hosts_are_shared:
             cpu_kernels()
         sockets = cpu_sockets()
