@@ -20,7 +20,7 @@ train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a min
 # More workers than cores: while one waits for a deadline, another computes.
 PYTEST := $(BIN)/python -m pytest tests -n 3 --dist worksteal
 
-test: .venv/.test  ## run the tests but the widest sweeps, in about 5 minutes; options pass through: ARGS="-k NAME"
+test: .venv/.test  ## run the tests but the widest sweeps, in 5 to 10 minutes; options pass through: ARGS="-k NAME"
 	$(PYTEST) -m "not wide" $(ARGS)
 
 test-all: .venv/.test  ## run all tests, in about 10 minutes; options pass through

@@ -211,6 +211,7 @@ def test_ways_to_train_give_the_same_over_both_backends(programs: str, tmp_path:
         assert row["program"] in said
 
 
+@pytest.mark.wide
 def test_training_with_codecs(tmp_path: Path) -> None:
     flags = ["--models", "digits_cnn", "--codecs", "int8,topk", "--steps", "3", "--device", "cpu"]
     said = bench("convergence", *flags, *into(tmp_path))
@@ -258,6 +259,7 @@ def test_update_rules(tmp_path: Path) -> None:
     assert alone["sent_bytes"] == 0
 
 
+@pytest.mark.wide
 def test_update_rules_in_equal_time(tmp_path: Path) -> None:
     competitors = ["average", "quorum"]
     flags = [*RULE_FLAGS, "--seconds", "0.5", "--every", "3", "--slow", "1:0.1"]

@@ -34,8 +34,8 @@ from tests.ranks.training import on_ranks
 pytestmark = ON_EVERY_TRANSPORT
 
 #: Worlds, each as the names of its ranks' hosts, small and large ones; among those of a kind, the cases of a verb are divided.
-LAYOUTS = ("a", "aa", "aaa", "aaaaa", "aabb", "abcab")
-LARGE_LAYOUTS = ("aaaaaaaa", "aaaabbb", "abcabcab")
+LAYOUTS = ("a", "aa", "aaa", "aabb", "abcab")
+LARGE_LAYOUTS = ("aaaaa", "aaaaaaaa", "aaaabbb", "abcabcab")
 #: By a name, numbers of elements in a world of a size.
 NUMELS: dict[str, Callable[[int], int]] = {
     "none": lambda size: 0,

@@ -75,6 +75,7 @@ def test_a_script(tmp_path: Path, script: str, exchanges: int) -> None:
     assert_compressed_and_alike(run(script, tmp_path / "out"), exchanges)
 
 
+@pytest.mark.wide
 def test_fsdp2_between_groups(tmp_path: Path) -> None:
     ends = run("fsdp2.py", tmp_path / "out", ranks=4)
     for shard in (0, 1):

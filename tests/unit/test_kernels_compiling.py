@@ -17,6 +17,7 @@ from gradwire.collectives.kernels.cpu import compiling
 from gradwire.collectives.kernels.cpu.calling import kernel_of
 from gradwire.collectives.kernels.cpu.compiling import compiled
 from gradwire.collectives.kernels.cpu.deferred import int64
+from tests.harness import wide
 from tests.interpreter import python
 
 CALLER = """
@@ -133,7 +134,7 @@ def test_what_calls_into_an_edited_file_is_compiled_anew(kernels: Path, tmp_path
         assert done.stderr.count("gradwire: compiling kernels for this and later runs, some seconds") == told
 
 
-@pytest.mark.parametrize("damage", [lambda code: b"", lambda code: code[:-100], lambda code: code[:-1] + b"?"])
+@pytest.mark.parametrize("damage", [lambda code: code[:-100], *wide(lambda code: b"", lambda code: code[:-1] + b"?")])
 def test_a_damaged_file_is_replaced(kernels: Path, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     """A kernel whose file is empty, cut off or altered, for example after a loss of power, is compiled again."""
     kept = tmp_path / "kept"
