@@ -13,7 +13,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1	/p' $(MAKEFILE_LIST)
 
 train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a minute; options pass through: ARGS="--compare ddp"
-	@echo "Training a small GPT on $(PROCESSES) processes; the time begins when all is loaded and compiled."
+	@echo "Training a small GPT on $(PROCESSES) processes. A minute of training begins when all is loaded and compiled."
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
 		-m gradwire.trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
 

@@ -82,9 +82,9 @@ class Communicator(Tuned):
     could run the calls in different orders, which raises Mismatch.
 
     Every verb raises ValueError or TypeError for a wrong argument, before anything is sent. If an operation cannot finish, the
-    verb raises PeerLost, CollectiveTimeout or Mismatch; with async_op=True, wait() raises this error. The Communicator is then
-    broken, and each further call raises an error of the same kind. It remains usable after a Mismatch that was found before any
-    data moved, and after the timeout that Work.wait() was given.
+    verb raises PeerLost, CollectiveTimeout or Mismatch; with async_op=True, wait() raises this error. It breaks the
+    Communicator: each further call raises an error of the same kind. Two errors do not break it: a Mismatch that was found before
+    any data moved, and the CollectiveTimeout of a timeout that was passed to wait().
     """
 
     def __init__(

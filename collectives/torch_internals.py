@@ -1,5 +1,4 @@
-"""The private names of torch that gradwire uses, in one place, since a new version of torch may change them. Elsewhere are only
-torch._foreach_* and the private methods of a process group, which gradwire.collectives.torch_backend implements."""
+"""Private names of torch, most of those that gradwire uses: a new version of torch may change them."""
 
 from __future__ import annotations
 

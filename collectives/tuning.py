@@ -37,9 +37,10 @@ class Tuned(SharedTensors):
 
         After that, the first allreduces of a size on the CPU are timed. If their time differs from the prediction, or if
         another algorithm is predicted to be about as fast, the next allreduces of this size also try other algorithms: up to
-        two, or up to four if an allreduce is predicted to take at most 2 ms. 'auto' then changes to the fastest if that saves
-        more than 5 % of the time. If COLLECTIVES_TUNING names a file of measurements, the selection by this file is not
-        corrected in this way, so that all runs with the file give the same bits.
+        two, or up to four if an allreduce is predicted to take at most 2 ms, and in this case those nearly as fast as the
+        fastest once more. 'auto' then changes to the fastest if that saves more than 5 % of the time. If COLLECTIVES_TUNING
+        names a file of measurements, the selection by this file is not corrected in this way, so that all runs with the file
+        give the same bits.
         """
         costs = self._probe().run()
         self._choose_by(costs, corrects=True)  # which may change what the timed calls run

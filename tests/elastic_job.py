@@ -94,7 +94,7 @@ class Job:
         """Return what a worker has sent next. Raises AssertionError where it has raised or ended, or sends nothing in time."""
         connection = self._workers[worker][1]
         assert connection.poll(RUN_TIMEOUT_S), f"worker {worker} says nothing"
-        kind, value = pickle.loads(connection.recv_bytes())
+        kind, value = connection.recv()
         assert kind == "sent", f"worker {worker}: {value}"
         return value
 
@@ -128,5 +128,5 @@ def _work(
 
 
 def _send(connection: Connection, kind: str, value: Any) -> None:
-    # Connection.send() sends a file descriptor for a tensor, which the test could not fetch from a worker that has ended.
+    # Connection.send() would send a reference to a tensor's memory, which a worker that has ended could not serve.
     connection.send_bytes(pickle.dumps((kind, value)))

@@ -111,7 +111,7 @@ class CompressionHook:
         self._known = {encoding.identity: encoding for encoding in known if encoding is not None}
         self._choice: Choice | None = None
         self._chosen: set[int] = set()
-        """The parameters whose compression is chosen by predictions."""
+        """The numbers of the parameters whose compression is chosen by predictions."""
         self._sizes: list[Size] = []
         self._last_sizes: list[Size] = []
         self._exchange_s = 0.0

@@ -29,8 +29,8 @@ class LocalReport:
     bytes_per_step: bytes of movements, per step after the warm-up.
     inner_bytes_per_step: bytes of gradients to inner ranks, per step after the warm-up.
     bytes_sent: all bytes that this rank has sent since the optimizer was made.
-    bytes_saved: the bytes of the movements without compression, divided by the bytes that this rank has sent for them.
-    wait_share: the share of the time since the optimizer was made that this rank waited for others.
+    bytes_saved: a ratio: the bytes of the movements without compression, divided by the bytes that this rank has sent for them.
+    wait_share: the time that this rank has waited for others, divided by the time since the optimizer was made.
     batch_per_rank: the batch size of this rank, as given to report(). global_batch: batch_per_rank times the number of ranks.
     """
 
@@ -69,8 +69,8 @@ class LocalUpdates(DistributedOptimizer):
     equal on all ranks. With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023); with
     outer=None the parameters are averaged. docs/guides/local-updates.md is the guide.
 
-    Replicas must start equal (broadcast_parameters before the first step). Right after an exchange, they are equal again;
-    with several fragments or a delay, they are only nearly equal. So validate, and end training, when a multiple of `every` steps
+    Replicas must start equal (broadcast_parameters before the first step). Right after an exchange, they are equal again,
+    or with several fragments or a delay, nearly equal. Validate, and end training, when a multiple of `every` steps
     has followed the warm-up. After each exchange the ranks compare hashes of the common parameters and of the outer optimizer's
     state. If the hashes differ, all ranks raise ReplicasDiffer.
 

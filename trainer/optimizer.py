@@ -88,16 +88,16 @@ class DistributedOptimizer(WrappingOptimizer):
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps without an exchange.
     bucket_bytes: the maximum size of a bucket in bytes. A larger gradient has a bucket of its own, and the first bucket holds
-    at most 1 MB. None: the value of HOROVOD_FUSION_THRESHOLD. If that is not set, the default is 4 MB with
-    overlap="next_forward" and for gradients on the CPU that no codec encodes, and 25 MB for all other gradients.
+    at most 1 MB. None: the value of HOROVOD_FUSION_THRESHOLD. If that is not set, the default is 4 MB in two
+    cases, with overlap="next_forward" and for gradients on the CPU that no codec encodes, and otherwise 25 MB.
     rule: a class derived from Rule, or a function that makes a Rule from a Setup, which holds the arguments of this optimizer.
     The rule decides which data are exchanged, and when. This docstring describes the default rule.
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
     shard_states: if True, each rank updates only its share of the parameters, and keeps only the optimizer state of that share
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
     parameter_compression: with shard_states=True, the compression of the changes of parameters that each rank sends after
-    it has stepped its share: a cast, or a codec whose error feedback converges (so not "dgc", "powersgd", "terngrad", nor
-    "qsgd" with its default settings). Codecs always have error feedback here. By default, the ranks send the parameters
+    it has stepped its share: a cast, or any codec except "dgc", "powersgd", "terngrad", and "qsgd" with its default settings.
+    Codecs always have error feedback here. By default, the ranks send the parameters
     themselves, uncompressed, and the weights are bitwise those of training without shard_states.
     check_replicas_every: the number of steps after which the ranks compare hashes of their parameters and optimizer state; 0:
     never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on

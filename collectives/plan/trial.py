@@ -25,9 +25,9 @@ _RIVALS, _SHORT_RIVALS, _HOPELESS = 2, 4, 2.0
 #: equal choices does not change from run to run.
 _BETTER = 0.95
 
-#: If the two fastest of more than two choices of short calls differ by less than this factor, these two are tried once more:
-#: the times of short calls vary so much that the fastest of many may only have been lucky.
-_CLEAR = 1.25
+#: Short calls of two choices take nearly equally long if their times differ by less than this factor. The times of short calls
+#: vary so much that the fastest of several nearly equal choices may only have been lucky.
+_NEAR = 1.25
 
 
 class Trial:
@@ -35,7 +35,8 @@ class Trial:
 
     If the calls of the first choice take as long as predicted, and each rival is predicted to take longer, the first choice
     stays. Otherwise the next calls alternate between it and the rivals with the best predictions, since other load on a network
-    or a host changes with time. The fastest choice stays; of short calls, the faster one of the two fastest in a second trial.
+    or a host changes with time. A rival replaces the first choice if it is faster. For short calls, if others were nearly as
+    fast as this rival, the first choice and all of these are tried once more before.
 
     ranked: the choices with their predicted seconds, the fastest first. choice: the one that the next call uses. call: the name
     of these calls in the log, such as "allreduce of 4096 bytes". settled: whether the choice is final. repetitions: how many
@@ -51,6 +52,7 @@ class Trial:
         self.repetitions = repetitions if repetitions > 1 else 0
         self._ranked = ranked
         self._tried = [choice]
+        self._is_repeated = False
         self._calls: list[float] = []
 
     def note(self, seconds: float) -> list[float] | None:
@@ -93,12 +95,14 @@ class Trial:
             if rivals:
                 self._tried += rivals[: _SHORT_RIVALS if self.repetitions else _RIVALS]
                 return f"{said}; now in turns: {', '.join(self._tried)}"
-        ordered = sorted((each, name) for name, each in taken.items())
-        least_s, fastest = ordered[0]
-        if self.repetitions and len(taken) > 2 and ordered[1][0] < _CLEAR * least_s:
-            self._tried = [name for name in self._tried if name in (fastest, ordered[1][1])]
-            self.choice = self._tried[0]
+        least_s, fastest = min((each, name) for name, each in taken.items())
+        near = [name for name, each in taken.items() if each < _NEAR * least_s]
+        is_replaced = least_s < _BETTER * first_s
+        if is_replaced and self.repetitions and len(near) > 1 and not self._is_repeated:
+            self._is_repeated = True
+            self._tried = [first, *(name for name in near if name != first)]
+            self.choice = first
             return f"{said}; again in turns: {', '.join(self._tried)}"
-        self.choice = fastest if least_s < _BETTER * first_s else first
+        self.choice = fastest if is_replaced else first
         self.settled = True
         return f"{said}; {self.choice} stays"

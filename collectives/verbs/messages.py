@@ -59,8 +59,8 @@ class PointToPoint(Ranks):
         travel over gloo or NCCL, as with link='process_group', None raises ValueError. A thread that receives while other
         threads call operations needs its own Communicator.
 
-        Raises Mismatch if the message has another dtype or length, unless it travels over gloo or NCCL, which do not compare
-        them.
+        Raises Mismatch if the message has another dtype or length. Over gloo, a message that is longer than expected ends the
+        process instead. NCCL compares neither.
         """
         engine = self._engine
         arguments.check_written(engine, tensor)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire as hvd
-from gradwire.collectives import CollectiveError, ReplicasDiffer
+from gradwire.collectives import CollectiveError, Communicator, ReplicasDiffer
 from gradwire.trainer.gradients.compression import Compressor
 from gradwire.trainer.world.world import current_world
 from tests.harness import Worlds, wait_until
@@ -206,6 +206,20 @@ def test_the_numbers_of_a_step_are_those_of_the_stats(compression: str) -> None:
     measured = [compression != "none" and step % 10 == 0 for step in range(1, 13)]
     assert [error is not None for error in errors] == measured
     assert all(0 < error < 100 for error in errors if error is not None)
+
+
+@on_ranks(2)
+def test_the_buckets_of_a_step_show_a_selection_that_has_changed() -> None:
+    model = wide()
+    seen: list[hvd.StepMetrics] = []
+    with Communicator() as communicator:
+        optimizer = wrapped(model, process_set=communicator, on_step=seen.append)
+        train(optimizer, model, 3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(communicator, "chosen", lambda *_, **__: "tree")  # as calls may correct it
+            train(optimizer, model, 1)
+    assert {bucket.algorithm for bucket in seen[-2].buckets} == {"shared"}
+    assert {bucket.algorithm for bucket in seen[-1].buckets} == {"tree"}
 
 
 @on_ranks(2)

@@ -70,7 +70,7 @@ def test_every_algorithm_of_a_host_is_timed_as_it_is_called() -> None:
         timed = {call.algorithm: dict(call.measured) for call in costs.calls}
         assert timed.keys() == {"direct", "recursive_doubling", "ring", "rsag", "shared", "tree"}
         measured_s = timed[comm.chosen("allreduce", 1 << 10)][1 << 10]
-        assert math.isclose(comm.predict(256), measured_s)  # a correction by a share rounds
+        assert math.isclose(comm.predict(256), measured_s)  # predict() multiplies by a measured ratio, which rounds
 
 
 @on_ranks(3)
@@ -88,9 +88,8 @@ def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
         tried = {comm.chosen("allreduce", tensors[1].nbytes)}
         kept, more, late = ([tensor.clone() for tensor in tensors] for _ in range(3))
         prepared = [comm.prepare_allreduce(each) for each in kept]
-        for _ in range(
-            8 * (SKIPPED + COUNTED) // 3 + 5
-        ):  # three calls each: the first choice, five in turns, two again
+        measurements = 1 + 5 + 5  # of the first choice, of five in turns, and of at most five once more
+        for _ in range(measurements * (SKIPPED + COUNTED) // 3 + 5):  # three calls each
             for tensor, *three in zip(tensors, kept, more, late, strict=True):
                 for into in three:
                     into.copy_(tensor)

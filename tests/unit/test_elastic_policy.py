@@ -242,6 +242,28 @@ def test_too_few_ranks_wait_for_a_lost_host(script: Path | None) -> None:
     assert end == End((1, 2), f"no world could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
 
 
+def test_the_job_continues_when_a_lost_host_is_back() -> None:
+    policy = begun(Elastic(min_ranks=2, max_ranks=2), {"a": 1, "b": 1})
+    policy.host_lost(1, "silent", now=10)
+    policy.departed(0, LOST, now=10)
+    assert isinstance(policy.decide(10)[0], Say)
+    assert policy.decide(10 + LOST_PAUSE_S) == [Start(2, 1, 0)]
+    policy.arrived(2)
+    (begin,) = policy.decide(11 + LOST_PAUSE_S)
+    assert isinstance(begin, Begin)
+    assert begin.epoch.workers == (0, 2)
+
+
+def test_a_host_that_is_lost_before_the_first_epoch_ends_a_job_that_needs_it() -> None:
+    policy = JobPolicy(Elastic(min_ranks=2, max_ranks=2), START_S)
+    policy.set_hosts({"a": 1, "b": 1})
+    assert policy.decide(0) == [Start(0, 0, 0), Start(1, 1, 0)]
+    policy.arrived(0)
+    policy.host_lost(1, "no route", now=1)
+    (end,) = policy.decide(1)
+    assert end == End((1,), "1 of at least 2 ranks can continue, and no host is left for others")
+
+
 def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
     policy = JobPolicy(Elastic(min_ranks=2, ranks=3, max_ranks=3), START_S)
     policy.set_hosts({"a": 3})

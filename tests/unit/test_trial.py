@@ -9,11 +9,9 @@ from gradwire.collectives.plan.trial import COUNTED, REPETITIONS, SKIPPED, Trial
 RANKED = [(1.0, "ring"), (1.2, "rsag"), (1.4, "tree"), (1.6, "direct"), (9.0, "star")]
 
 
-def tried(taken: dict[str, float], choice: str = "ring", unit_s: float = 1.0) -> tuple[Trial, list[str]]:
-    """Return a trial at its end, and the choices of its last measurement. taken: the time of a call of each choice, like
-    RANKED in units of unit_s."""
-    trial, used = Trial([(unit_s * each, name) for each, name in RANKED], choice), [choice]
-    taken = {name: unit_s * each for name, each in taken.items()}
+def tried(taken: dict[str, float], choice: str = "ring") -> tuple[Trial, list[str]]:
+    """Return a trial at its end, and the choices in the order of first use. taken: seconds of a call by choice."""
+    trial, used = Trial(RANKED, choice), [choice]
     while not trial.settled:
         used = trial._tried.copy()
         for turn in range(SKIPPED + COUNTED):
@@ -60,18 +58,28 @@ def test_short_calls_are_repeated_and_have_more_rivals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "used", "stays"),
+    ("taken", "again", "stays"),
     [
-        ({"ring": 2.0, "rsag": 1.5, "tree": 1.4, "direct": 3.0}, ["rsag", "tree"], "tree"),
-        ({"ring": 2.0, "rsag": 1.9, "tree": 2.1, "direct": 3.0}, ["ring", "rsag"], "ring"),
-        ({"ring": 2.0, "rsag": 1.4, "tree": 1.8, "direct": 3.0}, ["ring", "rsag", "tree", "direct"], "rsag"),
+        ([2.0, 1.5, 1.4, 3.0], [2.0, 1.4, 1.5], "rsag"),  # the tree was only lucky
+        ([2.0, 1.5, 1.4, 3.0], [1.3, 1.4, 1.35], "ring"),
+        ([2.0, 1.8, 3.0, 3.0], [2.0, 1.95], "ring"),  # one rival is nearly as fast as the first choice
+        ([2.0, 1.4, 1.8, 3.0], None, "rsag"),  # nothing is nearly as fast
+        ([2.06, 2.0, 2.02, 3.0], None, "ring"),  # nothing is much faster
     ],
 )
-def test_near_equals_among_short_calls_are_tried_once_more(
-    taken: dict[str, float], used: list[str], stays: str
+def test_choices_nearly_as_fast_as_a_rival_are_tried_once_more_before_it_replaces_the_first(
+    taken: list[float], again: list[float] | None, stays: str
 ) -> None:
-    trial, were_used = tried(taken, unit_s=1e-6)
-    assert (were_used, trial.choice) == (used, stays)
+    trial = Trial([(1e-6 * each, name) for each, name in RANKED], "ring")
+    assert trial.judge([2e-6]).endswith("now in turns: ring, rsag, tree, direct")
+    outcome = trial.judge([1e-6 * each for each in taken])
+    assert trial.settled is (again is None)
+    if again is not None:
+        assert outcome.endswith(f"again in turns: {', '.join(trial._tried)}")
+        assert trial._tried == ["ring", "rsag", "tree"][: len(again)]
+        assert trial.choice == "ring"
+        trial.judge([1e-6 * each for each in again])
+    assert (trial.settled, trial.choice) == (True, stays)
 
 
 def test_a_finding_is_said_in_words() -> None:

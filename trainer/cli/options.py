@@ -20,8 +20,8 @@ gradwire run -np 2 -m gradwire.trainer.examples.bytes_gpt
 gradwire run --min-np 2 -np 4 train.py          elastic: continues with at least two ranks, and replaces lost ranks
 
 Every host needs the same folder, the same script and the same Python, at the same paths. The other hosts get the environment
-variables that begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_ (except COLLECTIVES_HOST_ID), those that Python needs, such as
-PYTHONPATH, and those named by -x.
+variables that begin with COLLECTIVES_, GLOO_, HOROVOD_ or NCCL_ (except COLLECTIVES_HOST_ID), PATH, PYTHONPATH,
+LD_LIBRARY_PATH, VIRTUAL_ENV, OMP_NUM_THREADS, and those named by -x.
 """
 
 #: Flags of horovodrun that have no effect here: flags without a value, and flags with one.

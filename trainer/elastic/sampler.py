@@ -18,8 +18,8 @@ class ElasticSampler(Sampler[int]):
     """Yields this rank's share of the samples of an epoch that are not processed yet; the interface is Horovod's.
 
     Call record_batch() or record_indices() after each step, and set_epoch() at the end of each epoch. If the number of ranks
-    changes within an epoch, or a checkpoint is loaded, load_state_dict() or reset() divides the remaining samples among the
-    current ranks. As with DistributedSampler, every rank has the same number of samples, so some may be repeated.
+    changes within an epoch, call reset(), which divides the remaining samples among the current ranks; so does
+    load_state_dict(). As with DistributedSampler, every rank has the same number of samples, so some may be repeated.
 
     processed_indices holds the samples recorded on this rank. Before the number of ranks changes, unite it over the ranks:
     sampler.record_indices(set().union(*hvd.allgather_object(sampler.processed_indices))).

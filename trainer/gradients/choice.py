@@ -41,8 +41,8 @@ class Choice:
     """Chooses the codec, or none, of each bucket; the same on all ranks.
 
     Each bucket uses the candidate with the fastest predicted exchange. If the exchanges do not take the predicted time, each
-    promising candidate is tried in all buckets for WINDOW steps, the one with the best prediction first, and the one with the
-    fastest steps stays. After that, the choice is settled.
+    promising candidate is tried in all buckets for ten steps (WINDOW), the one with the best prediction first, and the one with
+    the fastest steps stays. After that, the choice is settled.
 
     combination, device_type: of the gradients. auto: holds the allowed codecs. candidates: the allowed codecs, and none. The
     constructor is a collective call. It measures the codecs, and the links unless they were measured before. Raises ValueError

@@ -29,8 +29,10 @@ _ERROR_EVERY = 10
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """How a bucket of gradients is exchanged, or during the warm-up of a codec, how it will be: its uncompressed bytes, the
-    algorithm ("auto" with PowerSGD, which runs several sums), and the codec ("none" without one)."""
+    """Describes how the next step exchanges a bucket of gradients; during the warm-up of a codec, the first step after it.
+
+    nbytes: the uncompressed bytes. algorithm: "auto" with PowerSGD, which runs several sums. While calls correct the selection
+    of the algorithm, it changes from call to call. codec: "none" without one."""
 
     nbytes: int
     algorithm: str
@@ -49,7 +51,7 @@ class StepMetrics:
     bytes_sent, bytes_uncompressed: as in ExchangeStats, but of this step only.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; None
     if exchange_s is None.
-    buckets: how each bucket is exchanged.
+    buckets: how the next step exchanges each bucket.
     compression_error: in every tenth step, the norm of the residuals of this rank's gradients, divided by the norm of the
     exchanged gradients of the same buckets; None in other steps, and without error feedback.
     slowest_rank: the rank that made the others wait longest; None if unknown (see DistributedOptimizer.stragglers).
@@ -149,7 +151,7 @@ class Reports:
     def _metrics(self) -> StepMetrics:
         """Return the metrics since the last step."""
         now, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._rule.stats
-        buckets = list(self._rule.buckets)
+        buckets = self._rule.buckets
         moments = self._rule.moments.last if self._rule.moments is not None else ()
         exchanges = [moment for moment in moments if moment.number > self._exchanged]
         exchange_s = sum(moment.exchange_ns for moment in exchanges) / 1e9 if exchanges else None

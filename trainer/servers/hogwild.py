@@ -40,7 +40,7 @@ class Hogwild(WrappingOptimizer):
     process_set: ranks of one host; default: all.
 
     If a rank dies, the others continue with the values that it has written. Checkpoints: between two calls of hvd.barrier(),
-    save the model of any rank, and each rank's own state_dict(), which is that of the wrapped optimizer.
+    save the model of any rank, and on each rank the state_dict() of this optimizer.
 
     The constructor is collective. Raises ValueError or TypeError for invalid arguments; ValueError on all ranks if they are on
     several hosts, share no memory, or do not train the same parameters with the same layout; CollectiveError if there is too

@@ -54,8 +54,8 @@ class KVStore:
 
     If a rank dies, the others continue with "dist_async"; only collective methods, and calls for keys of that rank, raise
     PeerLost. With "dist_sync", a pull that needs a push of the dead rank raises QuorumLost, and a pull that waits for about the
-    timeout_s of gradwire.init() raises CollectiveTimeout. A server takes a rank for lost that sends it nothing for timeout_s. The
-    others do not wait for a rank that has called close(). docs/guides/kvstore.md is the guide.
+    timeout_s of gradwire.init() raises CollectiveTimeout. A rank that sends a server nothing for timeout_s counts as lost there.
+    The others do not wait for a rank that has called close(). docs/guides/kvstore.md is the guide.
 
     Raises ValueError for another type, and for servers that are not ranks.
     """

@@ -53,7 +53,7 @@ class ParameterServer(WrappingOptimizer):
     optimizer, named_parameters, process_set: as in DistributedOptimizer, but a rank outside of process_set raises
     ValueError. Each parameter is on one server, so the optimizer must update each parameter independently. An update uses the
     settings of the param groups on the server's rank. If that rank does not train, the update uses the settings that the
-    lowest-numbered remaining worker had in its last step(); they must be numbers, strings or tuples.
+    lowest-numbered remaining worker had in its last step(). These settings must be numbers, strings or tuples.
     quorum: the number of ranks whose gradients make an update. Default: all that push (synchronous). Fewer: updates do not
     wait for the slowest ranks (Chen et al. 2016). 1: asynchronous (Dean et al. 2012).
     grace_s: how many seconds a server waits for further gradients after the quorum.

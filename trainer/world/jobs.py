@@ -55,10 +55,10 @@ class OneJob(Admission):
         self._place = place
 
     def judge(self, arriving: Card, members: Mapping[int, Card], *, is_complete: bool) -> Verdict:
-        """See Admission. If two processes claim the same rank, the later one is refused if the world is complete or the rank is
-        0; in the second case, ranks that were started in the same way as that process, and not as rank 0, are evicted.
-        Otherwise, the one that was started in another way than rank 0 is refused or evicted; if both or neither were, all ranks
-        fail."""
+        """See Admission. Of two processes that claim the same rank, the later one is refused if the world is complete.
+        Otherwise, if the rank is 0, the later one is refused, and ranks that were started like it and unlike rank 0 are evicted.
+        If the rank is another, the one that was started in another way than rank 0 is refused or evicted; if both or neither
+        were, all ranks fail."""
         rank = arriving["rank"]
         if reason := _stranger(arriving, self._card):
             return Verdict(self._refusal(arriving, reason))

@@ -36,8 +36,8 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Iterable[int] | dist.ProcessGroup | Communicator) -> None:
         """Take ranks of the world, or those of a torch.distributed group, a Communicator or an mpi4py communicator.
 
-        The last three cannot be used in a world that init(comm=) made smaller, since their rank numbers are those of all
-        launched processes. Raises ValueError for anything else.
+        In a world that init(comm=) made smaller, only ranks of the world can be used: the others number all launched
+        processes. Raises ValueError for anything else.
         """
         self.ranks = sorted(ranks_of(ranks_or_comm))
         self.counts_launched = not isinstance(ranks_or_comm, Iterable)

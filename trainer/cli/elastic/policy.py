@@ -248,7 +248,7 @@ class JobPolicy:
             return self._end(f"no world could begin within {timeout_s} s: {few} found")
         dying = [worker for worker in self.workers.of.values() if worker.is_running and not worker.is_alive]
         coming = [number for number in self.workers.coming() if self.workers.of[number].is_welcome]
-        possible = found + len(coming) + len(self.workers.free_slots(later=True)) + len(dying)
+        possible = found + len(coming) + len(self.workers.free_slots(later=self.epoch is not None)) + len(dying)
         if self._wanted.discovery_script is None and possible < least:
             return self._end(f"{few} can continue, and no host is left for others")
         if not is_first or self.epoch is None:

@@ -86,8 +86,8 @@ class Workers:
         return [number for number, worker in self.of.items() if worker.is_alive and not worker.has_arrived]
 
     def free_slots(self, *, later: bool = False) -> list[tuple[int, int]]:
-        """Return the host and slot of each worker that could be started now, slots of lost workers first. later: also of those
-        that could be started after the pause of a lost host."""
+        """Return the host and slot of each worker that could be started now, slots of lost workers first. later:
+        include the slots of lost hosts, which can be used after their pause."""
         used = {(worker.node, worker.slot) for worker in self.of.values()}
         taken = {(worker.node, worker.slot) for worker in self.of.values() if worker.is_running}
         usable = [
