@@ -98,7 +98,7 @@ def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool)
     """
     memory = shared_memory_wanted(os.environ)
     with FIRST_USE.together(
-        "half a minute or less", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)
+        "up to a minute", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)
     ):
         if memory and hosts_are_shared:
             cpu_kernels()
