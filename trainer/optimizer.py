@@ -97,8 +97,8 @@ class DistributedOptimizer(WrappingOptimizer):
     (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
     parameter_compression: with shard_states=True, the compression of the changes of parameters that each rank sends after
     it has stepped its share: a cast, or any codec except "dgc", "powersgd", "terngrad", and "qsgd" with its default settings.
-    Codecs always have error feedback here. By default, the ranks send the parameters
-    themselves, uncompressed, and the weights are bitwise those of training without shard_states.
+    Codecs always have error feedback here. By default, the ranks send the parameters themselves, uncompressed, and the weights
+    are bitwise those of training without shard_states.
     check_replicas_every: the number of steps after which the ranks compare hashes of their parameters and optimizer state; 0:
     never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
     all ranks.

@@ -85,7 +85,8 @@ def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
         comm._engine.choose_by(free, corrects=True)
         tensors = [contribution(comm.rank, 3, numel, torch.float32) for numel in (700, 50_000)]
         sums = [reduced(3, numel, torch.float32) for numel in (700, 50_000)]
-        tried = {comm.chosen("allreduce", tensors[1].nbytes)}
+        begun = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
+        tried = set()
         kept, more, late = ([tensor.clone() for tensor in tensors] for _ in range(3))
         prepared = [comm.prepare_allreduce(each) for each in kept]
         measurements = 1 + 5 + 5  # of the first choice, of five in turns, and of at most five once more
@@ -107,6 +108,7 @@ def test_calls_correct_a_wrong_prediction_alike_on_all_ranks() -> None:
                 assert torch.equal(into, wanted)
         trials = [comm._engine.plans.trial(tensor.nbytes) for tensor in tensors]
         assert all(trial is not None and trial.settled for trial in trials)
+        assert trials[1]._tried[0] == begun[1]
         assert len(tried) == 5
         mine = [comm.chosen("allreduce", tensor.nbytes) for tensor in tensors]
         assert comm.allgather_record(mine) == [mine] * 3
