@@ -200,6 +200,7 @@ class Hub:
             _refuse(arriving, verdict.refused, again=verdict.again)
         else:
             self._members[rank], self._cards[rank] = arriving, card
+            arriving.say(kind="admitted")
             for message in self._sent_to_all:
                 arriving.say(**message)
         if verdict.fatal is not None:

@@ -33,14 +33,15 @@ class TurnedAway(LinkError):
 class Presence:
     """Holds this rank's connection to the hub, and the state of the ranks that arrive with it.
 
-    cards: the cards of all ranks, by rank; empty until all have arrived. key, secret: a name and a secret (hexadecimal
-    digits) for these ranks only, set when all have arrived.
+    is_admitted: whether the hub has admitted this process. cards: the cards of all ranks, by rank; empty until all have
+    arrived. key, secret: a name and a secret (hexadecimal digits) for these ranks only, set when all have arrived.
     """
 
     def __init__(self, card: Card, hub_card: Card, connection: socket.socket, hub: Hub | None = None) -> None:
         """Send the hub this process's card. connection: that to the hub; the Presence closes it. hub: the Hub if it
         runs in this process."""
         self.rank = card["rank"]
+        self.is_admitted = False
         self.cards: list[Card] = []
         self.key = self.secret = ""
         self._hub_rank = hub_card["rank"]
@@ -159,7 +160,9 @@ class Presence:
 
     def _take(self, message: Card) -> None:
         kind = message["kind"]
-        if kind == "all":
+        if kind == "admitted":
+            self.is_admitted = True
+        elif kind == "all":
             self.key, self.secret, self.cards = message["key"], message["secret"], message["cards"]
         elif kind == "refused":
             self._refused = TurnedAway(self.rank, message["why"], again=message["again"])

@@ -83,6 +83,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         timeout_s = timeout.total_seconds()
         membership = membership_in(store, TORCH_BACKEND, rank, global_ranks, ("cpu",), host_id(), timeout_s)
         membership = replace(membership, natively=False)
+        self._own_store = membership.store  # empty, while torchrun keeps the other for later processes of these ranks
         try:
             self._communicator, self._messages = (
                 Communicator(membership.subset(range(len(global_ranks)), purpose), timeout_s=timeout_s)
@@ -94,7 +95,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def nccl(self) -> dist.ProcessGroup:
         """Return the NCCL group for CUDA tensors. The first call is collective."""
         if self._nccl is None:
-            self._nccl = nccl_group(PrefixStore("nccl", self._store), self.rank(), self.size(), self._timeout)
+            self._nccl = nccl_group(PrefixStore("nccl", self._own_store), self.rank(), self.size(), self._timeout)
         return self._nccl
 
     # Reductions

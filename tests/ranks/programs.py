@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -68,7 +71,7 @@ def start(command: list[str], folder: Path, output: int = subprocess.PIPE, **env
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **environment},
         stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
@@ -76,10 +79,28 @@ def start(command: list[str], folder: Path, output: int = subprocess.PIPE, **env
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code of a process, and what it printed. Nothing is left running."""
+    """Return the exit code of a process, and what it printed. Nothing is left running. Raises AssertionError, with the stacks of
+    all threads of the process and of those that it has started, where it does not end."""
     with process:
         try:
             said, _ = process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            for pid in (process.pid, *started_by(process.pid)):
+                with suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+                    os.kill(pid, signal.SIGABRT)
+            said, _ = process.communicate(timeout=GRACE_S)
+            raise AssertionError(f"{process.args} has not ended after {DEADLINE_S} s:\n{said}") from None
         finally:
             process.kill()
     return process.returncode, said
+
+
+def started_by(pid: int) -> list[int]:
+    """Return the processes that one has started, and those that they have started."""
+    children = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # it has ended
+            if f"\nPPid:\t{pid}\n" in status.read_text():
+                children.append(int(status.parent.name))
+    return children + [each for child in children for each in started_by(child)]

@@ -22,7 +22,7 @@ from gradwire.trainer.elastic.commits import Commits
 from gradwire.trainer.elastic.memory import Agent, NamedMemory
 from gradwire.trainer.world.world import current_world
 from tests.harness import World, Worlds
-from tests.ranks.programs import DEADLINE_S, start
+from tests.ranks.programs import DEADLINE_S, ended, start
 from tests.ranks.training import assert_equal, copies, in_world, on_ranks
 
 SCRIPT = """
@@ -74,15 +74,12 @@ def torchrun(folder: Path, ending: str) -> tuple[int, str]:
     flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
     command = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", ending]
     launcher = start(command, folder)
-    try:
-        output, _ = launcher.communicate(timeout=DEADLINE_S)
-    finally:
-        launcher.kill()
+    status, output = ended(launcher)
     deadline = time.monotonic() + 10
     while left := list(watcher.FOLDER.glob(f"gradwire-elastic.*.{launcher.pid}.*")):
         assert time.monotonic() < deadline, f"{left} are left of a job that has ended:\n{output}"
         time.sleep(0.05)
-    return launcher.returncode, output
+    return status, output
 
 
 def run_in_world(folder: Path, ending: str, restarts: int | None = None) -> list[Any]:

@@ -22,7 +22,7 @@ from gradwire.trainer.examples.loop import Run
 from gradwire.trainer.examples.report import OURS
 from tests.harness import World, Worlds
 from tests.interpreter import python
-from tests.ranks.programs import DEADLINE_S, launch, start
+from tests.ranks.programs import DEADLINE_S, ended, launch, start
 from tests.ranks.training import in_world, on_ranks
 
 KEYS = {"steps", "loss_first", "loss_last", "val_loss", "items_per_s", "comm_share", "replicas_identical", "world_size"}
@@ -53,12 +53,8 @@ def start_alone(example: str, out: Path, *arguments: str) -> subprocess.Popen[st
 
 def finish(process: subprocess.Popen[str], status: int = 0) -> str:
     """Wait for a process, check its exit status and return its output; leave nothing of it running."""
-    with process:
-        try:
-            output, _ = process.communicate(timeout=DEADLINE_S)
-        finally:
-            process.kill()
-    assert process.returncode == status, output
+    found, output = ended(process)
+    assert found == status, output
     return output
 
 

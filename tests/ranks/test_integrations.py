@@ -17,7 +17,7 @@ import yaml
 
 from tests.interpreter import python
 from tests.pages import ROOT
-from tests.ranks.programs import DEADLINE_S, launch, start
+from tests.ranks.programs import DEADLINE_S, ended, launch, start
 
 FOLDER = ROOT / "docs" / "integrations"
 RUNNER = Path(__file__).with_name("run_integration.py")
@@ -32,13 +32,8 @@ def call(command: list[str], *folders: Path, **environment: str) -> str:
     """Run a command that may start the test's python, torchrun too, and what is in the folders; return its output."""
     first = [*folders, Path(python()).parent, Path(sys.executable).parent]
     path = os.pathsep.join([*map(str, first), os.environ["PATH"]])
-    process = start(command, FOLDER, PATH=path, HF_HUB_OFFLINE="1", **environment)
-    try:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, output
+    status, output = ended(start(command, FOLDER, PATH=path, HF_HUB_OFFLINE="1", **environment))
+    assert status == 0, output
     return output
 
 
