@@ -26,8 +26,6 @@ TORCHCOMMS = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 #: "True" where torchrun's agent keeps torch.distributed's store, and not rank 0: torchrun sets it.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
-_MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
-
 #: How 'auto' selects: 0, the default, by the table made by hand; 1 by a measurement when a Communicator over several hosts is
 #: made; anything else is the name of a file from `gradwire tune --out`.
 TUNING = "COLLECTIVES_TUNING"
@@ -37,11 +35,6 @@ SHARED_MEMORY = "COLLECTIVES_SHARED_MEMORY"
 
 #: A folder in which every rank writes files for `gradwire report`, which sets this variable.
 REPORT = "COLLECTIVES_REPORT"
-
-
-def max_restarts(environment: Mapping[str, str]) -> int:
-    """Return how often torchrun restarts all ranks if one fails. Its agent keeps one store for all of these worlds."""
-    return int(environment.get(_MAX_RESTARTS, "0"))
 
 
 def report_folder(environment: Mapping[str, str]) -> Path | None:

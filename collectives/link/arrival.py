@@ -6,7 +6,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,9 +26,6 @@ _Answer = TypeVar("_Answer")
 _HUB = "hub"
 _KEY_BYTES = 16
 
-#: The rank of this process, and the key of the hub, in each earlier arrival. A process uses no hub twice.
-_used: set[tuple[int, str]] = set()
-
 
 def arrive(
     store: Store,
@@ -38,6 +35,7 @@ def arrive(
     *,
     hub_rank: int | None = None,
     admission: Admission | None = None,
+    left: Container[str] = (),
     keepers: Collection[int] = (),
     by_agent: bool = False,
     lost: Callable[[], Collection[int]] | None = None,
@@ -45,23 +43,25 @@ def arrive(
     """Connect to the hub, and return this rank's Presence once all ranks have arrived. A collective call.
 
     card: that of this process, from own_address.card_of, with the data that `admission` needs as "identity". deadline:
-    time.monotonic() seconds. hub_rank: the rank that runs the hub; None for the first rank that arrives. keepers: the
-    rank whose process serves the store, if one does. by_agent: whether a launcher does, and may restart all ranks. lost:
-    returns, without waiting, the ranks whose end a launcher has noted, including ranks that never arrived.
-
-    The store may hold the address of an earlier hub, which the new one replaces. This rank ignores a hub that this
-    process has used; by_agent, also one that has ended, even if another program listens at its address now.
+    time.monotonic() seconds. hub_rank: the rank that runs the hub, and replaces an earlier hub's address in the store;
+    None for the first rank that arrives, in a store that has never held a hub's address. left: the keys of hubs that
+    this process has left. keepers: the rank whose process serves the store, if one does. by_agent: whether a launcher
+    serves the store. A launcher may restart all ranks, so the store may hold the address of a hub that has ended, at
+    which another program may listen by now. This rank then waits for a new hub. lost: returns, without waiting, the
+    ranks whose end a launcher has noted, including ranks that never arrived.
 
     Raises TurnedAway if the hub rejects this process; LinkError if a rank has ended or cannot connect, and at the
     deadline, with the ranks that did not arrive; OSError if this process lacks the resources to connect.
     """
     with closing(Asking(store, keepers=keepers)) as asking:
-        arrival = _Arrival(store, asking, size, card, deadline, hub_rank, admission or Admission(), by_agent, lost)
+        arrival = _Arrival(
+            store, asking, size, card, deadline, hub_rank, admission or Admission(), left, by_agent, lost
+        )
         while True:
             try:
                 return arrival.attempt()
             except TurnedAway as refused:
-                if not refused.again:
+                if not refused.again or time.monotonic() >= deadline:
                     raise
                 time.sleep(POLL_S)
 
@@ -77,6 +77,7 @@ class _Arrival:
     deadline: float
     hub_rank: int | None
     admission: Admission
+    left: Container[str]
     by_agent: bool
     lost: Callable[[], Collection[int]] | None
 
@@ -90,7 +91,7 @@ class _Arrival:
             for _ in presence.await_all(self.deadline):
                 self._check_lost()
                 if hub is None:
-                    if self.by_agent and not presence.is_admitted:
+                    if self.by_agent and not presence.is_admitted():
                         self._check_replaced(hub_card)
                     continue
                 socket.socket().close()  # raises OSError if the hub could accept no more ranks
@@ -103,9 +104,10 @@ class _Arrival:
                 presence.close()
             raise
         except Exception as error:
-            if presence is not None and hub is None and not presence.is_admitted and self._may_be_stale(error):
+            if self.by_agent and hub is None and presence is not None and _is_of_stranger(error, presence):
                 presence.close()
-                raise TurnedAway(hub_card["rank"], str(error), again=True) from error
+                why = f"another program listens at the address of rank {hub_card['rank']} in the store"
+                raise TurnedAway(hub_card["rank"], why, again=True) from error
             failure = Failure.of(error, self.card["rank"])
             if presence is not None:
                 # First, because the store may be slow, and this process answers no inquiry of the hub meanwhile.
@@ -124,15 +126,10 @@ class _Arrival:
             raise Failure.loss_of(lost).as_link_error()
 
     def _check_replaced(self, hub_card: Card) -> None:
-        """Raise TurnedAway with `again` if the store names another hub by now."""
-        if json.loads(self._ask(lambda: self.store.get(_HUB)))["key"] != hub_card["key"]:
-            raise TurnedAway(hub_card["rank"], "another hub has replaced it", again=True)
-
-    def _may_be_stale(self, error: Exception) -> bool:
-        """Return whether an error before the admission may be that of a hub that ended before a launcher restarted the
-        ranks: no process listens at its address, or another program does, which answers with anything."""
-        ended = error.ended if isinstance(error, LinkError) else isinstance(error, LookupError | TypeError | ValueError)
-        return ended and self.by_agent and time.monotonic() < self.deadline
+        """Raise TurnedAway with `again` if the store names a newer hub. Raise as _check_lost() does."""
+        self._check_lost()
+        if self.by_agent and json.loads(self._ask(lambda: self.store.get(_HUB)))["key"] != hub_card["key"]:
+            raise TurnedAway(hub_card["rank"], "a newer hub has replaced it", again=True)
 
     def _read(self, note: str) -> Failure | None:
         """Return the first failure in the store, or None. The rank that wrote it need not be connected to the hub."""
@@ -146,31 +143,29 @@ class _Arrival:
 
     def _find_hub(self) -> tuple[Card, Hub | None]:
         """Return the card of the hub, and the hub if it runs in this process. Raises LinkError at the deadline."""
-        store, ask, rank = self.store, self._ask, self.card["rank"]
-        if self.hub_rank == rank:
+        store, ask = self.store, self._ask
+        if self.hub_rank == self.card["rank"]:
             hub, made = self._make_hub()
             ask(lambda: store.set(_HUB, json.dumps(made)))
-            _used.add((rank, made["key"]))
             return made, hub
         while True:
             self._check_lost()
-            earlier, hub = ask(lambda: store.get(_HUB)).decode() if ask(lambda: store.check([_HUB])) else "", None
-            found = json.loads(earlier) if earlier else None
-            if self.hub_rank is None and (found is None or (rank, found["key"]) in _used):
+            if ask(lambda: store.check([_HUB])):
+                found = json.loads(ask(lambda: store.get(_HUB)))
+                if found["key"] not in self.left:
+                    return found, None
+            elif self.hub_rank is None:
                 hub, made = self._make_hub()
-                found = json.loads(ask(partial(store.compare_set, _HUB, earlier, json.dumps(made))))
-                if hub is not None and found["key"] != made["key"]:
+                found = json.loads(ask(partial(store.compare_set, _HUB, "", json.dumps(made))))
+                if found["key"] == made["key"]:
+                    return made, hub
+                if hub is not None:
                     hub.disown()
-                    hub = None
-            if found is not None and (rank, found["key"]) not in _used:
-                _used.add((rank, found["key"]))
-                return found, hub
+                return found, None
             if time.monotonic() >= self.deadline:
-                absent = self.hub_rank if self.hub_rank in range(self.size) else None
-                detail = (
-                    "no rank of this job accepts connections" if absent is None else f"rank {absent} did not arrive"
-                )
-                raise LinkError(absent, timed_out=True, detail=detail)
+                rank = self.hub_rank if self.hub_rank in range(self.size) else None
+                detail = "no rank of this job accepts connections" if rank is None else f"rank {rank} did not arrive"
+                raise LinkError(rank, timed_out=True, detail=detail)
             time.sleep(POLL_S)
 
     def _make_hub(self) -> tuple[Hub | None, Card]:
@@ -196,12 +191,23 @@ class _Arrival:
         else:
             place = hub_card["rank"], hub_card["address"], hub_card["port"]
             try:
-                connection = dial(*place, self.deadline, self._check_lost, set_up, small_segments=True)
+                check = partial(self._check_replaced, hub_card)  # the host of an earlier hub may be gone
+                connection = dial(*place, self.deadline, check, set_up, small_segments=True)
+            except TurnedAway:
+                raise
             except LinkError as error:
                 error.ended |= isinstance(error.__cause__, ConnectionError)  # or already set, by _check_lost()
-                if self._may_be_stale(error):
+                if error.ended and self.by_agent and time.monotonic() < self.deadline:
                     raise TurnedAway(hub_card["rank"], str(error), again=True) from error
                 if (failure := self._read(note)) is not None:
                     raise failure.as_link_error() from error
                 raise
         return Presence(self.card, hub_card, connection, hub)
+
+
+def _is_of_stranger(error: Exception, presence: Presence) -> bool:
+    """Return whether an error shows that another program listens at the hub's address: it ends the connection, or sends
+    something else, before this process is admitted."""
+    if isinstance(error, LinkError):
+        return error.ended and not presence.is_admitted()
+    return isinstance(error, LookupError | TypeError | ValueError)

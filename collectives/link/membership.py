@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND, max_restarts
+from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
 from gradwire.collectives.link.arrival import arrive
 from gradwire.collectives.link.asking import POLL_S, Asking
@@ -199,7 +199,8 @@ class Membership:
 def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
     """Return the Membership of a group's ranks; the caller closes it. host: a name that is the same on all ranks of a host.
 
-    A collective call on `group`. Raises ValueError for a group with neither gloo nor NCCL; CollectiveError if the ranks do not
+    A collective call on `group`. The default group's store counts these calls, because torch.distributed uses the names of
+    destroyed sub-groups again. Raises ValueError for a group with neither gloo nor NCCL; CollectiveError if the ranks do not
     connect within timeout_s seconds.
     """
     device_types = device_types_of(group)
@@ -226,11 +227,13 @@ def membership_in(
     if size == 1:
         return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=global_ranks)
     deadline, keepers = time.monotonic() + timeout_s, keepers_among(global_ranks)
-    named = PrefixStore(name, store)
     with coming_together(rank, timeout_s):
+        with closing(Asking(store, keepers=keepers)) as asking:
+            number = asking.ask(lambda: store.add(f"{name}/{rank}", 1), deadline)
+        numbered = PrefixStore(f"{name}/{number}", store)
         card = card_of(rank, host, machine_id(), os.environ, deadline)
-        presence = arrive(named, size, card, deadline, keepers=keepers, by_agent=max_restarts(os.environ) > 0)
-    return membership_from(presence, named, device_types, global_ranks)
+        presence = arrive(numbered, size, card, deadline, keepers=keepers)
+    return membership_from(presence, numbered, device_types, global_ranks)
 
 
 def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         timeout_s = timeout.total_seconds()
         membership = membership_in(store, TORCH_BACKEND, rank, global_ranks, ("cpu",), host_id(), timeout_s)
         membership = replace(membership, natively=False)
-        self._own_store = membership.store  # empty, while torchrun keeps the other for later processes of these ranks
+        self._own_store = membership.store  # fresh: `store` may hold keys of the processes before a restart
         try:
             self._communicator, self._messages = (
                 Communicator(membership.subset(range(len(global_ranks)), purpose), timeout_s=timeout_s)

@@ -30,8 +30,7 @@ ALGORITHMS = (*ALLREDUCES, "native", "auto")
 SOME = ("ring", "hierarchical", "native", "auto")  # one of each way to run an operation; the soak draws them all
 TIMEOUT_S = 2.0  # of an operation that runs into it
 FAR_S = 20.0  # of one that must not
-GRACE_S = 3.0  # for finding out and telling who is to blame
-HANG_S = 10.0  # longer than any busy machine delays what takes no time
+HANG_S = 10.0  # longer than any busy machine delays what takes no time, or a second for finding out who is to blame
 DEADLINE_S = 30.0  # for a whole world, on a machine where many of them run
 SIZE = 3
 VICTIMS = {2: 1, 3: 0, 4: 2}  # by world size
@@ -61,7 +60,7 @@ class Witness:
     def complaints(self) -> list[str]:
         found = []
         # A lost peer is seen at once, whatever the deadline.
-        if self.seconds > (HANG_S if self.kind is PeerLost else TIMEOUT_S + GRACE_S):
+        if self.seconds > HANG_S + (0 if self.kind is PeerLost else TIMEOUT_S):
             found.append(f"came after {self.seconds:.1f} s")
         if self.later_seconds > HANG_S:
             found.append(f"calls after the error, and close, took {self.later_seconds:.1f} s")

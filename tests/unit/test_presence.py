@@ -1,12 +1,10 @@
 """Who has arrived, and what becomes known of those that go."""
 
 import json
-import secrets
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -85,38 +83,48 @@ def test_the_first_failure_of_a_scope_counts_on_all_ranks(arrived: list[Presence
         presence.close()
 
 
-def challenge(connection: socket.socket) -> None:
+def has_ended(program: socket.socket) -> None:
+    program.close()
+
+
+def is_cut_off(program: socket.socket) -> object:
+    """Fill the queue, so that the kernel answers nobody, as if the host were gone."""
+    return socket.create_connection(program.getsockname())
+
+
+def ends_the_connection(program: socket.socket) -> None:
+    program.accept()[0].close()
+
+
+def says_nothing(program: socket.socket) -> object:
+    return program.accept()
+
+
+def challenges(program: socket.socket) -> None:
     """Send what a rank sends that waits for the connections of a Communicator."""
-    connection.sendall(bytes(32))
+    program.accept()[0].sendall(bytes(32))
 
 
-def answer_in_json(connection: socket.socket) -> None:
-    Neighbour(connection).say(status="not found")
+def answers_in_json(program: socket.socket) -> None:
+    Neighbour(program.accept()[0]).say(status="not found")
 
 
-STRANGERS = [None, socket.socket.close, challenge, answer_in_json, socket.socket.getpeername]  # the last says nothing
-
-
-@pytest.mark.parametrize(("hub_rank", "stranger"), [*product([0], STRANGERS), *product([None], STRANGERS[:-1])])
-def test_ranks_that_a_launcher_restarts_ignore_an_earlier_hub(
-    hub_rank: int | None, stranger: Callable[[socket.socket], object] | None
-) -> None:
-    """Rank 0 had arrived alone when all were ended. Another program may listen at the address of its hub by now."""
+@pytest.mark.parametrize(
+    "program_there", [has_ended, is_cut_off, ends_the_connection, says_nothing, challenges, answers_in_json]
+)
+def test_a_restarted_rank_waits_for_a_new_hub(program_there: Callable[[socket.socket], object]) -> None:
+    """The store names an earlier hub, at whose address another program may listen by now."""
     store = HashStore()
 
     def come(rank: int) -> Presence:
-        return arrive(store, 2, card_of(rank), time.monotonic() + DEADLINE_S, hub_rank=hub_rank, by_agent=True)
+        return arrive(store, 2, card_of(rank), time.monotonic() + DEADLINE_S, hub_rank=0, by_agent=True)
 
-    with socket.create_server(("127.0.0.1", 0)) as program, ThreadPoolExecutor(SIZE) as pool:
-        program.settimeout(DEADLINE_S)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as program, ThreadPoolExecutor(SIZE) as pool:
         place = {"address": "127.0.0.1", "port": program.getsockname()[1]}
-        store.set("hub", json.dumps(card_of(0) | place | {"key": secrets.token_hex(), "token": "t"}))
-        if stranger is None:
-            program.close()
+        store.set("hub", json.dumps(card_of(0) | place | {"key": "earlier", "token": "t"}))
+        acted = pool.submit(program_there, program)
         other = pool.submit(come, 1)
-        if stranger is not None:
-            connection, _ = program.accept()
-            stranger(connection)
+        acted.result()
         for presence in (come(0), other.result()):
             assert len(presence.cards) == 2
             presence.close()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.environment import AGENT_STORE, max_restarts
+from gradwire.collectives.environment import AGENT_STORE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.asking import Asking, hang_up
 from gradwire.collectives.torch_internals import left_to_parent
@@ -28,6 +28,8 @@ WORKER = "GRADWIRE_WORKER"
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 """The environment variable in which torchrun counts restarts of all ranks; in an elastic job, the number of the epoch."""
+
+_MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 _Answer = TypeVar("_Answer")
 
@@ -45,7 +47,7 @@ def restarts(environment: Mapping[str, str]) -> int:
 
 def can_restart(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun restarts all ranks if one fails."""
-    return restarts(environment) < max_restarts(environment)
+    return restarts(environment) < int(environment.get(_MAX_RESTARTS, "0"))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -58,24 +58,27 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Meeting:
-    """Holds the connections of the launched processes. store: that of the meeting point, shared with earlier and later worlds."""
+    """Holds the connections of the launched processes. store: that of the meeting point, shared with earlier and later worlds.
+    key: a name that no other meeting has."""
 
     store: Store
     membership: Membership
+    key: str
 
 
 def meet(
     launch: Launch,
     timeout_s: float,
     backend: str,
+    left: Container[str] = (),
     lost: Callable[[], Collection[int]] | None = None,
 ) -> Meeting:
     """Find the other ranks, and initialize torch.distributed with them. Collective over all processes that were launched.
 
-    A store may outlive a world: torchrun's agent keeps one store for all worlds, and rank 0's store exists as long as its
-    process refers to it. So rank 0 opens a new meeting each time, and the others ignore earlier ones. lost: returns,
-    without waiting, the ranks that the launcher of an elastic job counts as lost, so that neither this meeting nor a later
-    operation waits for them.
+    left: the keys of the meetings that this process has left. A store may outlive a world: torchrun's agent keeps one
+    store for all worlds, and rank 0's store exists as long as its process refers to it. So rank 0 opens a new meeting each
+    time, and the others ignore meetings in `left`. lost: returns, without waiting, the ranks that the launcher of an
+    elastic job counts as lost, so that neither this meeting nor a later operation waits for them.
 
     Raises ValueError if the environment does not say how to find rank 0. Raises CollectiveError, at most four seconds after
     timeout_s, that says what was found at the meeting point: PeerLost if a rank has ended, CollectiveTimeout with the ranks
@@ -108,6 +111,7 @@ def meet(
                 arrive_by,
                 hub_rank=hub_rank,
                 admission=admission,
+                left=left,
                 keepers=keepers,
                 by_agent=os.environ.get(AGENT_STORE) == "True" and WORKER not in os.environ,
                 lost=lost,
@@ -126,7 +130,7 @@ def meet(
             membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting
             group = dist.group.WORLD
             assert group is not None
-            return Meeting(store, replace(membership, device_types=device_types_of(group)))
+            return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)
     except BaseException:
         destroy_group()  # else the next init() would fail, or adopt a group with a rank that is lost
         membership.close()

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -35,8 +35,9 @@ class _Holder:
     """Holds the world between init() and shutdown(), since Horovod's functions take no handle of it.
 
     store: that of the last world that init() made. On rank 0, this reference keeps the store's server running, since other
-    ranks may still be leaving that world, or already be connecting for the next one. worker: the Worker of this process in an
-    elastic job, from init() on. names: those of operations in flight.
+    ranks may still be leaving that world, or already be connecting for the next one. left: the keys of the meetings that this
+    process has left or will leave. worker: the Worker of this process in an elastic job, from init() on. names: those of
+    operations in flight.
     """
 
     world: World | None = None
@@ -44,6 +45,7 @@ class _Holder:
     worker: Worker | None = None
 
     def __init__(self) -> None:
+        self.left: set[str] = set()
         self.names: WeakKeyDictionary[Communicator, dict[tuple[str, str | None], object]] = WeakKeyDictionary()
 
 
@@ -129,7 +131,9 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
         launch = read_launch(os.environ)
         try:
             lost = None if worker is None or worker.losses is None else worker.losses.ranks
-            meeting = start_torch_distributed(launch, settings.timeout_s, lost=lost) if owns else None
+            meeting = (
+                start_torch_distributed(launch, settings.timeout_s, left=_holder.left, lost=lost) if owns else None
+            )
             world = World(launch, settings, ranks, meeting, owns_process_group=owns)
             try:
                 world.add(process_sets)
@@ -144,6 +148,7 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
     _holder.world = world
     if world.meeting is not None:
         _holder.store = world.meeting.store
+        _holder.left.add(world.meeting.key)
     atexit.register(shutdown)
     return world
 
@@ -197,16 +202,17 @@ def start_torch_distributed(
     launch: Launch,
     timeout_s: float,
     backend: str | None = None,
+    left: Container[str] = (),
     lost: Callable[[], Collection[int]] | None = None,
 ) -> Meeting | None:
     """Initialize torch.distributed for a launch, and return the Meeting of its ranks; None for a rank that is alone.
 
-    backend None: gloo, with NCCL for CUDA tensors if CUDA and NCCL are available. lost: as in meet().
+    backend None: gloo, with NCCL for CUDA tensors if CUDA and NCCL are available. left, lost: as in meet().
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     if launch.size > 1:
-        return meet(launch, timeout_s, backend, lost)
+        return meet(launch, timeout_s, backend, left, lost)
     init_group(backend, timeout_s, HashStore(), 0, 1)
     return None
 
