@@ -16,7 +16,7 @@ import resource
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -43,13 +43,22 @@ TRANSPORTS: dict[str, dict[str, str]] = {
 
 def wide(*values: Any) -> list[Any]:
     """Return values of a parameter that widen a sweep without a new idea in it: only `make test-all` runs them."""
-    return [pytest.param(value, marks=pytest.mark.wide) for value in values]
+    return wide_rows(*((value,) for value in values))
+
+
+def wide_rows(*rows: Sequence[Any]) -> list[Any]:
+    """Return rows of values of several parameters, as wide() does."""
+    return [pytest.param(*row, marks=pytest.mark.wide) for row in rows]
 
 
 #: `pytestmark` of tests that are to hold for each of them. Gloo's messages are what hosts without compiled kernels have.
 ON_EVERY_TRANSPORT = pytest.mark.parametrize(
     "ranks", ["shared_memory", "sockets", *wide("process_group")], indirect=True
 )
+
+
+#: `pytestmark` of tests whose subject lies above the transports: `make test` runs them on one.
+ABOVE_TRANSPORTS = pytest.mark.parametrize("ranks", ["shared_memory", *wide("sockets", "process_group")], indirect=True)
 
 
 _context = multiprocessing.get_context("forkserver")

@@ -81,6 +81,7 @@ def test_dtypes_and_ops(tmp_path: Path) -> None:
     assert not any(row["wrong"] for row in rows)
 
 
+@pytest.mark.wide
 def test_codecs_beside_no_compression(tmp_path: Path) -> None:
     codecs = ["int8", "onebit+ef", "randomk+ef", "bf16"]
     flags = ["--codec", ",".join(codecs), "-b", "400K", "-e", "400K", "-n", "8"]  # fewer turns have no interval
@@ -232,6 +233,7 @@ def test_training_with_codecs(tmp_path: Path) -> None:
 RULE_FLAGS = ["--batch", "1", "--context", "16", "--warmup-steps", "2"]
 
 
+@pytest.mark.wide
 def test_update_rules(tmp_path: Path) -> None:
     """Average every step, by several ways, or now and then, with a codec, or never."""
     competitors = ["synchronous", "ddp", "server", "synchronous@0.5", "average+chunktopk", "alone"]

@@ -16,7 +16,7 @@ from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
 from gradwire.collectives.plan.schedule import Place, Schedule
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wide
+from tests.harness import ABOVE_TRANSPORTS, EXCHANGE_TIMEOUT_S, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, cover, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness
 from tests.ranks.training import assert_survived, on_ranks
@@ -96,7 +96,7 @@ def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
     return checks.failures
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @pytest.mark.parametrize(
     "layouts", [("a", "aa", "aaa", "aab", "abaca"), *wide(("aaaaa",), ("ab",), ("abab",), ("aaabb",))], ids="-".join
 )
@@ -156,7 +156,7 @@ def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> list[str]:
     return checks.failures
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @pytest.mark.parametrize("layouts", [("a", "aaaa"), *wide(("aaaaa",))], ids="-".join)
 def test_summable_codecs_ride_any_algorithm(ranks: Worlds, layouts: tuple[str, ...]) -> None:
     algorithms = (*ALLREDUCES, "native", "auto", "two_shot")
@@ -215,7 +215,7 @@ def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> list[str]:
     return checks.failures
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @pytest.mark.parametrize("layouts", [("a", "aaa", "aabb", "abaca"), *wide(("aaaa",))], ids="-".join)
 def test_codes_ride_all_algorithms(ranks: Worlds, layouts: tuple[str, ...]) -> None:
     rows = cover(layouts, [*PLANNERS["allreduce"]], (False, True), (0, 1, "+1", SEVERAL_SEGMENTS))
@@ -424,7 +424,7 @@ def disagree() -> dict[str, Witness]:
     return seen
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @pytest.mark.parametrize("size", [3, *wide(2)])
 def test_ranks_that_disagree_are_told_how(ranks: Worlds, size: int) -> None:
     for witnesses in ranks(size).run(disagree):
@@ -460,7 +460,7 @@ def lose_a_rank(name: str) -> Witness:
     return witness(comm, go_on)
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 def test_a_rank_dies(failing_world: Callable[[int], World]) -> None:
     worlds = {(name, size): failing_world(size) for name, size in (("int8", 3), ("topk", 2), ("bf16", 2))}
     for (name, _), world in worlds.items():

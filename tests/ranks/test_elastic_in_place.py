@@ -22,7 +22,7 @@ from gradwire.trainer.world import meeting
 from gradwire.trainer.world.epochs import WORKER, Departure
 from gradwire.trainer.world.joined import World
 from tests.elastic_job import Job, await_permission
-from tests.harness import RUN_TIMEOUT_S, Worlds, segments, wait_until
+from tests.harness import RUN_TIMEOUT_S, Worlds, segments, wait_until, wide
 from tests.ranks.training import assert_equal, copies
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 96, 12, 3
@@ -74,7 +74,7 @@ def results_of(job: Job, worker: int) -> tuple[list[Any], Any]:
     return steps, sent
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, *wide(2)])
 def test_survivors_go_on_and_a_new_process_joins(lost: int) -> None:
     with Job(train_epochs) as job:
         job.start(0, 1, 2, 3)
@@ -196,7 +196,7 @@ def train_whole(kind: str) -> Any:
     return sent.pop()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*wide("sgd"), *[*KINDS][1:-1], *wide("next_forward")])
 def test_a_lost_rank_that_is_replaced_costs_no_bit(ranks: Worlds, kind: str) -> None:
     expected = ranks(3).run(train_whole, kind)
     with Job(train_steps, kind) as job:

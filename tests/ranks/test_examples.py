@@ -133,6 +133,7 @@ def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
         assert summaries[0][key] == summaries[1][key]
 
 
+@pytest.mark.wide
 def test_a_run_with_error_feedback_continues_on_other_ranks(ranks: Worlds, tmp_path: Path, text: str) -> None:
     for world, steps in ((3, 4), (2, 7), (3, 10)):
         (tmp_path / "checkpoint.rank5.step2.partial").write_text("of a process that was killed while it saved")

@@ -4,11 +4,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import Communicator
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT
+from tests.harness import ABOVE_TRANSPORTS, EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
 from tests.ranks.training import on_ranks
 
-pytestmark = ON_EVERY_TRANSPORT
+pytestmark = ABOVE_TRANSPORTS
 
 OVERLAPPING = ((0, 1, 2), (1, 2, 3), (0, 3), (2,), (0, 1, 2, 3))
 

@@ -16,7 +16,7 @@ import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout, PeerJoined, PeerLost
 from gradwire.collectives.compression import Int8, OneBit, TopK
 from gradwire.trainer.world.world import current_world
-from tests.harness import ON_EVERY_TRANSPORT, RUN_TIMEOUT_S, World, wait_until
+from tests.harness import ABOVE_TRANSPORTS, RUN_TIMEOUT_S, World, wait_until
 from tests.ranks.training import (
     assert_close,
     assert_same_on_all_ranks,
@@ -39,7 +39,7 @@ def everything(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return copies([*parameters, *states])
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @on_ranks(3)
 def test_uneven_steps_equal_one_process_with_zeros() -> None:
     """The rank that takes most steps is neither the first nor the last, and one takes none."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradwire as hvd
-from tests.harness import ON_EVERY_TRANSPORT
+from tests.harness import ABOVE_TRANSPORTS
 from tests.pages import ROOT
 from tests.ranks.training import on_ranks
 
@@ -29,7 +29,7 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
     return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @on_ranks()
 @pytest.mark.parametrize(
     ("size", "type", "servers"),

@@ -16,7 +16,7 @@ from torch.masked import masked_tensor
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.plan.algorithms import PLANNERS
-from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
+from tests.harness import ABOVE_TRANSPORTS, Worlds, wide
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
 from tests.ranks.test_collectives import ODD, VERBS, Case, elements
 from tests.ranks.training import on_ranks
@@ -203,13 +203,13 @@ def test_inside_vmap() -> None:
         comm.barrier()
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @pytest.mark.parametrize("check", [odd_and_ordinary_in_turn, in_and_out_of_inference_mode, keeping_nan])
 def test_it_holds(ranks: Worlds, check: Callable[[], list[str]]) -> None:
     assert ranks(3).run(check) == [[]] * 3
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @pytest.mark.parametrize("pairs", [SOME, *wide(EVERY)], ids=["some kinds", "every kind"])
 def test_with_every_codec(ranks: Worlds, pairs: list[tuple[str, str]]) -> None:
     assert ranks(2).run(with_codecs, pairs) == [[]] * 2

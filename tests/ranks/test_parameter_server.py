@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, World, meet
+from tests.harness import ABOVE_TRANSPORTS, World, meet
 from tests.ranks.training import (
     assert_close,
     assert_equal,
@@ -73,7 +73,7 @@ def simulated(ranks: Iterable[int], decay: float = 1.0) -> list[Tensor]:
     return copies(model.parameters())
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @on_ranks()
 @pytest.mark.parametrize(
     ("size", "servers"),

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import Communicator
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT
+from tests.harness import ABOVE_TRANSPORTS, EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import contribution, reduced
 from tests.ranks.training import on_ranks
 
@@ -21,7 +21,7 @@ CASES = [
 ]
 
 
-@ON_EVERY_TRANSPORT
+@ABOVE_TRANSPORTS
 @on_ranks(1, 3, initialized=False)
 def test_a_prepared_operation_is_the_verb() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:

@@ -12,7 +12,7 @@ from tests.ranks.programs import launch
 NUMBERS = r"(\d+) updates at (\d+) servers, of contributions (.*?); (.*?); (\d+) late, (\d+) dropped"
 
 
-@pytest.mark.parametrize("program", ["parameter_server", "hybrid", *wide("asynchronous", "stale_synchronous")])
+@pytest.mark.parametrize("program", ["hybrid", *wide("parameter_server", "asynchronous", "stale_synchronous")])
 def test_a_scheme_trains(program: str, tmp_path: Path) -> None:
     said = launch(ROOT / "docs" / "examples" / f"{program}.py", tmp_path, processes=4)
     losses = re.findall(r"rank (\d): loss ([\d.]+) to ([\d.]+)", said)

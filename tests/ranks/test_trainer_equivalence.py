@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import gradwire as hvd
-from tests.harness import wide
+from tests.harness import wide, wide_rows
 from tests.ranks.training import (
     STEPS,
     Data,
@@ -251,7 +251,7 @@ def test_hooks_run_once_each_and_see_the_gradients_that_a_step_uses() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("backend", "passes", "policy"),
-    [("eager", 2, None), ("eager", 1, {"*": "onebit"}), ("aot_eager", 1, None)],
+    [*wide_rows(("eager", 2, None)), ("eager", 1, {"*": "onebit"}), ("aot_eager", 1, None)],
 )
 def test_a_compiled_step(backend: str, passes: int, policy: dict[str, Any] | None) -> None:
     """The whole of each step, from zero_grad() to step(), is the same compiled and as written, to the bit.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
-from tests.harness import EXCHANGE_TIMEOUT_S, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide_rows
 from tests.ranks.training import (
     assert_close,
     assert_equal,
@@ -287,8 +287,7 @@ def go_on(wholes: list[Any], shards: list[Any], options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(
     ("now", "options"),
-    [(2, {}), (3, {"policy": {"wide.weight": "onebit"}})]
-    + [pytest.param(now, {}, marks=pytest.mark.wide) for now in (1, 3, 5)],
+    [(2, {}), *wide_rows((3, {"policy": {"wide.weight": "onebit"}}), *((now, {}) for now in (1, 3, 5)))],
     ids=str,
 )
 def test_a_checkpoint_goes_on_on_any_number_of_ranks(ranks: Worlds, now: int, options: dict[str, Any]) -> None:

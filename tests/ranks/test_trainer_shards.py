@@ -100,7 +100,7 @@ def chunk_of(whole: Tensor, shard: int) -> Tensor:
     return chunks[shard] if shard < len(chunks) else whole[:0]
 
 
-@pytest.mark.parametrize("compression", ["powersgd", *wide("onebit", ErrorFeedback("int4"))])
+@pytest.mark.parametrize("compression", ["onebit", *wide("powersgd", ErrorFeedback("int4"))])
 @on_ranks(SIZE)
 def test_codecs(compression: Compressor) -> None:
     """Against an optimizer of plain parameters that are this rank's shards, to the bit; saved and loaded on the way."""

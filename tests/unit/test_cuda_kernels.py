@@ -22,7 +22,7 @@ from gradwire.collectives.kernels.cuda.source import source
 from tests.cuda_machine import MachineLaunch, Order
 from tests.cuda_machine.cases import CHUNKED, CODECS, DENSE, KINDS, SPARSE, SPARSE_NUMELS, check
 from tests.cuda_machine.nvrtc import compile_kernel
-from tests.harness import wide
+from tests.harness import wide, wide_rows
 
 FEW_KINDS = ("gaussian", "ties", "not finite")
 
@@ -36,7 +36,7 @@ def garbage() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
-@pytest.mark.parametrize("codec", DENSE, ids=repr)
+@pytest.mark.parametrize("codec", [*DENSE[::2], *wide(*DENSE[1::2])], ids=repr)
 def test_dense(codec: Dense) -> None:
     assert check(CudaKernels(MachineLaunch()), "cpu", codec) == []
 
@@ -50,10 +50,13 @@ def test_dense_on_another_architecture(codec: Dense) -> None:
 @pytest.mark.parametrize(
     ("order", "numels", "kinds"),
     [
-        (Order.TOGETHER, SPARSE_NUMELS[:-1], KINDS),
+        (Order.TOGETHER, SPARSE_NUMELS[:-1], FEW_KINDS),
         (Order.EVEN, SPARSE_NUMELS[-1:], FEW_KINDS[1:]),
-        pytest.param(Order.ODD, SPARSE_NUMELS[-1:], FEW_KINDS, marks=pytest.mark.wide),
-        pytest.param(Order.TOGETHER, SPARSE_NUMELS[-1:], KINDS, marks=pytest.mark.wide),
+        *wide_rows(
+            (Order.TOGETHER, SPARSE_NUMELS[:-1], KINDS),
+            (Order.ODD, SPARSE_NUMELS[-1:], FEW_KINDS),
+            (Order.TOGETHER, SPARSE_NUMELS[-1:], KINDS),
+        ),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value.value,
 )
