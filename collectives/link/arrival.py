@@ -91,7 +91,7 @@ class _Arrival:
             for _ in presence.await_all(self.deadline):
                 self._check_lost()
                 if hub is None:
-                    if self.by_agent and not presence.is_admitted():
+                    if self.by_agent and not presence.is_admitted:
                         self._check_replaced(hub_card)
                     continue
                 socket.socket().close()  # raises OSError if the hub could accept no more ranks
@@ -104,7 +104,7 @@ class _Arrival:
                 presence.close()
             raise
         except Exception as error:
-            if self.by_agent and hub is None and presence is not None and _is_of_stranger(error, presence):
+            if presence is not None and hub is None and self.by_agent and _is_of_stranger(error, presence):
                 presence.close()
                 why = f"another program listens at the address of rank {hub_card['rank']} in the store"
                 raise TurnedAway(hub_card["rank"], why, again=True) from error
@@ -206,8 +206,7 @@ class _Arrival:
 
 
 def _is_of_stranger(error: Exception, presence: Presence) -> bool:
-    """Return whether an error shows that another program listens at the hub's address: it ends the connection, or sends
-    something else, before this process is admitted."""
-    if isinstance(error, LinkError):
-        return error.ended and not presence.is_admitted()
-    return isinstance(error, LookupError | TypeError | ValueError)
+    """Return whether an error shows that another program listens at the hub's address: it has ended the connection, or has
+    sent something else, before the hub admitted this process."""
+    has_ended = isinstance(error, LinkError) and error.ended
+    return not presence.is_admitted and (has_ended or isinstance(error, LookupError | TypeError | ValueError))

@@ -33,14 +33,15 @@ class TurnedAway(LinkError):
 class Presence:
     """Holds this rank's connection to the hub, and the state of the ranks that arrive with it.
 
-    cards: the cards of all ranks, by rank; empty until all have arrived. key, secret: a name and a secret (hexadecimal
-    digits) for these ranks only, set when all have arrived.
+    is_admitted: whether the hub has admitted this process. cards: the cards of all ranks, by rank; empty until all have
+    arrived. key, secret: a name and a secret (hexadecimal digits) for these ranks only, set when all have arrived.
     """
 
     def __init__(self, card: Card, hub_card: Card, connection: socket.socket, hub: Hub | None = None) -> None:
         """Send the hub this process's card. connection: that to the hub; the Presence closes it. hub: the Hub if it
         runs in this process."""
         self.rank = card["rank"]
+        self.is_admitted = False
         self.cards: list[Card] = []
         self.key = self.secret = ""
         self._hub_rank = hub_card["rank"]
@@ -49,7 +50,6 @@ class Presence:
         self._ended_ranks: set[int] = set()
         self._left: set[int] = set()
         self._failures: dict[str, Failure] = {}
-        self._admitted = False
         self._silent: list[list[int]] = []
         self._refused: TurnedAway | None = None
         self._ended = False
@@ -57,12 +57,6 @@ class Presence:
         self._process = os.getpid()
         self._say(kind="arrived", token=hub_card["token"], card=card)
         in_forked_child(self, Presence.disown)
-
-    def is_admitted(self) -> bool:
-        """Return whether the hub has admitted this process."""
-        if not self._admitted:
-            self._look()
-        return self._admitted
 
     def gone(self) -> set[int]:
         """Return the ranks whose process has ended; if there are none, the ranks that have left, as ranks do once they
@@ -121,6 +115,7 @@ class Presence:
                 detail = f"{ranks_text(missing)} did not arrive" if missing else "the ranks arrived too late"
                 raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
             self._wait(POLL_S)
+            self._look()
             yield
 
     def close(self) -> None:
@@ -167,7 +162,7 @@ class Presence:
     def _take(self, message: Card) -> None:
         kind = message["kind"]
         if kind == "admitted":
-            self._admitted = True
+            self.is_admitted = True
         elif kind == "all":
             self.key, self.secret, self.cards = message["key"], message["secret"], message["cards"]
         elif kind == "refused":
