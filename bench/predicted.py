@@ -45,7 +45,8 @@ class PredictedRow:
 
     seconds: the time of a call on the slowest rank, the median over turns. predicted_s: the time by the model. chosen: without a
     codec, whether 'auto' runs this algorithm; with a codec, whether it is the one that calls and predictions select. The
-    algorithm of a row with a codec is the one that 'auto' runs without one."""
+    algorithm of a row with a codec is the one that 'auto' runs without one. first_s: as `seconds`, by the first measurement of a
+    case that was measured twice."""
 
     nbytes: int
     algorithm: str
@@ -53,6 +54,7 @@ class PredictedRow:
     seconds: float
     predicted_s: float
     chosen: bool
+    first_s: float | None = None
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -103,8 +105,18 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     selected = [(auto, "none"), ("auto", codec)] if codec != "none" else [(auto, "none")]
     others = [[case for case in cases if case not in selected] for cases in (plain, coded)]
     best = [min(cases, key=taken.__getitem__) for cases in others if cases]
-    taken |= _in_turns(comm, costs, tensor, [*selected, *best], calls, turns)
-    return [PredictedRow(nbytes, *case, taken[case], predicted[case], case in selected) for case in predicted]
+    again = _in_turns(comm, costs, tensor, [*selected, *best], calls, turns)
+    return [
+        PredictedRow(
+            nbytes,
+            *case,
+            seconds=again.get(case, seconds),
+            predicted_s=predicted[case],
+            chosen=case in selected,
+            first_s=seconds if case in again else None,
+        )
+        for case, seconds in taken.items()
+    ]
 
 
 def _in_turns(
@@ -153,11 +165,19 @@ def summary(rows: Sequence[PredictedRow]) -> str:
     """Return a line with the errors of the model, and the time of 'auto' over the time of the best choice."""
     errors = [abs(row.predicted_s / row.seconds - 1) for row in rows]
     over, codecs_over = ([each for _, each in found] for found in (over_best(rows), codec_over_best(rows)))
+    twice = measured_twice(rows)
     return (
         f"predicted is off by {statistics.median(errors):.1%} (median), {max(errors):.0%} (most); 'auto' takes"
         f" {statistics.median(over):.3f} (median), {max(over):.2f} (most) times as long as the best algorithm, the choice of"
-        f" a codec {statistics.median(codecs_over):.3f}, {max(codecs_over):.2f}"
+        f" a codec {statistics.median(codecs_over):.3f}, {max(codecs_over):.2f}; the same calls, measured twice, differ by"
+        f" a factor of {statistics.median(twice):.3f}, {max(twice):.2f}"
     )
+
+
+def measured_twice(rows: Sequence[PredictedRow]) -> list[float]:
+    """Return the longer over the shorter time of each case that was measured twice."""
+    pairs = [(row.seconds, row.first_s) for row in rows if row.first_s is not None]
+    return [max(pair) / min(pair) for pair in pairs]
 
 
 def over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
