@@ -254,12 +254,12 @@ def predictions(folder: str) -> str:
             f"{100 * median(errors):.1f} %, {100 * max(errors):.0f} %",
             f"{median(over):.3f}, {max(over):.2f}",
             f"{median(codec_over):.3f}, {max(codec_over):.2f}",
-            *((f"{median(twice):.3f}, {max(twice):.2f}",) if (twice := measured_twice(found)) else ()),
+            *(f"{median(twice):.3f}, {max(twice):.2f}" for twice in [measured_twice(found)] if twice),
             *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
         )
         rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
     pay = (f"`{codec}` pays from" for codec in CODECS)
-    again = ("measured twice",) if twice else ()  # older runs measured nothing twice
+    again = ("measured twice",) if "first_s" in runs[0]["rows"][0] else ()  # older runs measured nothing twice
     heading = ("", "error", "algorithm over the best", "codec over the best", *again, *pay, "links measured in")
     (where,) = {_where({**run["meta"], "network": None}) for run in runs}
     return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}") + f"\n({where}.)\n"

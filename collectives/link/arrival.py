@@ -46,12 +46,13 @@ def arrive(
     time.monotonic() seconds. hub_rank: the rank that runs the hub, and replaces an earlier hub's address in the store;
     None for the first rank that arrives, in a store that has never held a hub's address. left: the keys of hubs that
     this process has left. keepers: the rank whose process serves the store, if one does. by_agent: whether a launcher
-    serves the store. A launcher may restart all ranks, so the store may hold the address of a hub that has ended, at
-    which another program may listen by now. This rank then waits for a new hub. lost: returns, without waiting, the
-    ranks whose end a launcher has noted, including ranks that never arrived.
+    serves the store; only with hub_rank. A launcher may restart all ranks, so the store may hold the address of a hub
+    that has ended, at which another program may listen by now. This rank then waits for a new hub. lost: returns,
+    without waiting, the ranks whose end a launcher has noted, including ranks that never arrived.
 
-    Raises TurnedAway if the hub rejects this process; LinkError if a rank has ended or cannot connect, and at the
-    deadline, with the ranks that did not arrive; OSError if this process lacks the resources to connect.
+    Raises TurnedAway if the hub rejects this process, and at the deadline if no new hub has replaced an earlier one;
+    LinkError if a rank has ended or cannot connect, and at the deadline, with the ranks that did not arrive; OSError if
+    this process lacks the resources to connect.
     """
     with closing(Asking(store, keepers=keepers)) as asking:
         arrival = _Arrival(
@@ -61,7 +62,8 @@ def arrive(
             try:
                 return arrival.attempt()
             except TurnedAway as refused:
-                if not refused.again or time.monotonic() >= deadline:
+                refused.timed_out |= refused.again and time.monotonic() >= deadline
+                if not refused.again or refused.timed_out:
                     raise
                 time.sleep(POLL_S)
 
@@ -89,10 +91,11 @@ class _Arrival:
         try:
             presence = self._enter(hub_card, hub, note)
             for _ in presence.await_all(self.deadline):
-                self._check_lost()
+                if hub is None and not presence.is_admitted:
+                    self._check_hub(hub_card)
+                else:
+                    self._check_lost()
                 if hub is None:
-                    if self.by_agent and not presence.is_admitted:
-                        self._check_replaced(hub_card)
                     continue
                 socket.socket().close()  # raises OSError if the hub could accept no more ranks
                 if (failure := self._read(note)) is not None:
@@ -125,8 +128,9 @@ class _Arrival:
         if self.lost is not None and (lost := self.lost()):
             raise Failure.loss_of(lost).as_link_error()
 
-    def _check_replaced(self, hub_card: Card) -> None:
-        """Raise TurnedAway with `again` if the store names a newer hub. Raise as _check_lost() does."""
+    def _check_hub(self, hub_card: Card) -> None:
+        """Raise as _check_lost(), and TurnedAway with `again` if a launcher may restart all ranks, and the store names a newer
+        hub."""
         self._check_lost()
         if self.by_agent and json.loads(self._ask(lambda: self.store.get(_HUB)))["key"] != hub_card["key"]:
             raise TurnedAway(hub_card["rank"], "a newer hub has replaced it", again=True)
@@ -191,7 +195,7 @@ class _Arrival:
         else:
             place = hub_card["rank"], hub_card["address"], hub_card["port"]
             try:
-                check = partial(self._check_replaced, hub_card)  # the host of an earlier hub may be gone
+                check = partial(self._check_hub, hub_card)  # the host of an earlier hub may be gone
                 connection = dial(*place, self.deadline, check, set_up, small_segments=True)
             except TurnedAway:
                 raise

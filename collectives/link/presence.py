@@ -152,12 +152,14 @@ class Presence:
                 return
             self._neighbour.write()
             messages, self._ended = self._neighbour.read()
-            for message in messages:
-                self._take(message)
-            if self._ended:
-                if self._hub_rank not in self._left:
-                    self._ended_ranks.add(self._hub_rank)
-                self._neighbour.socket.close()
+            try:
+                for message in messages:
+                    self._take(message)
+            finally:  # another program may send anything, and hang up
+                if self._ended:
+                    if self._hub_rank not in self._left:
+                        self._ended_ranks.add(self._hub_rank)
+                    self._neighbour.socket.close()
 
     def _take(self, message: Card) -> None:
         kind = message["kind"]

@@ -22,6 +22,9 @@ DEADLINE_S = 100.0
 #: What the other ranks have to end, when one has failed.
 GRACE_S = 15.0
 
+#: What a process has to print its stacks.
+ABORT_S = 5.0
+
 
 def launch(program: Path | str, folder: Path, *arguments: str, processes: int = 2) -> str:
     """Run a script, or a module by its name, on several ranks in a folder; return what they print. Raises AssertionError, with
@@ -79,8 +82,8 @@ def start(command: list[str], folder: Path, output: int = subprocess.PIPE, **env
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code of a process, and what it printed. Nothing is left running. Raises AssertionError, with the stacks of
-    all threads of the process and of those that it has started, where it does not end."""
+    """Return the exit code of a process, and what it printed. Raises AssertionError if it does not end, with the stacks of its
+    threads and of those of its descendants, which SIGABRT ends."""
     with process:
         try:
             said, _ = process.communicate(timeout=DEADLINE_S)
@@ -89,7 +92,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
                 with suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
                     os.kill(pid, signal.SIGABRT)
-            said, _ = process.communicate(timeout=GRACE_S)
+            try:
+                said, _ = process.communicate(timeout=ABORT_S)
+            except subprocess.TimeoutExpired as late:
+                said = (late.stdout or b"").decode(errors="replace")
             raise AssertionError(f"{process.args} has not ended after {DEADLINE_S} s:\n{said}") from None
         finally:
             process.kill()
@@ -97,7 +103,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def started_by(pid: int) -> list[int]:
-    """Return the processes that one has started, and those that they have started."""
+    """Return the descendants of a process."""
     children = []
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError):  # it has ended

@@ -81,7 +81,6 @@ def test_dtypes_and_ops(tmp_path: Path) -> None:
     assert not any(row["wrong"] for row in rows)
 
 
-@pytest.mark.wide
 def test_codecs_beside_no_compression(tmp_path: Path) -> None:
     codecs = ["int8", "onebit+ef", "randomk+ef", "bf16"]
     flags = ["--codec", ",".join(codecs), "-b", "400K", "-e", "400K", "-n", "8"]  # fewer turns have no interval

@@ -60,13 +60,13 @@ def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
     ("kind", "position", "place", "victim"),
     [
         (KILLED, 150, INIT, 0),
-        (KILLED, AFTER, COMMUNICATOR, 0),
+        (KILLED, 150, COMMUNICATOR, 2),
         (STOPPED, 250, INIT, 0),
         (NO_THREADS, 10, COMMUNICATOR, 0),
         (NO_DESCRIPTORS, 150, INIT, 0),
         *wide_rows(
-            (KILLED, 150, COMMUNICATOR, 2),
             (KILLED, AFTER, INIT, 2),
+            (KILLED, AFTER, COMMUNICATOR, 0),
             (STOPPED, 250, COMMUNICATOR, 2),
             (NO_THREADS, 10, INIT, 2),
             (NO_DESCRIPTORS, 150, COMMUNICATOR, 2),

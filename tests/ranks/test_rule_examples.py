@@ -65,7 +65,6 @@ def test_ranks_share_the_states_of_an_optimizer(tmp_path: Path) -> None:
     assert max(kept) < 0.6 * sum(kept)
 
 
-@pytest.mark.wide
 def test_a_run_that_broke_goes_on_with_the_same_command(tmp_path: Path) -> None:
     """Die once while saving, as rank 0, where rank 1 has saved already: the step that both have counts."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"

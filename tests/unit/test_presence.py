@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,19 @@ def test_the_first_failure_of_a_scope_counts_on_all_ranks(arrived: list[Presence
         presence.close()
 
 
+class WatchedStore(HashStore):  # type: ignore[misc]
+    """was_read: set once the address of a hub has been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_read = threading.Event()
+
+    def get(self, key: str) -> bytes:
+        value: bytes = super().get(key)
+        self.was_read.set()
+        return value
+
+
 def has_ended(program: socket.socket) -> None:
     program.close()
 
@@ -114,17 +128,21 @@ def answers_in_json(program: socket.socket) -> None:
 )
 def test_a_restarted_rank_waits_for_a_new_hub(program_there: Callable[[socket.socket], object]) -> None:
     """The store names an earlier hub, at whose address another program may listen by now."""
-    store = HashStore()
+    store = WatchedStore()
 
     def come(rank: int) -> Presence:
         return arrive(store, 2, card_of(rank), time.monotonic() + DEADLINE_S, hub_rank=0, by_agent=True)
 
     with socket.create_server(("127.0.0.1", 0), backlog=0) as program, ThreadPoolExecutor(SIZE) as pool:
+        program.settimeout(DEADLINE_S)
         place = {"address": "127.0.0.1", "port": program.getsockname()[1]}
         store.set("hub", json.dumps(card_of(0) | place | {"key": "earlier", "token": "t"}))
         acted = pool.submit(program_there, program)
+        if program_there in (has_ended, is_cut_off):
+            acted.result()
         other = pool.submit(come, 1)
         acted.result()
+        assert store.was_read.wait(DEADLINE_S)
         for presence in (come(0), other.result()):
             assert len(presence.cards) == 2
             presence.close()
@@ -189,11 +207,12 @@ def test_a_rank_that_ends_right_after_its_card_is_lost() -> None:
     hub.join()
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """The hub refuses the process and closes the connection just before the second look. A report that the hub is lost would end
-    the job that turned the process away."""
+    """The hub refuses the process and closes the connection just before a look. A report that the hub is lost would end the job
+    that turned the process away."""
     here, hub = socket.socketpair()
     presence = Presence(card_of(1), {"rank": 0, "token": "t"}, here)
     looks, look = 0, presence._look
@@ -201,7 +220,7 @@ def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost
     def look_after_refusal() -> None:
         nonlocal looks
         looks += 1
-        if looks == 2:
+        if looks == at:
             Neighbour(hub).say(kind="refused", why="a stranger", again=False)
             hub.close()
         look()
