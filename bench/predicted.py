@@ -184,7 +184,7 @@ def measured_twice(rows: Sequence[PredictedRow]) -> list[float]:
 def over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
     """Return, for each size, the time of 'auto' over the time of the quickest algorithm, without a codec."""
     best: dict[int, float] = {}
-    plain = [row for row in rows if row.codec == "none"]
+    plain = [row for row in _of_same_turns(rows) if row.codec == "none"]
     for row in plain:
         best[row.nbytes] = min(row.seconds, best.get(row.nbytes, row.seconds))
     return [(row.nbytes, row.seconds / best[row.nbytes]) for row in plain if row.chosen]
@@ -193,10 +193,16 @@ def over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
 def codec_over_best(rows: Sequence[PredictedRow]) -> list[tuple[int, float]]:
     """Return, for each size, the time of the selected codec, or of none, over the least time of CODECS and no codec."""
     result = []
-    for nbytes, candidates in _by_codec(rows).items():
+    for nbytes, candidates in _by_codec(_of_same_turns(rows)).items():
         chosen = next((row for codec, row in candidates.items() if codec != "none" and row.chosen), candidates["none"])
         result.append((nbytes, chosen.seconds / min(row.seconds for row in candidates.values())))
     return result
+
+
+def _of_same_turns(rows: Sequence[PredictedRow]) -> Sequence[PredictedRow]:
+    """Return the rows to compare with each other: the selected and the best cases, which were measured again in turns. In an
+    older file, which does not say which these are, all rows."""
+    return [row for row in rows if row.first_s is not None] or rows
 
 
 def codec_pays_from(rows: Sequence[PredictedRow], codec: str) -> int | None:
