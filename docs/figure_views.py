@@ -250,16 +250,17 @@ def predictions(folder: str) -> str:
         found = [PredictedRow(**row) for row in run["rows"]]
         errors = [abs(row.predicted_s / row.seconds - 1) for row in found]
         over, codec_over = ([times for _, times in of(found)] for of in (over_best, codec_over_best))
+        twice = measured_twice(found)  # empty for older runs
         cells = (
             f"{100 * median(errors):.1f} %, {100 * max(errors):.0f} %",
             f"{median(over):.3f}, {max(over):.2f}",
             f"{median(codec_over):.3f}, {max(codec_over):.2f}",
-            *(f"{median(twice):.3f}, {max(twice):.2f}" for twice in [measured_twice(found)] if twice),
+            *([f"{median(twice):.3f}, {max(twice):.2f}"] if twice else []),
             *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
         )
         rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
     pay = (f"`{codec}` pays from" for codec in CODECS)
-    again = ("measured twice",) if "first_s" in runs[0]["rows"][0] else ()  # older runs measured nothing twice
+    again = ("measured twice",) if twice else ()
     heading = ("", "error", "algorithm over the best", "codec over the best", *again, *pay, "links measured in")
     (where,) = {_where({**run["meta"], "network": None}) for run in runs}
     return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}") + f"\n({where}.)\n"

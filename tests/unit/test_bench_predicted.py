@@ -1,4 +1,4 @@
-"""What the rows of `bench predicted` say of the choices: selected and best are compared by times of the same turns."""
+"""Check that `bench predicted` compares the selected choice with the best one by times of the same turns."""
 
 from dataclasses import replace
 
@@ -6,8 +6,7 @@ from gradwire.bench.predicted import PredictedRow, codec_over_best, codec_pays_f
 
 K = 1 << 10
 
-#: 'auto' selected ring, which the second measurement found slower than in the first: tree, only measured in the first, was not
-#: faster than ring then.
+#: 'auto' selected ring, whose second time is longer than its first. Tree has only a first time, which was longer than ring's.
 ROWS = [
     PredictedRow(K, "ring", "none", seconds=1.5, predicted_s=1.0, chosen=True, first_s=1.0),
     PredictedRow(K, "rsag", "none", seconds=1.2, predicted_s=1.1, chosen=False, first_s=1.1),

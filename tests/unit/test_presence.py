@@ -85,7 +85,7 @@ def test_the_first_failure_of_a_scope_counts_on_all_ranks(arrived: list[Presence
 
 
 class WatchedStore(HashStore):  # type: ignore[misc]
-    """was_read: set once the address of a hub has been read."""
+    """Lets a test publish a new hub only after a rank has read the address of the earlier one. was_read: set by then."""
 
     def __init__(self) -> None:
         super().__init__()
