@@ -68,11 +68,28 @@ hvd.shutdown()
 """
 
 
+#: torchrun without the finalization of its interpreter, which has not returned twice, after the agent had ended the job: only the
+#: main thread was left, in a garbage collection. No module of gradwire is loaded there.
+TORCHRUN = """
+import os, sys, traceback
+from torch.distributed.run import main
+try:
+    main()
+    status = 0
+except BaseException:
+    traceback.print_exc()
+    status = 1
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
+"""
+
+
 def torchrun(folder: Path, ending: str) -> tuple[int, str]:
     """Run the script under torchrun's own agent; return its exit status and output."""
     (folder / "train.py").write_text(SCRIPT)
     flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, "train.py", ending]
+    command = [sys.executable, "-c", TORCHRUN, *flags, "train.py", ending]
     launcher = start(command, folder)
     status, output = ended(launcher)
     deadline = time.monotonic() + 10
