@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import PeerLost
+from gradwire.trainer.gradients.combination import OperationChain
 from gradwire.trainer.gradients.deferred import order_by_need
 from tests.harness import World, meet, wide
 from tests.ranks.test_trainer_equivalence import by_closures, clipped, groups_of, in_parts, nesterov, plainly, scaled
@@ -227,6 +228,31 @@ def test_what_reads_first_completes_the_update() -> None:
         assert_equal([optimizer.optimizer.state[parameter]["exp_avg"] for parameter in in_order], moments)
         optimizer.close()
     expected.close()
+
+
+@on_ranks(2)
+def test_buckets_that_have_arrived_are_updated_while_a_module_waits_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected_model, expected = trained("backward")
+    model, optimizer = trained("next_forward", steps=STEPS - 1)
+    exchange = optimizer._rule.exchange
+    take_steps(model, optimizer, share, [STEPS - 1])
+    *others, needed_first = range(len(optimizer._rule.buckets))
+    first = optimizer._rule.buckets[needed_first].buffer
+    finished: list[int] = []
+    wait_for = exchange.wait_for
+
+    def is_in_transit(buffer: OperationChain) -> bool:
+        return buffer is first and len(finished) < len(others)
+
+    monkeypatch.setattr(exchange, "wait_for", lambda number: (finished.append(number), wait_for(number)))
+    monkeypatch.setattr(OperationChain, "has_ended", property(lambda buffer: not is_in_transit(buffer)))
+    model.first(torch.zeros(1, 6))
+    assert finished == [*reversed(others), needed_first]
+    assert_equal(state_of(model, optimizer), state_of(expected_model, expected))
+    for each in (optimizer, expected):
+        each.close()
 
 
 @on_ranks(2)

@@ -70,6 +70,10 @@ class DeferredExchange(GradientExchange):
         super().on_gradient(index, parameter)
         self._full_s[self._bucketing.places.get(index, (-1,))[0]] = time.perf_counter()
 
+    def arrived(self) -> list[int]:
+        """Return the waiting buckets for which wait_for() would not wait."""
+        return [number for number in self.waiting if self._bucketing.buckets[number].buffer.has_ended]
+
     def wait_for(self, number: int) -> None:
         """Wait until a bucket is exchanged, and assign its gradients. Raises the error of the exchange, at every call until
         abandon()."""

@@ -189,7 +189,7 @@ class NextForward(Synchronous):
             return
         with self._lock:
             for number in (*self._needed.get(None, ()), *self._needed.get(module, ())):
-                self._finish(number)
+                self._finish_first(number)
 
     def _before_gradient(self, index: int) -> None:
         """Complete the update of the last step at the first gradient of backward(). Raises RuntimeError if its parameter was
@@ -207,6 +207,14 @@ class NextForward(Synchronous):
         except CollectiveError:
             self.exchange.abandon()
             self._settings, self._failed = None, False
+
+    def _finish_first(self, number: int) -> None:
+        """Finish a bucket. While it is on the wire, finish those that have arrived, which later modules need: first the ones
+        with the highest numbers, since backward fills the buckets in the order of their numbers."""
+        waiting = self.exchange.waiting
+        while number in waiting and (arrived := self.exchange.arrived()) and number not in arrived:
+            self._finish(max(arrived))
+        self._finish(number)
 
     def _finish(self, number: int) -> None:
         """Wait for a bucket, if not done yet, and update its parameters if an update is due."""
