@@ -23,11 +23,12 @@ class Work:
     """Handle of one asynchronous operation, which verbs return with `async_op=True`.
 
     counted: whether this is one of the operations that all ranks number and call in the same order; False for a message.
-    Attribute seconds: the operation's running time once it is done, including waits for other ranks."""
+    Attributes of an operation that is done: seconds, how long it ran, including waits for other ranks; ended_s, the end by
+    time.perf_counter()."""
 
     def __init__(self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True) -> None:
         self.counted = counted
-        self.seconds = 0.0
+        self.seconds = self.ended_s = 0.0
         self.queue: WorkQueue | None = None
         self.queued_s = math.inf  # time.monotonic() of WorkQueue.submit()
         self._rank = rank
@@ -113,7 +114,8 @@ class Work:
             self._error = error
         finally:
             del run
-            self.seconds = time.perf_counter() - began
+            self.ended_s = time.perf_counter()
+            self.seconds = self.ended_s - began
             self._done.set()
             self._call_back()
 

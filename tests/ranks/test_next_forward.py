@@ -308,6 +308,7 @@ def test_ranks_agree_on_an_order_by_the_last_rank_to_fill_a_bucket() -> None:
         ([0, 1, 2], [1, 1, 1], [0, 1, 2]),  # the network waits for backward()
         ([0, 1, 2, 3], [2, 2, 2, 2], [0, 2, 3, 1]),  # the last is the one that the forward needs last
         ([0, 9, 2], [1, 1, 1], [0, 2, 1]),
+        ([-3, -2, -1], [3, 1, 1], [0, 2, 1]),  # counted from the end of the first exchange
     ],
 )
 def test_the_network_has_work_and_the_first_layers_come_first(

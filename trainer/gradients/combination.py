@@ -151,13 +151,13 @@ class OperationChain(ABC):
 
     chained: whether there may be more than one operation. wait() and complete() wait for one operation before they begin the
     next, so all ranks must wait for several chains in the same order. seconds: how long the operations of the last finished
-    exchange ran.
+    exchange ran. ended_s: the end of its last operation, by time.perf_counter().
     """
 
     chained = True
 
     def __init__(self) -> None:
-        self.seconds = self._taken_s = 0.0
+        self.seconds = self.ended_s = self._taken_s = 0.0
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
 
@@ -177,6 +177,7 @@ class OperationChain(ABC):
         if self._work is not None:
             self._work.wait()
             self._taken_s += self._work.seconds
+            self.ended_s = self._work.ended_s
             self._work = next(self._following, None)
             if self._work is None:
                 self.seconds = self._taken_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -59,6 +60,7 @@ class DeferredExchange(GradientExchange):
         self.is_pending = False
         self._agreed_order: list[int] = []
         self._full_s: dict[int, float] = {}
+        self._last_full: tuple[int, list[float]] = (-1, [])  # the step of an exchange, and when its buckets were full
         self._ready: deque[list[float]] = deque(maxlen=_KEPT)
         self._taken: deque[list[float]] = deque(maxlen=_KEPT)
         self._laid_out: list[Bucket] = []
@@ -124,6 +126,19 @@ class DeferredExchange(GradientExchange):
             ready, taken = (zip(*ranks, strict=True) for ranks in zip(*measured, strict=True))
             self._agreed_order = order_by_need([*map(max, ready)], [*map(min, taken)])
 
+    def _measure_last(self) -> None:
+        """Add the times of the exchange before to the measurements, if it had the same buckets."""
+        step, full_s = self._last_full
+        buffers = [bucket.buffer for bucket in self._bucketing.buckets]
+        if self._ready and len(self._ready[0]) != len(buffers):
+            self._ready.clear()
+            self._taken.clear()
+        if buffers and step == self.step - 1 and len(full_s) == len(buffers):
+            # The exchange of the first bucket ends at about the same time on all ranks, so each rank can count from there.
+            first_s = min(buffer.ended_s for buffer in buffers)
+            self._ready.append([each - first_s for each in full_s])
+            self._taken.append([buffer.seconds for buffer in buffers])
+
     def _order(self) -> Sequence[int]:
         buckets = self._bucketing.buckets
         agreed = self._agreed_order if self._laid_out is buckets else []
@@ -133,11 +148,10 @@ class DeferredExchange(GradientExchange):
     def _on_all_started(self) -> None:
         with self._lock:
             buckets = self._bucketing.buckets
+            self._measure_last()
             now = time.perf_counter()
-            full_s = [self._full_s.get(number, now) for number in range(len(buckets))]
+            self._last_full = self.step, [self._full_s.get(number, now) for number in range(len(buckets))]
             self._full_s.clear()
-            self._ready.append([each - min(full_s) for each in full_s])
-            self._taken.append([bucket.buffer.seconds for bucket in buckets])  # in the exchange before
             if self._completing is not None or self._bucketing.is_learning:
                 self._finish()
                 return
@@ -162,10 +176,10 @@ def order_by_need(ready_s: Sequence[float], exchange_s: Sequence[float]) -> list
     forward needs first (P3, Jayarajan et al. 2019). So of buckets that are full at the same time, the one needed last is
     exchanged last, and the network has work for as long as possible.
 
-    ready_s: when each bucket is full. exchange_s: how long its exchange takes. Buckets are numbered as backward() fills them,
-    so the forward needs those with the highest numbers first.
+    ready_s: when each bucket is full, from any moment on. exchange_s: how long its exchange takes. Buckets are numbered as
+    backward() fills them, so the forward needs those with the highest numbers first.
     """
-    waiting, order, now_s = set(range(len(ready_s))), [], 0.0
+    waiting, order, now_s = set(range(len(ready_s))), [], -math.inf
     while waiting:
         now_s = max(now_s, min(ready_s[number] for number in waiting))
         following = max(number for number in waiting if ready_s[number] <= now_s)
