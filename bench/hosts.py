@@ -235,6 +235,8 @@ def run_ranks(cluster: Cluster, ranks: Sequence[Rank], command: Sequence[str], d
                 if exit_code != 0:
                     give_up = min(give_up, time.monotonic() + GRACE_S)
             if time.monotonic() > give_up:
+                if exit_code == 0:
+                    print(f"bench hosts: ranks were killed after {deadline_s:g} s: set --deadline-s", file=sys.stderr)
                 return exit_code or DEADLINE_EXIT
             time.sleep(0.05)
         return exit_code or next((process.returncode for process in processes if process.returncode), 0)

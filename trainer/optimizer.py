@@ -103,7 +103,7 @@ class DistributedOptimizer(WrappingOptimizer):
     never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
     all ranks.
     overlap: "backward": the exchange overlaps with backward(), which waits for the end of the exchange. "next_forward":
-    backward() and step() do not wait for the exchange, and a module's parameters are updated just before its next forward,
+    backward() and step() do not wait for the exchange, and a module's parameters are updated before its next forward,
     with bitwise the same result for equal bucket_bytes. Call settle() before parameters are used outside of a forward of
     the model. docs/guides/optimizer.md lists what "next_forward" supports.
     model: with overlap="next_forward", the model that is trained. The optimizer hooks the forward of every module of this

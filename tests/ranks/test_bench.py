@@ -165,11 +165,17 @@ def test_simulated_hosts_are_hosts(tmp_path: Path) -> None:
 
 @needs_namespaces
 @pytest.mark.parametrize(
-    ("command", "exit_code"), [("if [ $RANK = 1 ]; then exit 7; fi; sleep 1", 7), ("sleep 60", 124), ("true", 0)]
+    ("command", "exit_code", "said"),
+    [
+        ("if [ $RANK = 1 ]; then exit 7; fi; sleep 1", 7, ""),
+        ("sleep 60", 124, "bench hosts: ranks were killed after 3 s: set --deadline-s\n"),
+        ("true", 0, ""),
+    ],
 )
-def test_the_exit_code_of_simulated_hosts(command: str, exit_code: int) -> None:
+def test_the_exit_code_of_simulated_hosts(command: str, exit_code: int, said: str) -> None:
     cluster = ["hosts", "--hosts", "2", "--ranks", "2", "--deadline-s", "3", "--"]
-    assert alone(*cluster, "sh", "-c", command).returncode == exit_code
+    done = alone(*cluster, "sh", "-c", command)
+    assert (done.returncode, done.stderr) == (exit_code, said)
 
 
 def test_a_training_step_with_codecs(tmp_path: Path) -> None:
