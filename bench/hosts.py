@@ -236,7 +236,10 @@ def run_ranks(cluster: Cluster, ranks: Sequence[Rank], command: Sequence[str], d
                     give_up = min(give_up, time.monotonic() + GRACE_S)
             if time.monotonic() > give_up:
                 if exit_code == 0:
-                    print(f"bench hosts: ranks were killed after {deadline_s:g} s: set --deadline-s", file=sys.stderr)
+                    print(
+                        f"bench hosts: the ranks had not ended after {deadline_s:g} s: raise --deadline-s",
+                        file=sys.stderr,
+                    )
                 return exit_code or DEADLINE_EXIT
             time.sleep(0.05)
         return exit_code or next((process.returncode for process in processes if process.returncode), 0)

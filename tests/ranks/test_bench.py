@@ -168,7 +168,7 @@ def test_simulated_hosts_are_hosts(tmp_path: Path) -> None:
     ("command", "exit_code", "said"),
     [
         ("if [ $RANK = 1 ]; then exit 7; fi; sleep 1", 7, ""),
-        ("sleep 60", 124, "bench hosts: ranks were killed after 3 s: set --deadline-s\n"),
+        ("sleep 60", 124, "bench hosts: the ranks had not ended after 3 s: raise --deadline-s\n"),
         ("true", 0, ""),
     ],
 )

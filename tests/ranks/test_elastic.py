@@ -68,15 +68,15 @@ hvd.shutdown()
 """
 
 
-#: torchrun without the finalization of its interpreter, which has not returned twice, after the agent had ended the job: only the
-#: main thread was left, in a garbage collection. No module of gradwire is loaded there.
+#: Runs torchrun and ends without finalizing its interpreter. Twice, the finalization did not return after the agent had ended
+#: the job; only the main thread was left, in a garbage collection. torchrun does not load gradwire: its exit is not tested.
 TORCHRUN = """
 import os, sys, traceback
 from torch.distributed.run import main
 try:
     main()
     status = 0
-except BaseException:
+except Exception:
     traceback.print_exc()
     status = 1
 sys.stdout.flush()

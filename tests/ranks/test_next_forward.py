@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import PeerLost
-from gradwire.trainer.gradients.combination import OperationChain
 from gradwire.trainer.gradients.deferred import order_by_need
-from tests.harness import World, meet, wide
+from tests.harness import RUN_TIMEOUT_S, World, meet, wide
 from tests.ranks.test_trainer_equivalence import by_closures, clipped, groups_of, in_parts, nesterov, plainly, scaled
 from tests.ranks.training import (
     STEPS,
@@ -231,28 +230,32 @@ def test_what_reads_first_completes_the_update() -> None:
 
 
 @on_ranks(2)
-def test_buckets_that_have_arrived_are_updated_while_a_module_waits_for_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_module_waits_for_the_buckets_that_were_sent_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     expected_model, expected = trained("backward")
     model, optimizer = trained("next_forward", steps=STEPS - 1)
     exchange = optimizer._rule.exchange
-    take_steps(model, optimizer, share, [STEPS - 1])
     *others, needed_first = range(len(optimizer._rule.buckets))
-    first = optimizer._rule.buckets[needed_first].buffer
-    finished: list[int] = []
-    wait_for = exchange.wait_for
-
-    def is_in_transit(buffer: OperationChain) -> bool:
-        return buffer is first and len(finished) < len(others)
-
-    monkeypatch.setattr(exchange, "wait_for", lambda number: (finished.append(number), wait_for(number)))
-    monkeypatch.setattr(OperationChain, "has_ended", property(lambda buffer: not is_in_transit(buffer)))
+    order = [others[1], needed_first, others[0], *others[2:]]
+    monkeypatch.setattr(exchange, "_order", lambda: order)
+    take_steps(model, optimizer, share, [STEPS - 1])
+    assert exchange.waiting == order
     model.first(torch.zeros(1, 6))
-    assert finished == [*reversed(others), needed_first]
+    assert exchange.waiting == order[2:]
     assert_equal(state_of(model, optimizer), state_of(expected_model, expected))
     for each in (optimizer, expected):
         each.close()
+
+
+@on_ranks(2)
+def test_times_of_exchanges_are_counted_from_the_end_of_the_first() -> None:
+    _, optimizer = trained("next_forward", steps=6)
+    exchange = optimizer._rule.exchange
+    assert len(exchange._ready) == len(exchange._taken) > 2
+    for ready_s, taken_s in zip(exchange._ready, exchange._taken, strict=True):
+        assert min(ready_s) < 0
+        assert max(map(abs, ready_s)) < RUN_TIMEOUT_S  # not a time since the machine was started
+        assert min(taken_s) > 0
+    optimizer.close()
 
 
 @on_ranks(2)

@@ -161,11 +161,6 @@ class OperationChain(ABC):
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
 
-    @property
-    def has_ended(self) -> bool:
-        """Return whether complete() would not wait. False for a chain whose next operation has not begun."""
-        return self._work is None or (not self.chained and self._work.is_completed())
-
     def start(self, step: int) -> None:
         """Begin the first operation. step: the number of earlier exchanges."""
         self._taken_s = 0.0

@@ -46,7 +46,8 @@ class DeferredExchange(GradientExchange):
     After some exchanges with one layout of the buckets, all ranks agree on the order in which they start the buckets from then
     on. The order depends on when the buckets were full and how long their exchanges took: see order_by_need().
 
-    waiting: numbers of the buckets whose exchange has not been waited for. is_pending: whether there are operations that have
+    waiting: numbers of the buckets whose exchange has not been waited for, in the order in which they were started, the same
+    on all ranks. is_pending: whether there are operations that have
     not been waited for. settle: completes the exchange and the update that depends on it. before_gradient: called with the
     index of a parameter whose gradient arrives while the exchange is pending.
     """
@@ -56,7 +57,7 @@ class DeferredExchange(GradientExchange):
 
     def __init__(self, bucketing: Bucketing, setup: Setup) -> None:
         super().__init__(bucketing, setup)
-        self.waiting: set[int] = set()
+        self.waiting: list[int] = []
         self.is_pending = False
         self._agreed_order: list[int] = []
         self._full_s: dict[int, float] = {}
@@ -72,10 +73,6 @@ class DeferredExchange(GradientExchange):
         super().on_gradient(index, parameter)
         self._full_s[self._bucketing.places.get(index, (-1,))[0]] = time.perf_counter()
 
-    def arrived(self) -> list[int]:
-        """Return the waiting buckets for which wait_for() would not wait."""
-        return [number for number in self.waiting if self._bucketing.buckets[number].buffer.has_ended]
-
     def wait_for(self, number: int) -> None:
         """Wait until a bucket is exchanged, and assign its gradients. Raises the error of the exchange, at every call until
         abandon()."""
@@ -88,7 +85,7 @@ class DeferredExchange(GradientExchange):
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 if is_awaited(parameter.grad):
                     parameter.grad = gradient
-            self.waiting.discard(number)
+            self.waiting.remove(number)
             if not self.waiting:
                 for presence in self._bucketing.presence:
                     presence.complete()
@@ -111,6 +108,7 @@ class DeferredExchange(GradientExchange):
         buckets = self._bucketing.buckets
         if self._laid_out is not buckets:
             self._laid_out, self._agreed_order, self._steps, self._agree_after = buckets, [], 0, _MEASURED
+            self._last_full = -1, []
             self._ready.clear()
             self._taken.clear()
             return
@@ -134,7 +132,7 @@ class DeferredExchange(GradientExchange):
             self._ready.clear()
             self._taken.clear()
         if buffers and step == self.step - 1 and len(full_s) == len(buffers):
-            # The exchange of the first bucket ends at about the same time on all ranks, so each rank can count from there.
+            # The exchange of the first bucket (of CPU tensors) ends at about the same time on all ranks: each counts from there.
             first_s = min(buffer.ended_s for buffer in buffers)
             self._ready.append([each - first_s for each in full_s])
             self._taken.append([buffer.seconds for buffer in buffers])
@@ -148,7 +146,8 @@ class DeferredExchange(GradientExchange):
     def _on_all_started(self) -> None:
         with self._lock:
             buckets = self._bucketing.buckets
-            self._measure_last()
+            if self._completing is None:  # else a thread is writing the times of this exchange
+                self._measure_last()
             now = time.perf_counter()
             self._last_full = self.step, [self._full_s.get(number, now) for number in range(len(buckets))]
             self._full_s.clear()
@@ -160,7 +159,7 @@ class DeferredExchange(GradientExchange):
                     awaited = gradient.as_subclass(AwaitedGradient)
                     awaited.settle = self.settle
                     parameter.grad = awaited
-            self.waiting.update(range(len(buckets)))
+            self.waiting = [*self._order()]
             self.is_pending = bool(buckets)
             self._reset()
             self._close_window()
@@ -176,8 +175,8 @@ def order_by_need(ready_s: Sequence[float], exchange_s: Sequence[float]) -> list
     forward needs first (P3, Jayarajan et al. 2019). So of buckets that are full at the same time, the one needed last is
     exchanged last, and the network has work for as long as possible.
 
-    ready_s: when each bucket is full, from any moment on. exchange_s: how long its exchange takes. Buckets are numbered as
-    backward() fills them, so the forward needs those with the highest numbers first.
+    ready_s: when each bucket is full, in seconds since one moment; may be negative. exchange_s: how long its exchange takes.
+    Buckets are numbered as backward() fills them, so the forward needs those with the highest numbers first.
     """
     waiting, order, now_s = set(range(len(ready_s))), [], -math.inf
     while waiting:

@@ -130,8 +130,8 @@ class NextForward(Synchronous):
 
     def settle(self, *_: object) -> None:
         with self._lock:
-            for number in sorted(self.exchange.waiting):
-                self._finish(number)
+            while self.exchange.waiting:
+                self._finish_next()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         self._before_load()
@@ -189,7 +189,8 @@ class NextForward(Synchronous):
             return
         with self._lock:
             for number in (*self._needed.get(None, ()), *self._needed.get(module, ())):
-                self._finish_first(number)
+                while number in self.exchange.waiting:
+                    self._finish_next()
 
     def _before_gradient(self, index: int) -> None:
         """Complete the update of the last step at the first gradient of backward(). Raises RuntimeError if its parameter was
@@ -208,18 +209,13 @@ class NextForward(Synchronous):
             self.exchange.abandon()
             self._settings, self._failed = None, False
 
-    def _finish_first(self, number: int) -> None:
-        """Finish a bucket. While it is on the wire, finish those that have arrived, which later modules need: first the ones
-        with the highest numbers, since backward fills the buckets in the order of their numbers."""
-        waiting = self.exchange.waiting
-        while number in waiting and (arrived := self.exchange.arrived()) and number not in arrived:
-            self._finish(max(arrived))
-        self._finish(number)
+    def _finish_next(self) -> None:
+        """Wait for the bucket that was started first, and update its parameters if an update is due.
 
-    def _finish(self, number: int) -> None:
-        """Wait for a bucket, if not done yet, and update its parameters if an update is due."""
-        if number not in self.exchange.waiting:
-            return
+        A module that waits for a later bucket finishes all earlier ones before it: they arrive first, so their parameters are
+        updated while the later bucket is in transit. The order is the same on all ranks, as an optimizer needs that calls
+        collectives."""
+        number = self.exchange.waiting[0]
         bucket = self.buckets[number]
         try:
             self.exchange.wait_for(number)
