@@ -47,9 +47,9 @@ class DeferredExchange(GradientExchange):
     on. The order depends on when the buckets were full and how long their exchanges took: see order_by_need().
 
     waiting: numbers of the buckets whose exchange has not been waited for, in the order in which they were started, the same
-    on all ranks. is_pending: whether there are operations that have
-    not been waited for. settle: completes the exchange and the update that depends on it. before_gradient: called with the
-    index of a parameter whose gradient arrives while the exchange is pending.
+    on all ranks. is_pending: whether there are operations that have not been waited for. settle: completes the exchange and
+    the update that depends on it. before_gradient: called with the index of a parameter whose gradient arrives while the
+    exchange is pending.
     """
 
     settle: Callable[[], None]
