@@ -58,7 +58,8 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
 
     def number(name: str, nbytes: int) -> int:
         longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
-        if nbytes != sizes[0] and nbytes * max(costs.uplinks) > longest_s:  # an uplink carries the buffer at least once
+        shortest_s = max(costs.call_s, nbytes * max(costs.uplinks))  # an uplink carries the buffer at least once
+        if nbytes != sizes[0] and shortest_s > longest_s:
             return 0
         seconds = seconds_of(name, nbytes)
         return _number(seconds, nbytes) if seconds <= longest_s or nbytes == sizes[0] else 0

@@ -36,6 +36,11 @@ _SHORT, _LONG = 5, 9
 _MANY_BYTES = 1 << 20
 
 
+#: Kinds of instructions as plain integers: to look up a member of an Enum takes longer than to compare it.
+_SEND, _RECEIVE, _POST, _WAIT = map(int, (Kind.SEND, Kind.RECEIVE, Kind.POST, Kind.WAIT))
+_REDUCE, _ENCODE, _COMPLETE = map(int, (Kind.REDUCE, Kind.ENCODE, Kind.COMPLETE))
+
+
 class Leg(NamedTuple):
     """One of the Programs that a rank runs in a call. itemsize: bytes of an element. codec: the codec's identity, if the
     Program moves codes. code_bytes: returns the size of the code of a given number of elements."""
@@ -67,7 +72,7 @@ def predict(
         return _interpolated(measured, nbytes)
     call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize)
     # A measured call may have been quicker than its links, which had saved up for a burst. Calls that follow each other are not.
-    least_s = _busiest(*call, nbytes) if costs.burst_bytes else 0.0
+    least_s = _busiest(*call, nbytes) if costs.burst_bytes and measured else 0.0
     return corrected(measured, nbytes, partial(_in_segments, *call), least_s, scales=len(costs.hosts) == 1)
 
 
@@ -151,7 +156,7 @@ def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
         for leg in of_rank:
             for message in leg.program:
                 ends = host[rank], host[message.peer]
-                if message.kind == Kind.SEND and ends[0] != ends[1]:
+                if message.kind == _SEND and ends[0] != ends[1]:
                     for direction, end in enumerate(ends):
                         moved[direction, end] += leg.nbytes(message)
     return max((nbytes * costs.uplinks[end] for (_, end), nbytes in moved.items()), default=0.0)
@@ -250,7 +255,7 @@ class _Walk:
                 return False
             index, instruction = item
             kind = instruction.kind
-            if kind == Kind.WAIT:
+            if kind == _WAIT:
                 number = (index, instruction.number)
                 left = sent.pop(number, None)
                 if left is not None:
@@ -272,12 +277,12 @@ class _Walk:
                     arrived.popleft()
                     del expected[number]
                     self._compute(rank, link.message_cpu_s + taking)
-            elif kind == Kind.SEND:
+            elif kind == _SEND:
                 outgoing.append(instruction)
-            elif kind == Kind.RECEIVE:
+            elif kind == _RECEIVE:
                 channel = (instruction.peer, rank, index, instruction.segment)
                 expected[index, instruction.number] = channel
-            elif kind == Kind.POST:
+            elif kind == _POST:
                 for message in outgoing:
                     channel = (*self._alike(rank, message.peer), index, message.segment)
                     sent[index, message.number] = self._send(rank, channel, self._legs[rank][index].nbytes(message))
@@ -292,12 +297,12 @@ class _Walk:
         """Return a processor's time for an instruction that moves no message."""
         leg = self._legs[rank][index]
         nbytes = instruction.length * leg.itemsize
-        if instruction.kind == Kind.REDUCE:
+        if instruction.kind == _REDUCE:
             return nbytes * self._costs.reduce_byte_s
-        if instruction.kind == Kind.COMPLETE:
+        if instruction.kind == _COMPLETE:
             return 0.0
         codec = self._costs.codec(leg.codec)
-        return nbytes * (codec.encode_byte_s if instruction.kind == Kind.ENCODE else codec.decode_byte_s)
+        return nbytes * (codec.encode_byte_s if instruction.kind == _ENCODE else codec.decode_byte_s)
 
     def _compute(self, rank: int, seconds: float) -> float:
         """Occupy a processor, from the rank's own clock on. Return the time when it is free again."""

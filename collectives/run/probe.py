@@ -71,8 +71,7 @@ class Probe:
         self._shares_cores = any(names.count(machine.name) > machine.cores for machine in machines)
         self._following = _FOLLOWING_OF_MANY if self._lanes > 1 and self._shares_cores else _FOLLOWING
         self._costs: Costs | None = None
-        self._buffer = torch.zeros(_MOST_BYTES)  # float32
-        self._buffer.fill_(0.0)  # makes the system back every page with memory
+        self._buffer = torch.empty(_MOST_BYTES)  # float32
 
     def run(self, known: Costs | None = None, codecs: Sequence[Codec] = (), device: str = "cpu") -> Costs:
         """Measure the links, unless `known` gives their costs, and codecs on a device of this type. This is a collective call
@@ -102,7 +101,7 @@ class Probe:
         return CodecCost(codec.identity, encode, decode)
 
     def _links(self) -> Costs:
-        self._timed(self._allreduce("ring", _LEAST_BYTES))  # the first use of a connection is slower
+        self._timed(self._allreduce("ring", _LEAST_BYTES), 1)  # the first use of a connection is slower
         alone = self._alone()
         inside = next((self._pair(host[:2], inside=True) for host in self._hosts if len(host) > 1), None)
         between = self._pair(self._leaders[:2], inside=False) if len(self._hosts) > 1 else None
@@ -120,13 +119,14 @@ class Probe:
 
     def _alone(self) -> Costs:
         """Return the costs of all ranks that each rank can measure by itself."""
+        self._fill(_LEAST_BYTES)
         block = self._buffer[: _LEAST_BYTES // 4]
         adding_s = min(_seconds(lambda: COMBINE["sum"](block, block, out=block), time.thread_time_ns) for _ in range(9))
         nothing = Program(Schedule(self._rank, self._size, 1, ()), [(Span(0, 0),)])
         calls = self._table(min(_seconds(lambda: self._follow(nothing), _CLOCK) for _ in range(9)))
         adding = self._table(adding_s)
-        quickest = min(adding)
-        copying = LinkCost(0.0, 0.0, 0.0, quickest / _LEAST_BYTES)
+        usual = statistics.median_low(adding)  # the quickest rank may be the only one whose core nobody else used
+        copying = LinkCost(0.0, 0.0, 0.0, usual / _LEAST_BYTES)
         by_machine: dict[str, list[int]] = {}
         for rank, machine in enumerate(self._machines):
             by_machine.setdefault(machine.name, []).append(rank)
@@ -137,12 +137,16 @@ class Probe:
             between=copying,
             uplinks=(0.0,) * len(self._hosts),
             cores=tuple(Cores(tuple(ranks), self._machines[ranks[0]].cores) for ranks in by_machine.values()),
-            slowness=tuple(each / quickest if each > SLOW * quickest else 1.0 for each in adding),
+            slowness=tuple(each / usual if each > SLOW * usual else 1.0 for each in adding),
             call_s=statistics.median(calls),
-            reduce_byte_s=quickest / _LEAST_BYTES,
+            reduce_byte_s=usual / _LEAST_BYTES,
         )
 
     # Programs and their times
+
+    def _fill(self, nbytes: int) -> None:
+        """Set the first bytes of the buffer to zeros, so that memory backs them and additions meet no denormal numbers."""
+        self._buffer[: nbytes // 4] = 0.0
 
     def _follow(self, program: Program, calls: int = 1) -> None:
         for _ in range(calls):
@@ -169,6 +173,7 @@ class Probe:
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> Sequence[Program]:
         """Return the programs of all ranks for rounds over blocks. lengths: bytes of each block."""
         layout = consecutive([length // 4 for length in lengths])
+        self._fill(sum(lengths))
         return _LazyPrograms(
             self._size, lambda rank: Program(Schedule(rank, self._size, len(layout), tuple(rounds(rank))), [layout])
         )
@@ -316,6 +321,7 @@ class Probe:
 
     def _of_buffer(self, planner: Callable[[Place], Schedule], nbytes: int) -> Sequence[Program]:
         """Return the programs of all ranks for a plan over a buffer, in segments."""
+        self._fill(nbytes)
 
         def program(rank: int) -> Program:
             schedule = planner(Place(rank, self._size, 0, self._hosts))
