@@ -25,11 +25,11 @@ of more. The least size is always timed. Longer calls between hosts follow the l
 save up for bursts meanwhile."""
 
 _CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 128 << 10, 1 << 20, 4 << 20)
-"""The same with a codec, of float32. Inside a host the walk misses a share of each call's time. Between hosts it misses a time
-per call, and for codecs that Python runs also a time between messages, which is the same for all sizes once every rank encodes a
-part: the first two sizes show it, at which the links have little to do. If the links are quick, it also misses a time per byte:
-codes are copied and numbers are read from memory. If many ranks share cores, it expects more wake-ups of large calls than there
-are."""
+"""The same with a codec, of float32. The walk misses a time per call. Inside a host it also misses a share of the rest. Between
+hosts it misses, for codecs that Python runs, also a time between messages, which is the same for all sizes once every rank
+encodes a part: the first two sizes show it, at which the links have little to do. If the links are quick, it also misses a time
+per byte: codes are copied and numbers are read from memory. If many ranks share cores, it expects more wake-ups of large calls
+than there are."""
 _LONGEST_CODED_S = 0.01
 """What a large call between hosts may be predicted to take. If it takes longer, the links are slow and decide its time."""
 

@@ -59,8 +59,8 @@ def predict(
     costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4
 ) -> float:
     """Return the seconds of a call that moves plain numbers: those of the walk, corrected by measured calls of the nearest
-    sizes. Between hosts, the walk misses a fixed time per call, and also a share of large calls. Inside a host, where caches
-    matter, it misses a share.
+    sizes. The walk misses a fixed time per call; also, between hosts, a share of large calls, and inside a host, where caches
+    matter, a share of all calls.
 
     nbytes: of the buffer, or of all parts together if each rank has one. segment_bytes: see Communicator. Raises KeyError for
     an algorithm without a planner that was not measured.
@@ -86,9 +86,10 @@ def corrected(
 ) -> float:
     """Return the seconds of a call: those of the walk, corrected by measured calls of the nearest sizes.
 
-    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. scales: whether the walk
-    misses a share of the time. Otherwise it misses a fixed time per call, and beyond the largest measured call, if that has at
-    least _MANY_BYTES, also a share of the rest; but a call takes at least least_s, and no less than the shortest measured call.
+    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. It misses a fixed time per
+    call. scales: whether it also misses a share of the rest, which depends on the size. Otherwise it misses a share only beyond
+    the largest measured call, if that has at least _MANY_BYTES; but a call takes at least least_s, and no less than the shortest
+    measured call.
     """
     seconds = walk(nbytes)
     if not measured:
@@ -96,8 +97,10 @@ def corrected(
     sizes = [size for size, _ in measured]
     walked = [walk(size) for size in sizes]
     if scales:
-        shares = [took / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
-        return seconds * float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], shares))
+        per_call_s = max(0.0, measured[0][1] - walked[0])
+        shares = [max(0.0, took - per_call_s) / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
+        share = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], shares))
+        return per_call_s + share * seconds
     least_s = max(least_s, min(took for _, took in measured))
     missed = [took - walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
     if nbytes > sizes[-1] >= _MANY_BYTES:

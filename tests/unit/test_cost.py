@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -115,22 +116,34 @@ def test_many_segments_take_what_a_walk_over_all_of_them_takes() -> None:
     assert 9 * short < long < 10 * short
 
 
-@pytest.mark.parametrize(("hosts", "beyond"), [(((0, 1),), 1.5), (((0,), (1,)), 1.0)])
-def test_calls_correct_what_the_walk_says(hosts: tuple[tuple[int, ...], ...], beyond: float) -> None:
-    """Inside a host calls took 2 and 1.5 times as long as the walk says, between hosts half a second and nothing more."""
+@pytest.mark.parametrize(
+    ("hosts", "per_call_s", "shares", "halfway_s"),
+    [
+        (((0, 1),), 0.5, (1.0, 1.5), lambda walk_s: 0.5 + 1.25 * walk_s),  # halfway in the logarithm of the bytes
+        (((0, 1),), 0.0, (0.8, 1.2), lambda walk_s: walk_s),
+        (((0,), (1,)), 0.5, None, lambda walk_s: walk_s + 0.4),  # a fifth of the way in bytes
+    ],
+)
+def test_calls_correct_what_the_walk_says(
+    hosts: tuple[tuple[int, ...], ...],
+    per_call_s: float,
+    shares: tuple[float, float] | None,
+    halfway_s: Callable[[float], float],
+) -> None:
+    """Inside a host, calls took a time more than the walk says, and shares of it; between hosts, only the first took more."""
     link = LinkCost(0.0, 1e-3, 0.0, 0.0)
     two = replace(costs(*hosts, latency_s=0.0), inside=link)
 
     def said(nbytes: int, by: Costs = two) -> float:
         return predict(by, "allreduce", "ring", nbytes, 1 << 20)
 
-    more = [2.0, 1.5] if len(hosts) == 1 else [(said(400) + 0.5) / said(400), 1.0]
-    taken = tuple((nbytes, factor * said(nbytes)) for nbytes, factor in zip((400, 6400), more, strict=True))
+    small, large = shares or (1.0, 1.0)
+    last_s = per_call_s if shares else 0.0
+    taken = (400, per_call_s + small * said(400)), (6400, last_s + large * said(6400))
     timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
     assert [said(nbytes, timed) for nbytes, _ in taken] == pytest.approx([seconds for _, seconds in taken])
-    assert said(64000, timed) == pytest.approx(beyond * said(64000))
-    halfway = said(1600, timed)  # in the logarithm of the bytes, or between hosts a fifth of the way in bytes
-    assert halfway == pytest.approx(1.75 * said(1600) if len(hosts) == 1 else said(1600) + 0.4)
+    assert said(64000, timed) == pytest.approx(last_s + large * said(64000))
+    assert said(1600, timed) == pytest.approx(halfway_s(said(1600)))
     assert predict(timed, "allreduce", "rsag", 400, 1 << 20) == predict(two, "allreduce", "rsag", 400, 1 << 20)
     assert timed.among([1]).calls == ()
 
