@@ -35,7 +35,6 @@ _SHORT, _LONG = 5, 9
 #: per call that it misses.
 _MANY_BYTES = 1 << 20
 
-
 #: Kinds of instructions as plain integers: to look up a member of an Enum takes longer than to compare it.
 _SEND, _RECEIVE, _POST, _WAIT = map(int, (Kind.SEND, Kind.RECEIVE, Kind.POST, Kind.WAIT))
 _REDUCE, _ENCODE, _COMPLETE = map(int, (Kind.REDUCE, Kind.ENCODE, Kind.COMPLETE))
@@ -97,8 +96,8 @@ def corrected(
     sizes = [size for size, _ in measured]
     walked = [walk(size) for size in sizes]
     if scales:
-        per_call_s = max(0.0, measured[0][1] - walked[0])
-        shares = [max(0.0, took - per_call_s) / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
+        per_call_s = max(0.0, min(took for _, took in measured) - walked[0])
+        shares = [(took - per_call_s) / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
         share = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], shares))
         return per_call_s + share * seconds
     least_s = max(least_s, min(took for _, took in measured))

@@ -148,6 +148,14 @@ def test_calls_correct_what_the_walk_says(
     assert timed.among([1]).calls == ()
 
 
+def test_a_larger_call_that_was_quicker_is_predicted_as_it_was_measured() -> None:
+    two = replace(costs((0, 1), latency_s=0.0), inside=LinkCost(0.0, 1e-3, 0.0, 0.0))
+    taken = (400, 9.0), (6400, 5.0)
+    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
+    predicted = [predict(timed, "allreduce", "ring", nbytes, 1 << 20) for nbytes, _ in taken]
+    assert predicted == pytest.approx([9.0, 5.0])
+
+
 @pytest.mark.parametrize("share", [0.4, 1.5])
 def test_beyond_a_large_call_between_hosts_the_walk_is_off_by_the_same_share(share: float) -> None:
     two, small, large = costs((0,), (1,)), 1 << 10, 1 << 20
