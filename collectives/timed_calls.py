@@ -25,11 +25,11 @@ of more. The least size is always timed. Longer calls between hosts follow the l
 save up for bursts meanwhile."""
 
 _CODED_INSIDE, _CODED_BETWEEN = (1 << 10, 64 << 10, 4 << 20), (1 << 10, 8 << 10, 128 << 10, 1 << 20, 4 << 20)
-"""The same with a codec, of float32. The walk misses a time per call. Inside a host it also misses a share of the rest. Between
-hosts it misses, for codecs that Python runs, also a time between messages, which is the same for all sizes once every rank
-encodes a part: the first two sizes show it, at which the links have little to do. If the links are quick, it also misses a time
-per byte: codes are copied and numbers are read from memory. If many ranks share cores, it expects more wake-ups of large calls
-than there are."""
+"""The same with a codec, of float32. The walk lacks a time per call. Inside a host, the rest of its time is also off by a factor.
+Between hosts, it also lacks a time between messages if Python runs the codec. That time is the same for all sizes once every
+rank encodes a part: the first two sizes show it, at which the links have little to do. If the links are quick, the walk also
+lacks a time per byte: codes are copied and numbers are read from memory. If many ranks share cores, it expects more wake-ups of
+large calls than there are."""
 _LONGEST_CODED_S = 0.01
 """What a large call between hosts may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
@@ -58,7 +58,9 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
 
     def number(name: str, nbytes: int) -> int:
         longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
-        shortest_s = max(costs.call_s, nbytes * max(costs.uplinks))  # an uplink carries the buffer at least once
+        shortest_s = nbytes * max(costs.uplinks)  # an uplink carries the buffer at least once
+        if name in PLANNERS["allreduce"]:
+            shortest_s = max(shortest_s, costs.call_s)
         if nbytes != sizes[0] and shortest_s > longest_s:
             return 0
         seconds = seconds_of(name, nbytes)

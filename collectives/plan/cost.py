@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from statistics import median
+from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from gradwire.collectives.plan.schedule import Place
@@ -73,9 +73,9 @@ class Costs:
     hosts: the ranks of each host, see Topology; machines: a description of each host. inside, between: of messages inside a
     host and between hosts. uplinks: by host, seconds a byte in each direction, for all its ranks together; both directions work
     at the same time. burst_bytes: how many bytes a traffic shaper lets an uplink move at once after a pause. slow_links: pairs
-    that are slower than their hosts' uplinks. cores: the ranks that share each group of cores. slowness: by rank, its computing
-    time as a multiple of the fastest rank's. call_s: the time of a call beside its messages. reduce_byte_s: a processor's time
-    to add a byte to another. codecs: of the measured codecs. calls: the measured times of calls.
+    that are slower than their hosts' uplinks. cores: the ranks that share each group of cores. slowness: by rank, see
+    slowness(). call_s: the time of a call beside its messages. reduce_byte_s: a processor's time to add a byte to another, on
+    the median rank. codecs: of the measured codecs. calls: the measured times of calls.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -185,6 +185,13 @@ class Costs:
             *lines,
             *(f"slow rank: rank {rank} computes {times:.1f} times as long as others" for rank, times in times),
         ]
+
+
+def slowness(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return, by rank, its time for a computation as a multiple of the median rank's if that is more than SLOW, else 1. Not of
+    the fastest rank's: other programs may use the cores of all others meanwhile."""
+    usual = median_low(seconds)
+    return tuple(each / usual if each > SLOW * usual else 1.0 for each in seconds)
 
 
 def _rate(byte_s: float) -> str:

@@ -35,7 +35,7 @@ _SHORT, _LONG = 5, 9
 #: per call that it misses.
 _MANY_BYTES = 1 << 20
 
-#: Kinds of instructions as plain integers: to look up a member of an Enum takes longer than to compare it.
+#: Kinds of instructions as plain integers: Kind.SEND takes longer to look up than to compare.
 _SEND, _RECEIVE, _POST, _WAIT = map(int, (Kind.SEND, Kind.RECEIVE, Kind.POST, Kind.WAIT))
 _REDUCE, _ENCODE, _COMPLETE = map(int, (Kind.REDUCE, Kind.ENCODE, Kind.COMPLETE))
 
@@ -58,8 +58,7 @@ def predict(
     costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4
 ) -> float:
     """Return the seconds of a call that moves plain numbers: those of the walk, corrected by measured calls of the nearest
-    sizes. The walk misses a fixed time per call; also, between hosts, a share of large calls, and inside a host, where caches
-    matter, a share of all calls.
+    sizes: see corrected().
 
     nbytes: of the buffer, or of all parts together if each rank has one. segment_bytes: see Communicator. Raises KeyError for
     an algorithm without a planner that was not measured.
@@ -72,7 +71,7 @@ def predict(
     call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize)
     # A measured call may have been quicker than its links, which had saved up for a burst. Calls that follow each other are not.
     least_s = _busiest(*call, nbytes) if costs.burst_bytes and measured else 0.0
-    return corrected(measured, nbytes, partial(_in_segments, *call), least_s, scales=len(costs.hosts) == 1)
+    return corrected(measured, nbytes, partial(_in_segments, *call), least_s, inside=len(costs.hosts) == 1)
 
 
 def corrected(
@@ -81,13 +80,15 @@ def corrected(
     walk: Callable[[int], float],
     least_s: float,
     *,
-    scales: bool,
+    inside: bool,
 ) -> float:
     """Return the seconds of a call: those of the walk, corrected by measured calls of the nearest sizes.
 
-    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. It misses a fixed time per
-    call. scales: whether it also misses a share of the rest, which depends on the size. Otherwise it misses a share only beyond
-    the largest measured call, if that has at least _MANY_BYTES; but a call takes at least least_s, and no less than the shortest
+    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. inside: whether all ranks
+    are on one host. Then a call takes a time that is the same for all sizes, plus the walk's seconds times a factor, which is
+    interpolated by size because caches matter. Between hosts, a call takes the walk's seconds plus what they lack of the
+    measured calls, interpolated by size. Beyond the largest measured call, if that has at least _MANY_BYTES, the walk's seconds
+    are multiplied instead, by the factor at that call. Between hosts, no call takes less than least_s or than the shortest
     measured call.
     """
     seconds = walk(nbytes)
@@ -95,11 +96,16 @@ def corrected(
         return seconds
     sizes = [size for size, _ in measured]
     walked = [walk(size) for size in sizes]
-    if scales:
+    if inside:
         per_call_s = max(0.0, min(took for _, took in measured) - walked[0])
-        shares = [(took - per_call_s) / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
-        share = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], shares))
-        return per_call_s + share * seconds
+        factors = [(took - per_call_s) / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
+        factor = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], factors))
+        predicted = per_call_s + factor * seconds
+        above = bisect.bisect_left(sizes, nbytes)
+        if 0 < above < len(sizes):  # between two measured sizes, no call takes less or longer than both
+            fewer_s, more_s = sorted((measured[above - 1][1], measured[above][1]))
+            predicted = min(max(predicted, fewer_s), more_s)
+        return predicted
     least_s = max(least_s, min(took for _, took in measured))
     missed = [took - walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
     if nbytes > sizes[-1] >= _MANY_BYTES:

@@ -18,7 +18,7 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
-from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink
+from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink, slowness
 from gradwire.collectives.plan.fitting import Pair, Timed, Together, Uplinks, costs_of
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
@@ -72,6 +72,7 @@ class Probe:
         self._following = _FOLLOWING_OF_MANY if self._lanes > 1 and self._shares_cores else _FOLLOWING
         self._costs: Costs | None = None
         self._buffer = torch.empty(_MOST_BYTES)  # float32
+        self._filled = 0
 
     def run(self, known: Costs | None = None, codecs: Sequence[Codec] = (), device: str = "cpu") -> Costs:
         """Measure the links, unless `known` gives their costs, and codecs on a device of this type. This is a collective call
@@ -91,13 +92,13 @@ class Probe:
         return self._costs
 
     def _speed(self, codec: Codec, device: torch.device) -> CodecCost:
-        """Measure a codec on all ranks at once, and return the cost on the fastest rank."""
+        """Measure a codec on all ranks at once, and return the cost on the median rank, which slowness() refers to."""
         self._engine.meet(self._turn)
         mine = speed_of(codec, device)
         table = self._engine.table(
             self._turn, [round(1e18 * each) for each in (mine.encode_byte_s, mine.decode_byte_s)]
         )
-        encode, decode = (min(column) / 1e18 for column in zip(*table, strict=True))
+        encode, decode = (statistics.median_low(column) / 1e18 for column in zip(*table, strict=True))
         return CodecCost(codec.identity, encode, decode)
 
     def _links(self) -> Costs:
@@ -119,14 +120,14 @@ class Probe:
 
     def _alone(self) -> Costs:
         """Return the costs of all ranks that each rank can measure by itself."""
-        self._fill(_LEAST_BYTES)
+        self._fill(_LEAST_BYTES // 4)
         block = self._buffer[: _LEAST_BYTES // 4]
         adding_s = min(_seconds(lambda: COMBINE["sum"](block, block, out=block), time.thread_time_ns) for _ in range(9))
         nothing = Program(Schedule(self._rank, self._size, 1, ()), [(Span(0, 0),)])
         calls = self._table(min(_seconds(lambda: self._follow(nothing), _CLOCK) for _ in range(9)))
         adding = self._table(adding_s)
-        usual = statistics.median_low(adding)  # the quickest rank may be the only one whose core nobody else used
-        copying = LinkCost(0.0, 0.0, 0.0, usual / _LEAST_BYTES)
+        usual_s = statistics.median_low(adding)
+        copying = LinkCost(0.0, 0.0, 0.0, usual_s / _LEAST_BYTES)
         by_machine: dict[str, list[int]] = {}
         for rank, machine in enumerate(self._machines):
             by_machine.setdefault(machine.name, []).append(rank)
@@ -137,16 +138,19 @@ class Probe:
             between=copying,
             uplinks=(0.0,) * len(self._hosts),
             cores=tuple(Cores(tuple(ranks), self._machines[ranks[0]].cores) for ranks in by_machine.values()),
-            slowness=tuple(each / usual if each > SLOW * usual else 1.0 for each in adding),
+            slowness=slowness(adding),
             call_s=statistics.median(calls),
-            reduce_byte_s=usual / _LEAST_BYTES,
+            reduce_byte_s=usual_s / _LEAST_BYTES,
         )
 
     # Programs and their times
 
-    def _fill(self, nbytes: int) -> None:
-        """Set the first bytes of the buffer to zeros, so that memory backs them and additions meet no denormal numbers."""
-        self._buffer[: nbytes // 4] = 0.0
+    def _fill(self, numel: int) -> None:
+        """Set the first numbers of the buffer to zeros, so that memory backs them, and additions meet no denormal numbers. They
+        stay zeros, since all ranks send zeros."""
+        if numel > self._filled:
+            self._buffer[self._filled : numel] = 0.0
+            self._filled = numel
 
     def _follow(self, program: Program, calls: int = 1) -> None:
         for _ in range(calls):
@@ -171,9 +175,10 @@ class Probe:
         return max(self._table(sorted(taken)[len(taken) // 4])) / calls
 
     def _programs(self, lengths: Sequence[int], rounds: Callable[[int], Sequence[Round]]) -> Sequence[Program]:
-        """Return the programs of all ranks for rounds over blocks. lengths: bytes of each block."""
+        """Return the programs of all ranks for rounds over blocks, and fill the part of the buffer that they use. lengths: bytes
+        of each block."""
         layout = consecutive([length // 4 for length in lengths])
-        self._fill(sum(lengths))
+        self._fill(sum(lengths) // 4)
         return _LazyPrograms(
             self._size, lambda rank: Program(Schedule(rank, self._size, len(layout), tuple(rounds(rank))), [layout])
         )
@@ -320,8 +325,8 @@ class Probe:
         return self._of_buffer(PLANNERS["allreduce"][algorithm], nbytes)
 
     def _of_buffer(self, planner: Callable[[Place], Schedule], nbytes: int) -> Sequence[Program]:
-        """Return the programs of all ranks for a plan over a buffer, in segments."""
-        self._fill(nbytes)
+        """Return the programs of all ranks for a plan over a buffer, in segments, and fill the buffer."""
+        self._fill(nbytes // 4)
 
         def program(rank: int) -> Program:
             schedule = planner(Place(rank, self._size, 0, self._hosts))

@@ -142,6 +142,12 @@ def with_a_rate_in_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def with_a_frozen_parameter() -> nn.Module:
+    model = Net()
+    model.position.requires_grad_(False)
+    return model
+
+
 MOST = STEPS - 1
 """The steps that are put off, if all are but the first, in which the order of arrival is learned."""
 
@@ -155,6 +161,7 @@ CASES: dict[str, tuple[Train, int, dict[str, Any]]] = {
     "int8 with error feedback": (plainly, MOST, {"compression": hvd.ErrorFeedback("int8")}),
     "a sum": (plainly, MOST, {"op": hvd.Sum, "groups": 2}),
     "sums that depend on others": (plainly, 0, {"compression": "powersgd"}),
+    "a frozen parameter": (plainly, MOST, {"model_of": with_a_frozen_parameter}),
     "an unused parameter": (plainly, 0, {"model_of": lambda: Net(with_unused=True)}),
     "accumulation": (partial(in_parts, set_to_none=True, parts=2), MOST, {"backward_passes_per_step": 2}),
     "clipping": (clipped, 0, {}),

@@ -193,6 +193,17 @@ def test_calls_correct_the_predictions_of_codecs() -> None:
             )
 
 
+@on_ranks(2, initialized=False)
+def test_the_programs_of_the_measurement_use_no_memory_that_was_not_filled() -> None:
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        probe = comm._probe()
+        probe._buffer.fill_(float("nan"))
+        probe.run()
+        assert probe._filled > 0
+        assert not probe._buffer[: probe._filled].any()
+        assert probe._buffer[probe._filled :].isnan().all()
+
+
 @on_ranks(3, initialized=False)
 def test_a_rank_that_calls_something_else_meanwhile_is_named() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm, pytest.raises(CollectiveError, match="tune") as caught:

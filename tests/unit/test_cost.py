@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError
+from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError, slowness
 from gradwire.collectives.plan.fitting import Pair, Timed, Together, Uplinks, costs_of, fitted, legs
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Schedule, receive, send
@@ -116,44 +115,45 @@ def test_many_segments_take_what_a_walk_over_all_of_them_takes() -> None:
     assert 9 * short < long < 10 * short
 
 
-@pytest.mark.parametrize(
-    ("hosts", "per_call_s", "shares", "halfway_s"),
-    [
-        (((0, 1),), 0.5, (1.0, 1.5), lambda walk_s: 0.5 + 1.25 * walk_s),  # halfway in the logarithm of the bytes
-        (((0, 1),), 0.0, (0.8, 1.2), lambda walk_s: walk_s),
-        (((0,), (1,)), 0.5, None, lambda walk_s: walk_s + 0.4),  # a fifth of the way in bytes
-    ],
-)
-def test_calls_correct_what_the_walk_says(
-    hosts: tuple[tuple[int, ...], ...],
-    per_call_s: float,
-    shares: tuple[float, float] | None,
-    halfway_s: Callable[[float], float],
-) -> None:
-    """Inside a host, calls took a time more than the walk says, and shares of it; between hosts, only the first took more."""
-    link = LinkCost(0.0, 1e-3, 0.0, 0.0)
-    two = replace(costs(*hosts, latency_s=0.0), inside=link)
+@pytest.mark.parametrize(("per_call_s", "small", "large"), [(0.5, 1.0, 1.5), (0.0, 0.8, 1.2)])
+def test_calls_inside_a_host_correct_the_walk(per_call_s: float, small: float, large: float) -> None:
+    """Each call took a fixed time and a multiple of the walk's."""
+    two = replace(costs((0, 1), latency_s=0.0), inside=LinkCost(0.0, 1e-3, 0.0, 0.0))
 
     def said(nbytes: int, by: Costs = two) -> float:
         return predict(by, "allreduce", "ring", nbytes, 1 << 20)
 
-    small, large = shares or (1.0, 1.0)
-    last_s = per_call_s if shares else 0.0
-    taken = (400, per_call_s + small * said(400)), (6400, last_s + large * said(6400))
+    taken = (400, per_call_s + small * said(400)), (6400, per_call_s + large * said(6400))
     timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
     assert [said(nbytes, timed) for nbytes, _ in taken] == pytest.approx([seconds for _, seconds in taken])
-    assert said(64000, timed) == pytest.approx(last_s + large * said(64000))
-    assert said(1600, timed) == pytest.approx(halfway_s(said(1600)))
+    assert said(64000, timed) == pytest.approx(per_call_s + large * said(64000))
+    halfway = (small + large) / 2  # in the logarithm of the bytes
+    assert said(1600, timed) == pytest.approx(per_call_s + halfway * said(1600))
     assert predict(timed, "allreduce", "rsag", 400, 1 << 20) == predict(two, "allreduce", "rsag", 400, 1 << 20)
     assert timed.among([1]).calls == ()
+
+
+def test_calls_between_hosts_correct_the_walk() -> None:
+    """Only the smaller call took longer than the walk says; what the walk lacks shrinks linearly in the bytes."""
+    two = costs((0,), (1,), latency_s=0.0)
+
+    def said(nbytes: int, by: Costs = two) -> float:
+        return predict(by, "allreduce", "ring", nbytes, 1 << 20)
+
+    taken = (400, said(400) + 0.5), (6400, said(6400))
+    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
+    assert [said(nbytes, timed) for nbytes in (400, 1600, 6400, 64000)] == pytest.approx(
+        [said(400) + 0.5, said(1600) + 0.4, said(6400), said(64000)]
+    )
 
 
 def test_a_larger_call_that_was_quicker_is_predicted_as_it_was_measured() -> None:
     two = replace(costs((0, 1), latency_s=0.0), inside=LinkCost(0.0, 1e-3, 0.0, 0.0))
     taken = (400, 9.0), (6400, 5.0)
     timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
-    predicted = [predict(timed, "allreduce", "ring", nbytes, 1 << 20) for nbytes, _ in taken]
-    assert predicted == pytest.approx([9.0, 5.0])
+    first, between, last = (predict(timed, "allreduce", "ring", nbytes, 1 << 20) for nbytes in (400, 1600, 6400))
+    assert (first, last) == pytest.approx((9.0, 5.0))
+    assert 5.0 <= between <= 9.0
 
 
 @pytest.mark.parametrize("share", [0.4, 1.5])
@@ -206,6 +206,12 @@ def test_a_file_is_read_as_it_was_written_or_refused() -> None:
     assert written.checked("tuning.json", written.hosts, written.machines) is written
     with pytest.raises(TuningError, match="damaged"):
         Costs.from_json(text[:-20], "tuning.json")
+
+
+def test_a_rank_is_slow_beside_the_median_rank() -> None:
+    assert slowness([1.0, 2.0, 2.0, 2.0]) == (1.0, 1.0, 1.0, 1.0)
+    assert slowness([2.0, 2.0, 8.0, 2.0]) == (1.0, 1.0, 4.0, 1.0)
+    assert slowness([1.0, 2.0]) == (1.0, 2.0)
 
 
 def test_what_is_slow_is_named() -> None:

@@ -172,8 +172,9 @@ class NextForward(Synchronous):
             needed = self._needed.setdefault(caller, [])
             for parameter in module.parameters(recurse=False):
                 elsewhere.pop(parameter, None)
-                if numbers.get(parameter, needed) not in needed:
-                    needed.append(numbers[parameter])
+                number = numbers.get(parameter)  # None if the optimizer does not have it, or it is frozen
+                if number is not None and number not in needed:
+                    needed.append(number)
             for child in module.children():
                 visit(child, caller)
 
