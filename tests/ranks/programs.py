@@ -81,12 +81,12 @@ def start(command: list[str], folder: Path, output: int = subprocess.PIPE, **env
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tuple[int, str]:
     """Return the exit code of a process, and what it printed. Raises AssertionError if it does not end, with the stacks of its
     threads and of those of its descendants, which SIGABRT ends."""
     with process:
         try:
-            said, _ = process.communicate(timeout=DEADLINE_S)
+            said, _ = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
             for pid in (process.pid, *started_by(process.pid)):
                 with suppress(ProcessLookupError):
@@ -96,7 +96,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
                 said, _ = process.communicate(timeout=ABORT_S)
             except subprocess.TimeoutExpired as late:
                 said = (late.stdout or b"").decode(errors="replace")
-            raise AssertionError(f"{process.args} has not ended after {DEADLINE_S} s:\n{said}") from None
+            raise AssertionError(f"{process.args} has not ended after {deadline_s:g} s:\n{said}") from None
         finally:
             process.kill()
     return process.returncode, said

@@ -85,13 +85,17 @@ os._exit(status)
 """
 
 
+#: Ranks are started up to three times in a row, which is slow while other tests use the processors.
+STARTS_S = 2 * DEADLINE_S
+
+
 def torchrun(folder: Path, ending: str) -> tuple[int, str]:
     """Run the script under torchrun's own agent; return its exit status and output."""
     (folder / "train.py").write_text(SCRIPT)
     flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
     command = [sys.executable, "-c", TORCHRUN, *flags, "train.py", ending]
     launcher = start(command, folder)
-    status, output = ended(launcher)
+    status, output = ended(launcher, STARTS_S)
     deadline = time.monotonic() + 10
     while left := list(watcher.FOLDER.glob(f"gradwire-elastic.*.{launcher.pid}.*")):
         assert time.monotonic() < deadline, f"{left} are left of a job that has ended:\n{output}"
@@ -130,6 +134,7 @@ def test_a_killed_rank_costs_no_bit(ranks: Worlds, failing_world: Callable[[int]
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(STARTS_S + 20)
 def test_torchrun_starts_ranks_again_after_one_was_killed(tmp_path: Path) -> None:
     status, output = torchrun(tmp_path, "kill")
     assert status == 0, output
@@ -139,6 +144,7 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(tmp_path: Path) -> Non
 
 
 @pytest.mark.wide
+@pytest.mark.timeout(STARTS_S + 20)
 def test_a_failure_that_comes_back_ends_the_job(tmp_path: Path) -> None:
     status, output = torchrun(tmp_path, "raise")
     assert status != 0

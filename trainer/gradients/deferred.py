@@ -70,8 +70,9 @@ class DeferredExchange(GradientExchange):
     def on_gradient(self, index: int, parameter: Tensor) -> None:
         if self.is_pending:
             self.before_gradient(index)
-        super().on_gradient(index, parameter)
+        # Before the bucket starts, since its exchange may end before this thread continues.
         self._full_s[self._bucketing.places.get(index, (-1,))[0]] = time.perf_counter()
+        super().on_gradient(index, parameter)
 
     def wait_for(self, number: int) -> None:
         """Wait until a bucket is exchanged, and assign its gradients. Raises the error of the exchange, at every call until
