@@ -102,7 +102,7 @@ def corrected(
         factor = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], factors))
         predicted = per_call_s + factor * seconds
         above = bisect.bisect_left(sizes, nbytes)
-        if 0 < above < len(sizes):  # between two measured sizes, no call takes less or longer than both
+        if 0 < above < len(sizes):  # a call between two measured sizes takes a time between theirs
             fewer_s, more_s = sorted((measured[above - 1][1], measured[above][1]))
             predicted = min(max(predicted, fewer_s), more_s)
         return predicted

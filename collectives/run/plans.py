@@ -279,12 +279,11 @@ class Plans:
             return self._predict_numbers(costs, numel * itemsize, itemsize)
         measured = costs.measured("allreduce", codec.identity)
         walk = partial(self._walk_codes, costs, codec)
-        inside = len(costs.hosts) == 1
         least_s = 0.0
-        if costs.burst_bytes and not codec.summable:  # as predict() of plain numbers
+        if costs.burst_bytes and measured and not codec.summable:  # as predict() of plain numbers
             count = self._chunks(codec, numel)
             least_s = count * busiest_uplink_s(costs, self.legs_of_codes(codec, numel // count))
-        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), least_s, inside=inside)
+        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), least_s, inside=len(costs.hosts) == 1)
 
     def _predict_numbers(self, costs: Costs, nbytes: int, itemsize: int) -> float:
         name = self.choose("allreduce", "auto", nbytes, on_gpu=False)
