@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 
@@ -34,8 +35,8 @@ _LONGEST_CODED_S = 0.01
 """What a large call between hosts may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
 #: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor fewer than the
-#: least if they are small: the first calls of a row wake up ranks.
-_TURNS, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 3, 0.003, 4, 32
+#: least if they are small: the first calls of a row wake up ranks, so short rows seem slower than a training's calls.
+_TURNS, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 3, 0.01, 4, 32
 
 #: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
@@ -67,7 +68,8 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
         return _number(seconds, nbytes) if seconds <= longest_s or nbytes == sizes[0] else 0
 
     calls = _numbers(verbs, names, sizes, number)
-    return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name)))
+    # Other work on a host makes calls longer and never shorter.
+    return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name), min))
 
 
 def time_codecs(
@@ -86,8 +88,9 @@ def time_codecs(
         return _number(seconds, nbytes) if inside or nbytes <= _SMALL or seconds <= _LONGEST_CODED_S else 0
 
     calls = _numbers(verbs, list(named), _CODED_INSIDE if inside else _CODED_BETWEEN, number)
+    # Ranks that share cores encode at the same time, sooner or later: the quickest turn would be luck.
     return _call_costs(
-        _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0))
+        _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0), median)
     )
 
 
@@ -128,9 +131,10 @@ def _in_turns(
     costs: Costs,
     calls: Mapping[tuple[str, int], int],
     run: Callable[[torch.Tensor, str], object],
+    typical: Callable[[Sequence[float]], float],
 ) -> dict[tuple[str, int], float]:
-    """Return how long a call of each name and size takes on the slowest rank, in the quickest turn of each rank, since other
-    work on a host makes calls longer and never shorter. calls: how many a turn makes. run: makes one."""
+    """Return how long a call of each name and size takes on the slowest rank. calls: how many a turn makes. run: makes one.
+    typical: returns a rank's time for its times in the turns."""
     buffer = verbs.empty(max((nbytes for _, nbytes in calls), default=0) // 4).zero_()
     taken: dict[tuple[str, int], list[float]] = {case: [] for case in calls}
     for _ in range(_TURNS):
@@ -142,6 +146,6 @@ def _in_turns(
             for _ in range(number):
                 run(part, name)
             taken[name, nbytes].append((time.perf_counter() - began) / number)
-    slowest = torch.tensor([min(times) for times in taken.values()], dtype=torch.float64)
+    slowest = torch.tensor([typical(times) for times in taken.values()], dtype=torch.float64)
     verbs.allreduce(slowest, "max", algorithm="recursive_doubling")
     return dict(zip(taken, slowest.tolist(), strict=True))

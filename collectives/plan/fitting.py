@@ -124,8 +124,10 @@ def _of_all(costs: Costs, measured: Together) -> Costs:
     is_of_cores = len(costs.hosts) == 1 or price(of_wires(0.0), large) >= large_s
     shares_cores = any(cores.number < len(cores.ranks) for cores in costs.cores)
     is_slower = shares_cores and large_s > 1.3 * price(of_cores(0.0), large)
-    made = of_cores if is_of_cores or is_slower else of_wires
-    return made(fit(made, *measured.large, 1.0))
+    if is_of_cores or is_slower:
+        return of_cores(fit(of_cores, *measured.large, 1.0))
+    # Links are no faster with all hosts at once than with two, which were measured: a small ring may have used bursts.
+    return of_wires(max(1.0, fit(of_wires, *measured.large, 1.0)))
 
 
 def _of_additions(costs: Costs, measured: Timed) -> Costs:

@@ -197,7 +197,10 @@ def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = Non
     sender (one of the first ranks) and the receiver of a message, and returns the sender and receiver of the equivalent message
     whose receiver is one of the first ranks.
     """
-    return costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
+    walk = _Walk(costs, legs, alike or _itself)
+    seconds = costs.call_s + max(walk.run(), default=0.0)
+    # A link that allows bursts saves up for the next call while it idles. But it carries all calls at its lasting rate.
+    return max(seconds, *walk.busy_up, *walk.busy_down) if costs.burst_bytes else seconds
 
 
 def _itself(sender: int, receiver: int) -> tuple[int, int]:
@@ -205,7 +208,8 @@ def _itself(sender: int, receiver: int) -> tuple[int, int]:
 
 
 class _Walk:
-    """A run of the programs of all ranks. Times are in seconds from the beginning."""
+    """A run of the programs of all ranks. Times are in seconds from the beginning. busy_up, busy_down: by host, the seconds that
+    the uplink needs for the bytes sent and received."""
 
     def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike) -> None:
         self._costs = costs
@@ -216,9 +220,10 @@ class _Walk:
         self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
         self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
         # The times when shared resources are free again; cores only if they are fewer than their ranks. Links that allow bursts
-        # have used them up, as if calls followed each other.
+        # have saved up for one.
         self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
-        self._up, self._down = list(self._saved), list(self._saved)
+        self._up, self._down = [0.0] * len(self._saved), [0.0] * len(self._saved)
+        self.busy_up, self.busy_down = [0.0] * len(self._saved), [0.0] * len(self._saved)
         self._connections: dict[tuple[int, int], float] = defaultdict(float)
         self._cores: dict[int, list[float]] = {}
         for ranks, number in costs.cores:
@@ -339,11 +344,13 @@ class _Walk:
             left = max(copied, begin + nbytes * byte_s)
             self._hand_over(channel, left + link.latency_s, nbytes)
         else:
-            self._up[host] = max(begin, self._up[host]) + nbytes * costs.uplinks[host]
+            sending_s = nbytes * costs.uplinks[host]
+            self.busy_up[host] += sending_s
+            self._up[host] = max(begin, self._up[host]) + sending_s
             left = max(copied, self._up[host] - self._saved[host])
             if byte_s > costs.uplinks[host]:
                 left = max(left, begin + nbytes * byte_s)
-            comes = max(begin + link.latency_s, left + link.latency_s - nbytes * costs.uplinks[host])
+            comes = max(begin + link.latency_s, left + link.latency_s - sending_s)
             heappush(self._ready, (comes, -1, next(self._numbers), channel, nbytes, left))
         self._connections[pair] = left
         return left
@@ -351,7 +358,9 @@ class _Walk:
     def _arrive(self, comes: float, _: int, channel: tuple[int, ...], nbytes: int, left: float) -> None:
         """Occupy the receiving host's uplink with a message; messages use it in the order in which they reach it."""
         host = self._host[channel[1]]
-        self._down[host] = max(comes, self._down[host]) + nbytes * self._costs.uplinks[host]
+        receiving_s = nbytes * self._costs.uplinks[host]
+        self.busy_down[host] += receiving_s
+        self._down[host] = max(comes, self._down[host]) + receiving_s
         arrived = max(left + self._costs.between.latency_s, self._down[host] - self._saved[host])
         self._hand_over(channel, arrived, nbytes)
 

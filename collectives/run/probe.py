@@ -41,6 +41,9 @@ _PAUSE_S = 0.02
 #: The maximum number of other hosts with which each host is measured, and how long the bulk messages of several ranks may take.
 _OPPONENTS, _SHARED_S = 7, 0.01
 
+#: Uplinks whose times differ by less than this factor are equal: measurements of equal ones differ as much.
+_ALIKE = 1.2
+
 _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
@@ -50,8 +53,8 @@ _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.015
 _ADDED_BYTES = 1 << 20
 
 #: How many bulk messages follow the first one: more if several ranks of a host take part and share cores, since these wake up
-#: late.
-_FOLLOWING, _FOLLOWING_OF_MANY = 2, 4
+#: late. _TIMES_ALONE: how often two ranks are measured alone, which decides the speed of links.
+_FOLLOWING, _FOLLOWING_OF_MANY, _TIMES_ALONE = 2, 4, 3
 
 #: How long a row of small allreduces, at most eight, may take.
 _ROW_S = 0.004
@@ -156,14 +159,13 @@ class Probe:
         for _ in range(calls):
             self._engine.over_program(self._turn, program, self._buffer, self._buffer)
 
-    def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1, pause_s: float = 0.0) -> float:
+    def _timed(self, programs: Sequence[Program], times: int = _TIMES, calls: int = 1) -> float:
         """Return the seconds that one call of the programs takes on the slowest rank: the lower quartile of `times`
         measurements, or of at least three if they take long. times=1 measures once. calls: how many calls in a row each
-        measurement makes. pause_s: the pause before each measurement."""
+        measurement makes."""
         mine = programs[self._rank]
 
         def once() -> float:
-            time.sleep(pause_s)
             self._engine.meet(self._turn)
             return _seconds(lambda: self._follow(mine, calls), _CLOCK)
 
@@ -211,8 +213,7 @@ class Probe:
 
         swapping, streaming = self._programs([4], swaps), self._programs([8] * 2 * _STREAM, stream)
         swapped, streamed = Timed(swapping, self._timed(swapping)), Timed(streaming, self._timed(streaming))
-        nbytes, bulk = self._bulk({one: other, other: one})
-        saved_s = 0.0 if inside else max(0.0, bulk.seconds - self._timed(bulk.programs, 3, pause_s=_PAUSE_S))
+        nbytes, bulk, saved_s = self._bulk({one: other, other: one}, 0.0 if inside else _PAUSE_S)
         moving_byte_s = None if inside else self._moving_byte_s(bulk.programs, pair, nbytes)
         return Pair(swapped, streamed, _STREAM, bulk, nbytes, saved_s, moving_byte_s)
 
@@ -228,22 +229,27 @@ class Probe:
         table = self._table(taken)
         return min(table[rank] for rank in pair) / (4 * nbytes)
 
-    def _bulk(self, partners: dict[int, int]) -> tuple[int, Timed]:
-        """Return the bytes of a bulk message, and its timed programs."""
+    def _bulk(self, partners: dict[int, int], pause_s: float) -> tuple[int, Timed, float]:
+        """Return the bytes of a bulk message, its timed programs, and how many fewer seconds they take after a pause."""
         nbytes = _LEAST_BYTES
         while (taken := self._timed(self._exchange(partners, nbytes), 1)) < _BULK_S and nbytes < _MOST_BYTES:
             # Not more at once: a burst makes the first message look faster than the link is.
             nbytes = min(nbytes * (4 if taken < _BULK_S / 4 else 2), _MOST_BYTES)
-        return nbytes, self._at_once(self._exchange(partners, nbytes), _FOLLOWING)
+        programs = self._exchange(partners, nbytes)
+        first_s, seconds = self._steady(programs, _FOLLOWING, _TIMES_ALONE, pause_s)(range(self._size))
+        return nbytes, Timed(programs, seconds), max(0.0, seconds - first_s) if pause_s else 0.0
 
-    def _steady(self, programs: Sequence[Program], following: int, times: int = 2) -> Callable[[Iterable[int]], float]:
-        """Return a function that takes ranks and returns the seconds that their programs take right after another call: the
-        mean of `following` calls, in the quickest of `times` measurements. It subtracts the time of the first call from that
-        of all calls: timed alone, a second call would seem too fast on a rank that wakes up late after the first, since the
-        other ranks have already begun it."""
+    def _steady(
+        self, programs: Sequence[Program], following: int, times: int, pause_s: float = 0.0
+    ) -> Callable[[Iterable[int]], tuple[float, float]]:
+        """Return a function that takes ranks and returns the seconds of a first call of their programs, after a pause, and
+        those that they take right after another call: the mean of `following` calls, in the quickest of `times` measurements.
+        It subtracts the time of the first call from that of all calls: timed alone, a second call would seem too fast on a
+        rank that wakes up late after the first, since the other ranks have already begun it."""
         mine = programs[self._rank]
         first, all_of_them = [], []
         for _ in range(times):
+            time.sleep(pause_s)
             self._engine.meet(self._turn)
             began = _CLOCK()
             self._follow(mine)
@@ -252,9 +258,9 @@ class Probe:
             all_of_them.append(_CLOCK() - began)
         table = self._engine.table(self._turn, [min(first), min(all_of_them)])
 
-        def seconds(ranks: Iterable[int]) -> float:
+        def seconds(ranks: Iterable[int]) -> tuple[float, float]:
             first_ns, all_ns = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
-            return float(all_ns - first_ns) / 1e9 / following
+            return first_ns / 1e9, (all_ns - first_ns) / 1e9 / following
 
         return seconds
 
@@ -265,35 +271,49 @@ class Probe:
         alone_s = alone.bulk.seconds / alone.bulk_bytes
         lanes, most = self._lanes, int(_SHARED_S / alone_s)  # many ranks wake up late: more bytes make that matter less
         nbytes = max(alone.bulk_bytes, min(lanes * alone.bulk_bytes, most)) // lanes // 4 * 4
-        quickest = [float("inf")] * count
-        pairs: dict[tuple[int, int], float] = {}
+        pairs: list[dict[int, float]] = [{} for _ in self._hosts]  # by host and partner
 
         def measure(against: dict[int, int], times: int) -> None:
             partners = {self._hosts[a][lane]: self._hosts[b][lane] for a, b in against.items() for lane in range(lanes)}
             seconds = self._steady(self._exchange(partners, nbytes), self._following, times)
             for a, b in against.items():
-                taken = seconds(rank for host in (a, b) for rank in self._hosts[host][:lanes]) / (nbytes * lanes)
-                pairs[a, b] = min(taken, pairs.get((a, b), taken))
-                quickest[a] = min(quickest[a], taken)
+                _, taken_s = seconds(rank for host in (a, b) for rank in self._hosts[host][:lanes])
+                taken = taken_s / (nbytes * lanes)
+                pairs[a][b] = min(taken, pairs[a].get(b, taken))
 
-        def is_slow(a: int, b: int) -> bool:
-            return pairs[a, b] > SLOW * max(quickest[a], quickest[b])
+        def usual() -> list[float]:
+            """Return by host the median of its pairs, without slow ones: the quickest of many pairs is partly the luckiest. Hosts
+            that differ little from the median host have the same links."""
+            by_host = [
+                statistics.median(taken for taken in times.values() if taken <= SLOW * min(times.values()))
+                for times in pairs
+            ]
+            middle = statistics.median_low(by_host)
+            return [middle if middle / _ALIKE < each < _ALIKE * middle else each for each in by_host]
 
-        rounds = _tournament(count)[:_OPPONENTS]
-        for against in rounds:
-            measure(against, 2 if against.get(0) == 1 else 1)  # the first pair shows how long ranks wait for cores
-        for against in rounds:
-            if any(is_slow(a, b) for a, b in against.items()):  # or a rank woke up late
-                measure(against, 1)
+        def slow() -> dict[tuple[int, int], float]:
+            by_host = usual()
+            return {
+                (a, b): taken
+                for a, times in enumerate(pairs)
+                for b, taken in times.items()
+                if taken > SLOW * max(by_host[a], by_host[b])
+            }
+
+        for against in _tournament(count)[:_OPPONENTS]:
+            measure(against, 2 if count < 4 else 1)  # with many pairs, the median evens out how late ranks wake up
+        for a, b in slow():
+            if a < b:
+                measure({a: b, b: a}, 1)  # alone: perhaps only a rank woke up late
         # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
-        waiting = max(1.0, pairs[0, 1] / alone_s) if self._shares_cores and lanes == 1 and (0, 1) in pairs else 1.0
-        uplinks = tuple(each / waiting for each in quickest)
-        slow = tuple(
+        uplinks = usual()
+        waiting = max(1.0, max(uplinks[:2]) / alone_s) if self._shares_cores and lanes == 1 else 1.0
+        links = (
             SlowLink((self._hosts[a][0], self._hosts[b][0]), taken / waiting)
-            for (a, b), taken in pairs.items()
-            if a < b and is_slow(a, b)
+            for (a, b), taken in slow().items()
+            if a < b
         )
-        return Uplinks(uplinks, slow, of_one_rank=lanes == 1)
+        return Uplinks(tuple(each / waiting for each in uplinks), tuple(links), of_one_rank=lanes == 1)
 
     def _together(self, bulk_bytes: int, uplinks: Uplinks | None) -> Together:
         """Measure all ranks at once. bulk_bytes: bytes of a bulk message."""
@@ -311,7 +331,8 @@ class Probe:
         return Together(Timed(few, few_s), Timed(many, many_s), inside, large)
 
     def _at_once(self, programs: Sequence[Program], following: int) -> Timed:
-        return Timed(programs, self._steady(programs, following)(range(self._size)))
+        _, seconds = self._steady(programs, following, 2)(range(self._size))
+        return Timed(programs, seconds)
 
     def _additions(self) -> Sequence[Program]:
         """Return programs that add buffers inside hosts, on all hosts."""
