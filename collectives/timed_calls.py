@@ -88,7 +88,7 @@ def time_codecs(
         return _number(seconds, nbytes) if inside or nbytes <= _SMALL or seconds <= _LONGEST_CODED_S else 0
 
     calls = _numbers(verbs, list(named), _CODED_INSIDE if inside else _CODED_BETWEEN, number)
-    # Ranks that share cores encode at the same time, sooner or later: the quickest turn would be luck.
+    # Not the minimum: in a lucky turn, ranks that share cores do not encode at the same time.
     return _call_costs(
         _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0), median)
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_low
 from typing import NamedTuple
 
-from gradwire.collectives.plan.cost import Costs, LinkCost, SlowLink
+from gradwire.collectives.plan.cost import SLOW, Costs, LinkCost, SlowLink
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.walk import Leg, price
 
@@ -15,6 +16,9 @@ _CLOSE = 0.002
 
 #: A link has bursts if a pause shortens a bulk message by more than this share.
 _BURST = 0.05
+
+#: Links whose times differ by less than this factor are taken as equal: measurements of equal ones differ as much.
+_EQUAL = 1.2
 
 
 class Timed(NamedTuple):
@@ -63,6 +67,44 @@ class Together(NamedTuple):
     large: Timed
 
 
+def without_waiting(pairs: Sequence[Mapping[int, float]], alone_s: float) -> list[dict[int, float]]:
+    """Return the times of pairs of hosts without the waits of ranks that share cores.
+
+    pairs: by host and partner, the seconds a byte with all pairs at once. alone_s: the same of hosts 0 and 1 while all others
+    are idle.
+    """
+    at_once_s = max(_usual(pairs)[:2])
+    if pairs[0].get(1, 0.0) > SLOW * at_once_s:  # the connection of these two is slow
+        at_once_s = pairs[0][1]
+    waiting = max(1.0, at_once_s / alone_s)
+    return [{partner: taken / waiting for partner, taken in times.items()} for times in pairs]
+
+
+def uplinks_of(pairs: Sequence[Mapping[int, float]]) -> list[float]:
+    """Return each host's seconds a byte. It is the usual time of the host's pairs, or that of the median host if the two are
+    nearly equal. pairs: see without_waiting()."""
+    usual = _usual(pairs)
+    middle = median_low(usual)
+    return [middle if middle / _EQUAL < each < _EQUAL * middle else each for each in usual]
+
+
+def slow_pairs(pairs: Sequence[Mapping[int, float]]) -> dict[tuple[int, int], float]:
+    """Return the pairs of hosts that are slower than the uplinks of both, with their seconds a byte."""
+    uplinks = uplinks_of(pairs)
+    return {
+        (one, other): taken
+        for one, times in enumerate(pairs)
+        for other, taken in times.items()
+        if one < other and taken > SLOW * max(uplinks[one], uplinks[other])
+    }
+
+
+def _usual(pairs: Sequence[Mapping[int, float]]) -> list[float]:
+    """Return for each host the median time of its pairs, without those that take more than SLOW times as long as the fastest,
+    whose partners may have slower uplinks. The fastest pair alone would be a matter of luck."""
+    return [median_low([taken for taken in times.values() if taken <= SLOW * min(times.values())]) for times in pairs]
+
+
 def costs_of(
     alone: Costs, inside: Pair | None, between: Pair | None, uplinks: Uplinks | None, all_ranks: Together | None
 ) -> Costs:
@@ -73,8 +115,9 @@ def costs_of(
     if between is not None:
         costs = _of_pair(costs, "between", between)
     if uplinks is not None:
-        byte_s = min(costs.between.byte_s, *uplinks.byte_s) if uplinks.of_one_rank else costs.between.byte_s
-        link = replace(costs.between, byte_s=byte_s)
+        link, least_s = costs.between, min(uplinks.byte_s)
+        if uplinks.of_one_rank or link.byte_s < _EQUAL * least_s:
+            link = replace(link, byte_s=min(link.byte_s, least_s))
         costs = replace(costs, uplinks=uplinks.byte_s, slow_links=uplinks.slow_links, between=link)
     return costs if all_ranks is None else _of_all(costs, all_ranks)
 
@@ -126,8 +169,10 @@ def _of_all(costs: Costs, measured: Together) -> Costs:
     is_slower = shares_cores and large_s > 1.3 * price(of_cores(0.0), large)
     if is_of_cores or is_slower:
         return of_cores(fit(of_cores, *measured.large, 1.0))
-    # Links are no faster with all hosts at once than with two, which were measured: a small ring may have used bursts.
-    return of_wires(max(1.0, fit(of_wires, *measured.large, 1.0)))
+    factor = fit(of_wires, *measured.large, 1.0)
+    # Links are no faster when all hosts use them than when two do, as measured. But the measured uplinks of several ranks
+    # contain waits for cores.
+    return of_wires(max(1.0, factor) if measured.inside is None else factor)
 
 
 def _of_additions(costs: Costs, measured: Timed) -> Costs:

@@ -69,8 +69,8 @@ def predict(
             raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
         return _interpolated(measured, nbytes)
     call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize)
-    # A measured call may have been quicker than its links, which had saved up for a burst. Calls that follow each other are not.
-    least_s = _busiest(*call, nbytes) if costs.burst_bytes and measured else 0.0
+    # A call may be quicker than its links if these have saved up for a burst. Calls that follow each other are not.
+    least_s = _busiest(*call, nbytes) if costs.burst_bytes else 0.0
     return corrected(measured, nbytes, partial(_in_segments, *call), least_s, inside=len(costs.hosts) == 1)
 
 
@@ -93,7 +93,7 @@ def corrected(
     """
     seconds = walk(nbytes)
     if not measured:
-        return seconds
+        return max(least_s, seconds)
     sizes = [size for size, _ in measured]
     walked = [walk(size) for size in sizes]
     if inside:
@@ -197,10 +197,9 @@ def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = Non
     sender (one of the first ranks) and the receiver of a message, and returns the sender and receiver of the equivalent message
     whose receiver is one of the first ranks.
     """
-    walk = _Walk(costs, legs, alike or _itself)
-    seconds = costs.call_s + max(walk.run(), default=0.0)
+    seconds = costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
     # A link that allows bursts saves up for the next call while it idles. But it carries all calls at its lasting rate.
-    return max(seconds, *walk.busy_up, *walk.busy_down) if costs.burst_bytes else seconds
+    return max(seconds, busiest_uplink_s(costs, legs)) if costs.burst_bytes else seconds
 
 
 def _itself(sender: int, receiver: int) -> tuple[int, int]:
@@ -208,8 +207,7 @@ def _itself(sender: int, receiver: int) -> tuple[int, int]:
 
 
 class _Walk:
-    """A run of the programs of all ranks. Times are in seconds from the beginning. busy_up, busy_down: by host, the seconds that
-    the uplink needs for the bytes sent and received."""
+    """A run of the programs of all ranks. Times are in seconds from the beginning."""
 
     def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike) -> None:
         self._costs = costs
@@ -223,7 +221,6 @@ class _Walk:
         # have saved up for one.
         self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
         self._up, self._down = [0.0] * len(self._saved), [0.0] * len(self._saved)
-        self.busy_up, self.busy_down = [0.0] * len(self._saved), [0.0] * len(self._saved)
         self._connections: dict[tuple[int, int], float] = defaultdict(float)
         self._cores: dict[int, list[float]] = {}
         for ranks, number in costs.cores:
@@ -344,13 +341,11 @@ class _Walk:
             left = max(copied, begin + nbytes * byte_s)
             self._hand_over(channel, left + link.latency_s, nbytes)
         else:
-            sending_s = nbytes * costs.uplinks[host]
-            self.busy_up[host] += sending_s
-            self._up[host] = max(begin, self._up[host]) + sending_s
+            self._up[host] = max(begin, self._up[host]) + nbytes * costs.uplinks[host]
             left = max(copied, self._up[host] - self._saved[host])
             if byte_s > costs.uplinks[host]:
                 left = max(left, begin + nbytes * byte_s)
-            comes = max(begin + link.latency_s, left + link.latency_s - sending_s)
+            comes = max(begin + link.latency_s, left + link.latency_s - nbytes * costs.uplinks[host])
             heappush(self._ready, (comes, -1, next(self._numbers), channel, nbytes, left))
         self._connections[pair] = left
         return left
@@ -358,9 +353,7 @@ class _Walk:
     def _arrive(self, comes: float, _: int, channel: tuple[int, ...], nbytes: int, left: float) -> None:
         """Occupy the receiving host's uplink with a message; messages use it in the order in which they reach it."""
         host = self._host[channel[1]]
-        receiving_s = nbytes * self._costs.uplinks[host]
-        self.busy_down[host] += receiving_s
-        self._down[host] = max(comes, self._down[host]) + receiving_s
+        self._down[host] = max(comes, self._down[host]) + nbytes * self._costs.uplinks[host]
         arrived = max(left + self._costs.between.latency_s, self._down[host] - self._saved[host])
         self._hand_over(channel, arrived, nbytes)
 

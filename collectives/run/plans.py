@@ -280,7 +280,7 @@ class Plans:
         measured = costs.measured("allreduce", codec.identity)
         walk = partial(self._walk_codes, costs, codec)
         least_s = 0.0
-        if costs.burst_bytes and measured and not codec.summable:  # as predict() of plain numbers
+        if costs.burst_bytes and not codec.summable:  # as predict() of plain numbers
             count = self._chunks(codec, numel)
             least_s = count * busiest_uplink_s(costs, self.legs_of_codes(codec, numel // count))
         return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), least_s, inside=len(costs.hosts) == 1)

@@ -18,8 +18,17 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
-from gradwire.collectives.plan.cost import SLOW, CodecCost, Cores, Costs, LinkCost, SlowLink, slowness
-from gradwire.collectives.plan.fitting import Pair, Timed, Together, Uplinks, costs_of
+from gradwire.collectives.plan.cost import CodecCost, Cores, Costs, LinkCost, SlowLink, slowness
+from gradwire.collectives.plan.fitting import (
+    Pair,
+    Timed,
+    Together,
+    Uplinks,
+    costs_of,
+    slow_pairs,
+    uplinks_of,
+    without_waiting,
+)
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Place, Round, Schedule, receive, reduce, send
 from gradwire.collectives.plan.spans import WHOLE, Span, consecutive, segments_of_buffer
@@ -41,9 +50,6 @@ _PAUSE_S = 0.02
 #: The maximum number of other hosts with which each host is measured, and how long the bulk messages of several ranks may take.
 _OPPONENTS, _SHARED_S = 7, 0.01
 
-#: Uplinks whose times differ by less than this factor are equal: measurements of equal ones differ as much.
-_ALIKE = 1.2
-
 _CLOCK = time.perf_counter_ns
 
 #: Bytes of the small allreduce; the most segments of the large one, and about how long it may take on the links.
@@ -53,7 +59,7 @@ _SMALL_BYTES, _SEGMENTS, _LARGE_S = 1 << 10, 8, 0.015
 _ADDED_BYTES = 1 << 20
 
 #: How many bulk messages follow the first one: more if several ranks of a host take part and share cores, since these wake up
-#: late. _TIMES_ALONE: how often two ranks are measured alone, which decides the speed of links.
+#: late. _TIMES_ALONE: how often the bulk messages of two ranks are measured alone.
 _FOLLOWING, _FOLLOWING_OF_MANY, _TIMES_ALONE = 2, 4, 3
 
 #: How long a row of small allreduces, at most eight, may take.
@@ -230,7 +236,8 @@ class Probe:
         return min(table[rank] for rank in pair) / (4 * nbytes)
 
     def _bulk(self, partners: dict[int, int], pause_s: float) -> tuple[int, Timed, float]:
-        """Return the bytes of a bulk message, its timed programs, and how many fewer seconds they take after a pause."""
+        """Return the bytes of a bulk message, its timed programs, and how many fewer seconds they take after a pause of pause_s,
+        0 without a pause."""
         nbytes = _LEAST_BYTES
         while (taken := self._timed(self._exchange(partners, nbytes), 1)) < _BULK_S and nbytes < _MOST_BYTES:
             # Not more at once: a burst makes the first message look faster than the link is.
@@ -242,10 +249,10 @@ class Probe:
     def _steady(
         self, programs: Sequence[Program], following: int, times: int, pause_s: float = 0.0
     ) -> Callable[[Iterable[int]], tuple[float, float]]:
-        """Return a function that takes ranks and returns the seconds of a first call of their programs, after a pause, and
-        those that they take right after another call: the mean of `following` calls, in the quickest of `times` measurements.
-        It subtracts the time of the first call from that of all calls: timed alone, a second call would seem too fast on a
-        rank that wakes up late after the first, since the other ranks have already begun it."""
+        """Return a function that takes ranks and returns the seconds of a first call of their programs, after a pause of
+        pause_s, and the mean seconds of `following` calls right after it. Both come from each rank's minimum of `times`
+        measurements. The time of the first call is subtracted from that of all calls: timed alone, a second call would seem
+        too fast on a rank that wakes up late after the first, since the other ranks have already begun it."""
         mine = programs[self._rank]
         first, all_of_them = [], []
         for _ in range(times):
@@ -281,39 +288,17 @@ class Probe:
                 taken = taken_s / (nbytes * lanes)
                 pairs[a][b] = min(taken, pairs[a].get(b, taken))
 
-        def usual() -> list[float]:
-            """Return by host the median of its pairs, without slow ones: the quickest of many pairs is partly the luckiest. Hosts
-            that differ little from the median host have the same links."""
-            by_host = [
-                statistics.median(taken for taken in times.values() if taken <= SLOW * min(times.values()))
-                for times in pairs
-            ]
-            middle = statistics.median_low(by_host)
-            return [middle if middle / _ALIKE < each < _ALIKE * middle else each for each in by_host]
-
-        def slow() -> dict[tuple[int, int], float]:
-            by_host = usual()
-            return {
-                (a, b): taken
-                for a, times in enumerate(pairs)
-                for b, taken in times.items()
-                if taken > SLOW * max(by_host[a], by_host[b])
-            }
-
-        for against in _tournament(count)[:_OPPONENTS]:
+        rounds = _tournament(count)[:_OPPONENTS]
+        for against in rounds:
             measure(against, 2 if count < 4 else 1)  # with many pairs, the median evens out how late ranks wake up
-        for a, b in slow():
-            if a < b:
-                measure({a: b, b: a}, 1)  # alone: perhaps only a rank woke up late
-        # Pairs that run at once may also wait for cores, which is no cost of the links. The first pair was also measured alone.
-        uplinks = usual()
-        waiting = max(1.0, max(uplinks[:2]) / alone_s) if self._shares_cores and lanes == 1 else 1.0
-        links = (
-            SlowLink((self._hosts[a][0], self._hosts[b][0]), taken / waiting)
-            for (a, b), taken in slow().items()
-            if a < b
-        )
-        return Uplinks(tuple(each / waiting for each in uplinks), tuple(links), of_one_rank=lanes == 1)
+        slow = slow_pairs(pairs)
+        for against in rounds:
+            if not slow.keys().isdisjoint(against.items()):  # or a rank woke up late
+                measure(against, 1)
+        if self._shares_cores and lanes == 1:
+            pairs = without_waiting(pairs, alone_s)
+        links = (SlowLink((self._hosts[a][0], self._hosts[b][0]), taken) for (a, b), taken in slow_pairs(pairs).items())
+        return Uplinks(tuple(uplinks_of(pairs)), tuple(links), of_one_rank=lanes == 1)
 
     def _together(self, bulk_bytes: int, uplinks: Uplinks | None) -> Together:
         """Measure all ranks at once. bulk_bytes: bytes of a bulk message."""

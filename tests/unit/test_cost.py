@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError, slowness
-from gradwire.collectives.plan.fitting import Pair, Timed, Together, Uplinks, costs_of, fitted, legs
+from gradwire.collectives.plan.fitting import (
+    Pair,
+    Timed,
+    Together,
+    Uplinks,
+    costs_of,
+    fitted,
+    legs,
+    slow_pairs,
+    uplinks_of,
+    without_waiting,
+)
 from gradwire.collectives.plan.program import Program
 from gradwire.collectives.plan.schedule import Schedule, receive, send
 from gradwire.collectives.plan.selection import default_table
@@ -178,6 +189,22 @@ def test_a_call_in_a_burst_does_not_make_a_prediction_quicker_than_the_links(bur
     assert predict(replace(three, calls=calls), "allreduce", "tree", 1000, 1 << 20) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("links", "nbytes", "seconds"),
+    [([(0, 1)], 100, 0.25), ([(0, 1)], 1000, 1.0), ([(0, 2), (1, 2)], 1000, 2.0), ([(0, 1), (0, 2)], 1000, 2.0)],
+)
+def test_a_call_begins_with_a_burst_but_no_link_exceeds_its_lasting_rate(
+    links: list[tuple[int, int]], nbytes: int, seconds: float
+) -> None:
+    three = replace(costs((0,), (1,), (2,)), burst_bytes=2000)
+    assert price(three, pairs(*links, size=3, nbytes=nbytes)) == pytest.approx(seconds)
+
+
+def test_without_measured_calls_many_segments_take_no_less_than_the_busiest_link() -> None:
+    two = replace(costs((0,), (1,), byte_s=8e-9, latency_s=5e-5), burst_bytes=100_000)
+    assert predict(two, "allreduce", "ring", 2_000_000, 1 << 10) >= 2_000_000 * 8e-9
+
+
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:
     five = replace(costs((0, 3), (1, 4), (2,)), uplinks=(1.0, 2.0, 3.0), slow_links=(SlowLink((1, 2), 9.0),))
     three = five.among([2, 1, 3])
@@ -255,6 +282,52 @@ def test_a_fitted_number_has_the_walk_take_what_was_measured(begun: float) -> No
     )
     free = fitted(wrong, "between", "latency_s", exchange, seconds / 1e3)
     assert free.between.latency_s == 0.0
+
+
+def times_of_pairs(uplinks: list[float], slow: dict[tuple[int, int], float] | None = None) -> list[dict[int, float]]:
+    """Return by host and partner the times of pairs on these uplinks, except for slow pairs."""
+    hosts = range(len(uplinks))
+    return [
+        {b: (slow or {}).get((min(a, b), max(a, b)), max(uplinks[a], uplinks[b])) for b in hosts if a != b}
+        for a in hosts
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 9])
+@pytest.mark.parametrize("first", [1.0, 2.0, 10.0])
+def test_uplinks_and_slow_pairs_are_found_in_the_times_of_pairs(count: int, first: float) -> None:
+    uplinks = [first, *[1.0] * (count - 1)]
+    found = [first, first] if count == 2 else uplinks  # a pair is as slow as its slower uplink
+    assert uplinks_of(times_of_pairs(uplinks)) == found
+    assert slow_pairs(times_of_pairs(uplinks)) == {}
+    if count > 3:
+        slow = {(0, 1): 20.0, (2, 3): 2.0}
+        assert uplinks_of(times_of_pairs(uplinks, slow)) == uplinks
+        assert slow_pairs(times_of_pairs(uplinks, slow)) == slow
+    if count == 9:
+        assert uplinks_of(times_of_pairs(uplinks, {(1, 2): 0.9})) == uplinks  # by luck
+
+
+def test_nearly_equal_uplinks_are_equal() -> None:
+    assert uplinks_of(times_of_pairs([0.9, 1.0, 1.1, 1.4, 1.4])) == [1.1, 1.1, 1.1, 1.4, 1.4]
+
+
+@pytest.mark.parametrize("alone_s", [1.0, 2.0])
+def test_waits_for_cores_are_no_cost_of_links(alone_s: float) -> None:
+    """With all pairs at once, each takes 1.4 times as long; alone_s=2: the connection of the first two hosts is slow."""
+    times = times_of_pairs([1.4] * 4, {(0, 1): 1.4 * alone_s})
+    freed = without_waiting(times, alone_s)
+    assert uplinks_of(freed) == pytest.approx([1.0] * 4)
+    assert slow_pairs(freed) == ({} if alone_s == 1.0 else {(0, 1): pytest.approx(2.0)})
+    assert without_waiting(times_of_pairs([1.0] * 4), 1.1) == times_of_pairs([1.0] * 4)
+
+
+@pytest.mark.parametrize(("large_s", "factor"), [(0.5, 1.0), (2.0, 2.0)])
+def test_a_fast_large_allreduce_makes_no_link_faster(large_s: float, factor: float) -> None:
+    two = costs((0,), (1,), latency_s=0.0)
+    both = [each[0].program for each in pairs((0, 1), (1, 0), size=2, nbytes=250)]  # of float32: 1 s
+    found = costs_of(two, None, None, None, Together(Timed(both, 1.0), Timed(both, 1.0), None, Timed(both, large_s)))
+    assert found.uplinks == pytest.approx((factor * 1e-3,) * 2, rel=5e-3)
 
 
 @pytest.mark.parametrize("hosts", [((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)])

@@ -71,6 +71,28 @@ def test_bursts_are_spent_before_calls_are_timed(monkeypatch: pytest.MonkeyPatch
     assert list(dict(coded.measured)) == [1 << 10, 8 << 10, 128 << 10, 1 << 20, 4 << 20]
 
 
+class Uneven(Shaped):
+    """A call takes 3, 1 or 2 seconds, depending on the turn."""
+
+    turn = -1
+
+    def allreduce(self, tensor: torch.Tensor, *_: str, codec: Codec | None = None, **__: Any) -> None:
+        if tensor.nbytes == 2 * BURST_BYTES:  # begins a turn
+            self.turn += 1
+        elif tensor.dtype is not torch.float64:
+            self.now_s += (3.0, 1.0, 2.0)[self.turn % 3]
+
+
+def test_of_uneven_turns_the_fastest_counts_but_the_median_with_a_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Uneven()
+    verbs = cast(SharedTensors, link)
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: link.now_s)
+    [ring] = timed_calls.time_calls(verbs, COSTS, ["ring"], 1 << 20)
+    assert dict(ring.measured) == pytest.approx({1 << 10: 1.0})
+    [coded] = timed_calls.time_codecs(verbs, COSTS, [make_codec("int8")], lambda numel, codec: 4 * numel / BYTES_S)
+    assert set(dict(coded.measured).values()) == {2.0}
+
+
 def test_ranks_compute_the_numbers_of_calls_together() -> None:
     """Each rank adds zeros for the predictions of the others, so the parts of two ranks are those of one."""
 
