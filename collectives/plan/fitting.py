@@ -169,10 +169,8 @@ def _of_all(costs: Costs, measured: Together) -> Costs:
     is_slower = shares_cores and large_s > 1.3 * price(of_cores(0.0), large)
     if is_of_cores or is_slower:
         return of_cores(fit(of_cores, *measured.large, 1.0))
-    factor = fit(of_wires, *measured.large, 1.0)
-    # Links are no faster when all hosts use them than when two do, as measured. But the measured uplinks of several ranks
-    # contain waits for cores.
-    return of_wires(max(1.0, factor) if measured.inside is None else factor)
+    # Links are no faster when all hosts use them than when two do, as measured before.
+    return of_wires(max(1.0, fit(of_wires, *measured.large, 1.0)))
 
 
 def _of_additions(costs: Costs, measured: Timed) -> Costs:
