@@ -88,10 +88,11 @@ def ended(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tup
         try:
             said, _ = process.communicate(timeout=deadline_s)
         except subprocess.TimeoutExpired:
-            for pid in (process.pid, *started_by(process.pid)):
-                with suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-                    os.kill(pid, signal.SIGABRT)
+            pids = [process.pid, *started_by(process.pid)]
+            ranks = [pid for pid in pids if not started_by(pid)]
+            abort(ranks)
+            time.sleep(1.0)  # a launcher passes on what its ranks print
+            abort([pid for pid in pids if pid not in ranks])
             try:
                 said, _ = process.communicate(timeout=ABORT_S)
             except subprocess.TimeoutExpired as late:
@@ -100,6 +101,14 @@ def ended(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> tup
         finally:
             process.kill()
     return process.returncode, said
+
+
+def abort(pids: list[int]) -> None:
+    """End processes by SIGABRT, without core dumps."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+            os.kill(pid, signal.SIGABRT)
 
 
 def started_by(pid: int) -> list[int]:
