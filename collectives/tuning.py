@@ -32,7 +32,7 @@ class Tuned(SharedTensors):
 
     def tune(self) -> Costs:
         """Measure the links of these ranks, and let 'auto' select by the measurement from now on. A collective call, which
-        takes a third of a second or more, and longer if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator
+        takes half a second or more, and longer if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator
         over several hosts calls it, if gradwire's TCP link connects the hosts.
 
         After that, the first allreduces of a size on the CPU are timed. If their time differs from the prediction, or if
