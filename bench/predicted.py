@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if bool(chosen.files) != bool(chosen.plot):
         parser.error("--plot takes what earlier runs have written, and nothing else does")
+    if chosen.begin < 4 or chosen.begin % 4:
+        parser.error(f"--begin {chosen.begin} is not a multiple of 4, the bytes of a float32 number")
     return chosen
 
 
@@ -87,7 +90,7 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     tensor = comm.empty(nbytes // 4).zero_()
     costs = measured.costs
     predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
-    trial = measured.trial(tensor.nbytes)
+    trial = measured.trial(nbytes)
     spend_bursts(comm, costs)
     if trial is not None:
         while not trial.settled:  # calls correct the choice of 'auto', as the first steps of a training do
@@ -236,7 +239,7 @@ def draw(files: Sequence[Path], out: Path) -> None:
         link = read["meta"]["title"].rpartition(", ")[2].rpartition(" in ")[2]  # the rate, or shared memory
         rows = [PredictedRow(**row) for row in read["rows"]]
         points.setdefault(link, []).extend((1e3 * row.seconds, row.predicted_s / row.seconds) for row in rows)
-    for color, (link, pairs) in zip(OTHERS, points.items(), strict=False):
+    for color, (link, pairs) in zip(cycle(OTHERS), points.items(), strict=False):
         error = statistics.median(abs(ratio - 1) for _, ratio in pairs)
         axes.plot(*zip(*pairs, strict=True), "o", color=color, markersize=3, alpha=0.7, label=f"{link}: {error:.0%}")
     axes.axhspan(0.9, 1.1, color="0.9")

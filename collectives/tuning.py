@@ -11,6 +11,7 @@ from pathlib import Path
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import CallCost, Costs, TuningError
 from gradwire.collectives.plan.selection import Measured, planned
 from gradwire.collectives.plan.topology import Machine, Topology
@@ -42,7 +43,8 @@ class Tuned(SharedTensors):
         names a file of measurements, the selection by this file is not corrected in this way, so that all runs with the file
         give the same bits.
         """
-        costs = self._probe().run()
+        codecs = self._costs.codecs if self._costs is not None else ()
+        costs = replace(self._probe().run(), codecs=codecs)
         self._choose_by(costs, corrects=True)  # which may change what the timed calls run
         costs = replace(costs, calls=self._timed_calls(costs))
         self._choose_by(costs, corrects=True)
@@ -63,15 +65,17 @@ class Tuned(SharedTensors):
             )
         wanted = dict.fromkeys([*map(make_codec, codecs), Raw()])
         links = self._costs or self._probe().run()
-        links = links if links.calls else replace(links, calls=self._timed_calls(links))
-        costs = self._probe().run(links, list(wanted), device)
+        if not links.calls or not all(links.measured("allreduce", name) for name in self._own_algorithms()):
+            links = links.with_calls(self._timed_calls(links))
         coding = [codec for codec in wanted if codec.name != "none"]
-        anew = {codec.identity for codec in coding}
-        costs = replace(costs, calls=tuple(call for call in costs.calls if call.algorithm not in anew))
+        # Until they are timed, calls with these codecs are predicted without a correction.
+        links = links.with_calls([CallCost("allreduce", codec.identity, ()) for codec in coding])
+        costs = self._probe().run(links, list(wanted), device)
         if device == "cpu":
             plans = self._engine.plans
-            timed = time_codecs(self, costs, coding, lambda numel, codec: plans.predict(costs, numel, 4, codec))
-            costs = replace(costs, calls=costs.calls + timed)
+            costs = costs.with_calls(
+                time_codecs(self, costs, coding, lambda numel, codec: plans.predict(costs, numel, 4, codec))
+            )
         self._costs = costs
         return costs
 
@@ -86,9 +90,12 @@ class Tuned(SharedTensors):
 
     def _timed_calls(self, costs: Costs) -> tuple[CallCost, ...]:
         names = planned("allreduce", self._engine.plans.algorithms("allreduce"), self.topology.hosts)
-        if own := self._engine.preferred.get("allreduce"):
-            names.append(own)
-        return time_calls(self, costs, names, self._engine.plans.segment_bytes)
+        return time_calls(self, costs, [*names, *self._own_algorithms()], self._engine.plans.segment_bytes)
+
+    def _own_algorithms(self) -> list[str]:
+        """Return the algorithms of the link's own that 'auto' may run: they have no Program to walk."""
+        names = [rule.algorithm for rule in self._engine.plans.tables["allreduce"]]
+        return [name for name in dict.fromkeys(names) if name not in PLANNERS["allreduce"]]
 
     def _probe(self) -> Probe:
         return Probe(self._engine, self.topology, self._machines)

@@ -194,6 +194,8 @@ class CompressionHook:
             self._check_same(number, was, now)
         self._step, self._described = state_dict["step"], described
         self._buffers, self._residuals, self._loaded = {}, {}, list(state_dict["buckets"])
+        if self._choice is not None:
+            self._choice.restart()
 
     def close(self) -> None:
         """Finish running exchanges and close the Communicator. The hook cannot be called any more."""

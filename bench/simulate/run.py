@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,20 +139,21 @@ def _network(flags: argparse.Namespace, codec: Codec | None) -> Network:
         between = replace(between, message_cpu_s=known.between.message_cpu_s, byte_cpu_s=known.between.byte_cpu_s)
         inside = known.inside if len(known.hosts[0]) > 1 else inside
     network = Network(between, inside, byte_s, flags.ranks_per_host, known)
-    missing = {codec, Raw()} - {None} if codec else set()
+    wanted = (codec, Raw()) if codec else ()
     speeds = {each.identity: each for each in (known.codecs if known else ())}
     cpu = torch.device("cpu")
-    speeds |= {each.identity: speed_of(each, cpu) for each in missing if each and each.identity not in speeds}
+    speeds |= {each.identity: speed_of(each, cpu) for each in wanted if each.identity not in speeds}
     return replace(network, known=replace(known or network.costs(1), codecs=tuple(speeds.values())))
 
 
-def _numbers(ranks: int, per_host: int) -> list[int]:
-    """Return the numbers of ranks of a curve: powers of two within a host, powers of two of whole hosts, and all ranks."""
+def _numbers(ranks: int, per_host: int, groups: int) -> list[int]:
+    """Return the numbers of ranks of a curve: powers of two within a host, powers of two of whole hosts, and all ranks; but no
+    number that cannot be divided into so many equal groups."""
     doubled = [1 << power for power in range(ranks.bit_length())]
     whole = [each for each in doubled if each < per_host] + [
         per_host * each for each in doubled if per_host * each < ranks
     ]
-    return [*(each for each in whole if each < ranks), ranks]
+    return [*(each for each in whole if each < ranks and (each < groups or each % groups == 0)), ranks]
 
 
 def _points(points: Sequence[Prediction]) -> Table:
@@ -191,13 +193,13 @@ def main(arguments: Sequence[str]) -> int:
         for name, about in meta.items():
             console.print(f"# {name}: {about['source']}\n#   inputs: {about['inputs']}")
         console.print(_compared(compared))
-        errors = sorted(abs(row.error) for row in compared if not row.fitted)
-        console.print(f"# median error {errors[len(errors) // 2]:.1%} of {len(errors)} rows that are not fitted")
+        errors = [abs(row.error) for row in compared if not row.fitted]
+        console.print(f"# median error {statistics.median(errors):.1%} of {len(errors)} rows that are not fitted")
     else:
         try:
             scenario = _scenario(flags)
             # Predict the largest number first, so that a number that is too large raises at once.
-            numbers = _numbers(flags.ranks, flags.ranks_per_host)
+            numbers = _numbers(flags.ranks, flags.ranks_per_host, flags.groups or 1)
             rows = points = [predict(scenario, each) for each in reversed(numbers)][::-1]
         except ValueError as error:
             parser.error(str(error))

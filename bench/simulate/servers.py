@@ -67,7 +67,7 @@ def update_seconds(
 
     for worker in range(workers):
         computes(worker, 0.0)
-    while len(pushed) < steps * workers:
+    while len(pushed) < max(2, steps * workers):  # two times at least, to divide by
         now, _, worker, arrived = heappop(events)
         if not arrived:
             inbound_s = max(now, inbound_s) + busy_s

@@ -100,6 +100,11 @@ class Costs:
         """Return the measured seconds of an algorithm's calls, by bytes; empty if none were timed."""
         return next((call.measured for call in self.calls if (call.verb, call.algorithm) == (verb, algorithm)), ())
 
+    def with_calls(self, calls: Iterable[CallCost]) -> Costs:
+        """Return these costs with these measured calls instead of those of the same verbs and algorithms."""
+        by_name = {(call.verb, call.algorithm): call for call in (*self.calls, *calls)}
+        return replace(self, calls=tuple(call for call in by_name.values() if call.measured))
+
     def codec(self, identity: str) -> CodecCost:
         """Return the costs of a codec. Raises KeyError for one that was not measured."""
         for codec in self.codecs:

@@ -158,7 +158,9 @@ def _of_all(costs: Costs, measured: Together) -> Costs:
         return scaled(costs, factor, "byte_cpu_s")
 
     def of_wires(factor: float) -> Costs:
-        return replace(scaled(costs, factor, "byte_s"), uplinks=tuple(factor * each for each in costs.uplinks))
+        uplinks = tuple(factor * each for each in costs.uplinks)
+        slow_links = tuple(SlowLink(link.pair, factor * link.byte_s) for link in costs.slow_links)
+        return replace(scaled(costs, factor, "byte_s"), uplinks=uplinks, slow_links=slow_links)
 
     # Small allreduces wake up waiting ranks; messages that follow each other closely do so less often.
     if len(costs.hosts) > 1 and price(messages(0.0), large) < large_s < price(costs, large):

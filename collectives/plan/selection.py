@@ -213,10 +213,10 @@ class Measured:
         return self._trials.get(nbytes)
 
     def stop_correcting(self) -> None:
-        """Begin no Trial from now on, and leave the choices of unfinished ones. All ranks must call this between the same
-        calls."""
+        """Begin no Trial from now on, and stop unfinished ones. All ranks must call this between the same calls."""
         self._corrects = False
-        self._trials = {nbytes: trial for nbytes, trial in self._trials.items() if trial.settled}
+        for trial in self._trials.values():
+            trial.stop()
 
     def corrected(self, nbytes: int) -> str | None:
         """Return the current choice of the Trial for an allreduce of nbytes; None if no Trial has begun."""

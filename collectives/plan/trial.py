@@ -15,11 +15,11 @@ _ROW_S, REPETITIONS = 0.004, 16
 
 #: A prediction with a relative error of at most this is not corrected, unless a rival's prediction exceeds the measured time by
 #: no more than this share.
-_CLOSE = 0.1
+CLOSE = 0.1
 
 #: The maximum number of rivals, of long and of short calls, and the maximum of a rival's predicted time, as a multiple of the
 #: choice's measured time.
-_RIVALS, _SHORT_RIVALS, _HOPELESS = 2, 4, 2.0
+_RIVALS, _SHORT_RIVALS, HOPELESS = 2, 4, 2.0
 
 #: A rival replaces the choice if its calls take less than this share of the choice's time, so that the selection among nearly
 #: equal choices does not change from run to run.
@@ -77,6 +77,11 @@ class Trial:
         for one bucket, which overlap with the same computation in each step, could use the same choice."""
         return (call + call // len(self._tried)) % len(self._tried)
 
+    def stop(self) -> None:
+        """Keep the first choice if the trial is not settled."""
+        if not self.settled:
+            self.choice, self.settled = self._tried[0], True
+
     def judge(self, seconds: Sequence[float]) -> str:
         """Proceed after a measurement, and return its result as a text for the log.
 
@@ -89,8 +94,8 @@ class Trial:
             f"{name} takes {1e3 * each:.3g} ms ({1e3 * predicted[name]:.3g} predicted)" for name, each in taken.items()
         )
         if len(taken) == 1:
-            is_close = abs(first_s - predicted[first]) <= _CLOSE * predicted[first]
-            most_s = (1 + _CLOSE if is_close else _HOPELESS) * first_s
+            is_close = abs(first_s - predicted[first]) <= CLOSE * predicted[first]
+            most_s = (1 + CLOSE if is_close else HOPELESS) * first_s
             rivals = [name for expected, name in self._ranked if expected <= most_s and name != first]
             if rivals:
                 self._tried += rivals[: _SHORT_RIVALS if self.repetitions else _RIVALS]

@@ -46,7 +46,7 @@ class Engine:
     """Moves the buffers of one Communicator. timeout_s, stall_warning_s: see Communicator.
 
     Attributes: rank, size; plans, the programs that it runs; operations, which runs them in turn; messages, between two ranks;
-    shares_memory, routes, empty and preferred, see Transport; device_types, of the tensors that the engine can move;
+    shares_memory, routes and empty, see Transport; device_types, of the tensors that the engine can move;
     control_device, of the framework's own data (tokens, tables, pickled objects); watch, which exchanges news between ranks
     beside operations.
     """
@@ -60,7 +60,6 @@ class Engine:
         self.shares_memory = transport.shares_memory
         self.routes = transport.routes
         self.empty = transport.empty
-        self.preferred = transport.preferred
         self.device_types = ("cpu", "cuda") if "cpu" in transport.device_types else ("cuda",)
         self.control_device = self.device_types[0]
         self._posts_together = transport.posts_together

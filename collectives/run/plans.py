@@ -114,6 +114,7 @@ class Plans:
         """Let 'auto' choose by measured costs from now on. corrects: see Measured."""
         rank = self._place.rank
         names, segment_bytes = self._algorithms, self.segment_bytes
+        corrects &= "allreduce" not in self.by_hand
         with self._lock:
             self.measured = Measured(costs, names, segment_bytes, self.usual, corrects=corrects, logs=rank == 0)
             self._place = costs.place(rank)
@@ -128,7 +129,7 @@ class Plans:
     def trial(self, nbytes: int) -> Trial | None:
         """Return the Trial that corrects the choice of 'auto' for an allreduce, or None. All ranks must call this in the same
         order."""
-        if self.measured is None or "allreduce" in self.by_hand:
+        if self.measured is None:
             return None
         with self._lock:
             return self.measured.trial(nbytes)

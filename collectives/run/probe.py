@@ -94,7 +94,9 @@ class Probe:
         def body(turn: Turn) -> None:
             self._turn = turn
             costs = known or self._links()
-            self._costs = replace(costs, codecs=tuple(self._speed(codec, torch.device(device)) for codec in codecs))
+            speeds = [self._speed(codec, torch.device(device)) for codec in codecs]
+            by_identity = {speed.identity: speed for speed in (*costs.codecs, *speeds)}
+            self._costs = replace(costs, codecs=tuple(by_identity.values()))
 
         self._engine.submit(", ".join(["tune", *(codec.identity for codec in codecs)]), body, async_op=False)
         assert self._costs is not None
@@ -191,14 +193,14 @@ class Probe:
             self._size, lambda rank: Program(Schedule(rank, self._size, len(layout), tuple(rounds(rank))), [layout])
         )
 
-    def _exchange(self, partners: dict[int, int], nbytes: int, repeats: int = 1) -> Sequence[Program]:
-        """Return programs in which pairs of ranks exchange a block, `repeats` times in a row."""
+    def _exchange(self, partners: dict[int, int], nbytes: int) -> Sequence[Program]:
+        """Return programs in which pairs of ranks exchange a block."""
 
         def rounds(rank: int) -> Sequence[Round]:
             if rank not in partners:
-                return ((),) * repeats
+                return ((),)
             partner = partners[rank]
-            return (send(partner, (Span(0, 1),)) + receive(partner, (Span(1, 2),)),) * repeats
+            return (send(partner, (Span(0, 1),)) + receive(partner, (Span(1, 2),)),)
 
         return self._programs([nbytes, nbytes], rounds)
 
@@ -311,12 +313,12 @@ class Probe:
         nbytes = min(4 * _MOST_BYTES, self._size * bulk_bytes, most)
         if uplinks is not None:
             nbytes = max(_LEAST_BYTES, min(nbytes, int(_LARGE_S / (2 * max(uplinks.byte_s)))))
-        inside = self._at_once(self._additions(), self._following) if nested else None
-        large = self._at_once(self._allreduce("hierarchical" if nested else "ring", nbytes), self._following)
+        inside = self._at_once(self._additions()) if nested else None
+        large = self._at_once(self._allreduce("hierarchical" if nested else "ring", nbytes))
         return Together(Timed(few, few_s), Timed(many, many_s), inside, large)
 
-    def _at_once(self, programs: Sequence[Program], following: int) -> Timed:
-        _, seconds = self._steady(programs, following, 2)(range(self._size))
+    def _at_once(self, programs: Sequence[Program]) -> Timed:
+        _, seconds = self._steady(programs, self._following, 2)(range(self._size))
         return Timed(programs, seconds)
 
     def _additions(self) -> Sequence[Program]:

@@ -92,6 +92,7 @@ def test_a_command_that_fails(folder: Path, ending: str, status: int, parts: lis
         (["--out", "a.html", "--"], "no command is given"),
         (["nowhere"], "cannot start nowhere: No such file"),
         (["--out", "nowhere/a.html", "train.py"], "--out nowhere/a.html: No such file"),
+        (["--out", ".", "train.py"], "--out . is a folder"),
     ],
 )
 def test_what_cannot_be_run_is_refused(
@@ -126,6 +127,16 @@ def test_what_a_killed_rank_has_left_counts(tmp_path: Path) -> None:
     assert (second.ranks, second.size, second.steps, second.stragglers) == ([2], 2, 1, None)
     said = text_of(page("c", [], -9, "", "", read(tmp_path)))
     assert "all ranks together 700 B in all steps: 4.00 times fewer bytes than the 2.80 kB" in said
+
+
+def test_the_bandwidth_is_that_of_one_rank(tmp_path: Path) -> None:
+    """Two groups of as many ranks make the same operation, one of them a hundred times as often."""
+    for rank, calls in ((0, 100), (1, 100), (2, 1), (3, 1)):
+        header = {"rank": rank, "size": 2, "routes": ["CPU tensors: TCP"]}
+        totals = [["allreduce", "none", "ring", "cpu", 20, calls, calls * 1e6, calls * 0.01, 1e8]]
+        (tmp_path / f"operations-{rank}.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(totals)}\n")
+    (found,) = read(tmp_path).operations
+    assert (found.calls, found.nbytes, found.rate) == (100, 100_000_000, pytest.approx(1e8))
 
 
 def test_worlds_of_an_elastic_job_are_told_apart(tmp_path: Path) -> None:

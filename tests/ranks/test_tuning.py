@@ -19,7 +19,9 @@ from gradwire.collectives.environment import TUNING
 from gradwire.collectives.plan.cost import Costs, LinkCost, TuningError
 from gradwire.collectives.plan.trial import COUNTED, SKIPPED
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
+from tests.interpreter import python
 from tests.ranks.exact import Checks, contribution, on_host, reduced
+from tests.ranks.programs import ended, start
 from tests.ranks.test_failures import die
 from tests.ranks.training import assert_survived, on_ranks
 
@@ -185,12 +187,31 @@ def test_calls_correct_the_predictions_of_codecs() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         comm.measure_codecs(["int8", "fp16"])
         costs = comm.measure_codecs(["int8", "topk"])
+        assert comm.predict(1000, codec="fp16") > 0  # from the first measurement
         for name in ("int8", "topk"):
             measured = costs.measured("allreduce", make_codec(name).identity)
             assert len(measured) == 3
             assert [comm.predict(nbytes // 4, codec=name) for nbytes, _ in measured] == pytest.approx(
                 [seconds for _, seconds in measured]
             )
+        comm.tune()
+        assert comm.predict(1000, codec="topk") > 0
+
+
+@on_ranks(2, initialized=False)
+def test_an_algorithm_that_is_set_by_hand_is_timed_and_stays() -> None:
+    os.environ["COLLECTIVES_ALLREDUCE"] = "native"  # gloo's, which has no Program
+    try:
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+            comm.measure_codecs(["int8", "fp16"])
+            comm.tune()
+            assert comm.predict(1000) > 0
+            for _ in range(SKIPPED + COUNTED):
+                comm.allreduce(torch.ones(1000))
+            assert comm.chosen("allreduce", 4000) == "native"
+            assert comm._engine.plans.trial(4000) is None
+    finally:
+        del os.environ["COLLECTIVES_ALLREDUCE"]
 
 
 @on_ranks(2, initialized=False)
@@ -209,3 +230,12 @@ def test_a_rank_that_calls_something_else_meanwhile_is_named() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm, pytest.raises(CollectiveError, match="tune") as caught:
         comm.barrier() if comm.rank == 1 else comm.tune()
     assert "barrier" in str(caught.value)
+
+
+def test_the_command_replaces_a_file_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    file.write_text("damaged")
+    command = [python(), "-m", "gradwire", "tune", "--out", str(file)]
+    status, said = ended(start(command, tmp_path, **{TUNING: str(file)}))
+    assert status == 0, said
+    assert Costs.from_json(file.read_text(), "links.json").size == 1

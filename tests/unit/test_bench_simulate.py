@@ -157,3 +157,9 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     assert [row["ranks"] for row in rows] == [1, 2, 4, 6]
     assert f"{rows[-1]['samples_per_s']:.1f}" in capsys.readouterr().out
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_a_curve_has_only_numbers_that_can_be_divided_into_the_groups(tmp_path: Path) -> None:
+    servers = ["--servers", "1", "--groups", "6", "--steps", "1"]
+    assert run.main(["--ranks", "12", *servers, "-J", str(tmp_path / "x.json")]) == 0
+    assert [row["ranks"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [1, 2, 4, 12]

@@ -37,6 +37,7 @@ class Described:
         self.costs = Costs(HOSTS, ("a host",) * 2, link, link, (1 / rate,) * 2, (), (1.0, 1.0), 0.0, 1e-10)
         self.others: list[list[float]] = []
         self.asked = 0
+        self.mine: list[list[float]] = []
         self.measured: Measured | None = None
 
     def measure_codecs(self, codecs: Sequence[Codec], device: str) -> None:
@@ -50,6 +51,7 @@ class Described:
 
     def allgather_record(self, record: Any) -> list[Any]:
         self.asked += 1
+        self.mine.append(record)
         return [record, *self.others]
 
 
@@ -143,7 +145,17 @@ def test_of_several_rivals_the_quickest_stays(
 def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = Described(2.5e8)
     communicator.others = [[1.5, 2.0], []]  # of another rank's steps, which take as long with any choice
-    assert corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
+    made = chosen(communicator, "int8")
+    assert corrected(made, monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
+
+
+def test_a_rank_that_has_joined_follows_without_steps_of_its_own() -> None:
+    communicator = Described(2.5e8)
+    communicator.others = [[1.0, 1.0]]
+    joined = chosen(communicator, "int8")
+    joined.follow(0, [SIZE], 1.0)
+    joined.follow(SKIPPED + COUNTED, [SIZE], 1.0, counts=False)
+    assert communicator.mine == [[]]
 
 
 def test_algorithms_are_no_longer_tried_beside_codecs() -> None:
@@ -154,7 +166,9 @@ def test_algorithms_are_no_longer_tried_beside_codecs() -> None:
     assert trial is not None
     assert communicator.measured.corrected(1 << 20) is not None
     chosen(communicator, "int8")
-    assert communicator.measured.trial(1 << 20) is communicator.measured.corrected(1 << 20) is None
+    assert trial.settled
+    assert communicator.measured.corrected(1 << 20) == communicator.measured.choose("allreduce", 1 << 20)
+    assert communicator.measured.trial(1 << 21) is None
 
 
 def test_a_hopeless_rival_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

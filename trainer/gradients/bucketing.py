@@ -147,12 +147,12 @@ class Bucketing:
             }
         self._replace(self._made(self._order))
 
-    def follow(self, step: int) -> None:
+    def follow(self, step: int, *, counts: bool) -> None:
         """Correct the choice of codecs by the time of the last step; the next update() applies the correction. Collective in
-        some steps. step: the number of earlier exchanges."""
+        some steps. step: the number of earlier exchanges. counts: see Choice.follow()."""
         if self._choice is not None:
             exchange_s = sum(bucket.buffer.seconds for bucket in self.buckets)
-            self._is_stale |= self._choice.follow(step, self._sizes, exchange_s)
+            self._is_stale |= self._choice.follow(step, self._sizes, exchange_s, counts=counts)
 
     def _replace(self, buckets: list[Bucket]) -> None:
         """Replace the buckets with these, and move the gradients."""

@@ -13,23 +13,15 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.plan.trial import CLOSE, COUNTED, HOPELESS, SKIPPED
 from gradwire.trainer.gradients.combination import Combination
 from gradwire.trainer.gradients.compression import Auto, Cast, Compression, Encoding, encoding_for
 
 Size: TypeAlias = tuple[int, torch.dtype]
 """The number of elements of a bucket, and their dtype."""
 
-SKIPPED, COUNTED = 2, 7
-"""The number of steps after a change that are not measured, since they touch new memory, and of measured steps after them."""
-
 WINDOW = 1 + SKIPPED + COUNTED
 """Steps from one change to the next."""
-
-_CLOSE = 0.1
-"""If the relative error of a prediction is at most this, no rival is tried."""
-
-_HOPELESS = 2.0
-"""A rival is not tried if its predicted time is more than this many times the choice's measured time."""
 
 _NEAR = 0.97
 """Codecs replace an uncompressed exchange only if steps then take less than this share of their time."""
@@ -78,12 +70,12 @@ class Choice:
         """Return the candidate of a bucket. Sends nothing."""
         return self._everywhere or next(iter(self._ranked(size)))
 
-    def follow(self, step: int, sizes: Sequence[Size], exchange_s: float) -> bool:
+    def follow(self, step: int, sizes: Sequence[Size], exchange_s: float, *, counts: bool = True) -> bool:
         """Record a step, and return whether the choices of of() have changed, so that buckets must be laid out anew. Collective
         in the steps that end a measurement. A second call after the same step does nothing.
 
         step: the number of earlier exchanges. sizes: of the buckets whose encoding of() has chosen. exchange_s: the seconds of
-        their last exchanges on this rank.
+        their last exchanges on this rank. counts: False on a rank that has joined, whose steps are not measured.
         """
         if self.settled or step == self._step or not sizes:
             return False
@@ -93,7 +85,7 @@ class Choice:
             self._sizes, self._measured = list(sizes), []
             self._due = max(step, self._warmup_steps) + SKIPPED + COUNTED
             self._report_predictions()
-        elif step > self._due - COUNTED:
+        elif counts and step > self._due - COUNTED:
             self._measured.append((step_s, exchange_s))
         if step < self._due:
             return False
@@ -110,8 +102,8 @@ class Choice:
             self._report(f"the exchanges of a step take {_ms(exchange_s)} ({_ms(predicted_s)} predicted)")
             totals = {kind: sum(self._ranked(size)[kind] for size in sizes) for kind in self.candidates}
             others = [kind for kind in totals if any(kind != self.of(size) for size in sizes)]
-            is_off = abs(exchange_s - predicted_s) > _CLOSE * predicted_s
-            rivals = [kind for kind in others if is_off and totals[kind] <= _HOPELESS * exchange_s]
+            is_off = abs(exchange_s - predicted_s) > CLOSE * predicted_s
+            rivals = [kind for kind in others if is_off and totals[kind] <= HOPELESS * exchange_s]
             self._rivals = sorted(rivals, key=totals.__getitem__)
         codes = any(self.of(size) != Compression.none for size in sizes)
         self._taken.append((step_s, before, step_s if codes else _NEAR * step_s))

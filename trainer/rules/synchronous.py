@@ -44,8 +44,11 @@ class Synchronous(Rule):
         self.exchange.add(names, parameters)
 
     def start(self) -> None:
+        self._start(counts=True)
+
+    def _start(self, *, counts: bool) -> None:
         self.bucketing.update()
-        self.bucketing.follow(self.exchange.step)
+        self.bucketing.follow(self.exchange.step, counts=counts)
         self.exchange.renew()
 
     def synchronize(self) -> None:
@@ -73,7 +76,7 @@ class Synchronous(Rule):
     def stand_in(self, verb: str, numel: int) -> bool:
         """Take part in the agreement on new buckets, or in an exchange: with accumulated gradients if any, else with zeros."""
         if verb == "allgather" and self.bucketing.buckets:  # without buckets, an exchange begins with an allgather
-            self.start()
+            self._start(counts=False)
             return True
         if verb != "allgather" and numel <= 1:  # a loss; a bucket has at least a gradient and its count
             return False

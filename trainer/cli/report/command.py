@@ -65,6 +65,8 @@ def report(arguments: Sequence[str]) -> int:
         command = [sys.executable, "-m", "gradwire", "run", *command]
     elif command[0].endswith(".py"):
         command = [sys.executable, *command]
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: give the name of the file to write, such as {out / 'report.html'}")
     try:
         folder = tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.absolute().parent)
     except OSError as error:
@@ -84,9 +86,12 @@ def report(arguments: Sequence[str]) -> int:
             read(Path(folder.name)),
         )
     beside = out.with_name(f"{out.name}.part")
-    beside.write_text(text, "utf-8", "replace")
-    beside.replace(out)
-    print(f"gradwire: wrote {out}", file=sys.stderr)
+    try:
+        beside.write_text(text, "utf-8", "replace")
+        beside.replace(out)
+        print(f"gradwire: wrote {out}", file=sys.stderr)
+    except OSError as error:  # such as a full disk; the command's exit status is still returned
+        print(f"gradwire: cannot write {out}: {error.strerror}", file=sys.stderr)
     return 128 - exit_code if exit_code < 0 else exit_code
 
 

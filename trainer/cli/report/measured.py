@@ -56,8 +56,8 @@ class OptimizerSteps:
 class Operation:
     """Holds the measurements of the operations of one verb, codec, algorithm and range of message sizes. link: the
     links between their ranks. calls, nbytes: the calls and the bytes of their messages, of the rank with the most.
-    seconds, most_seconds: the total time on the rank with the shortest, and with the longest. best: the most bytes per
-    second of one call. on_bus: busbw / algbw."""
+    seconds, most_seconds: the total time on the rank with the shortest, and with the longest. rate: bytes per second on the
+    rank with the most. best: the most bytes per second of one call. on_bus: busbw / algbw."""
 
     verb: str
     codec: str
@@ -67,6 +67,7 @@ class Operation:
     nbytes: int
     seconds: float
     most_seconds: float
+    rate: float
     best: float
     on_bus: float
 
@@ -149,8 +150,10 @@ def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operat
         calls, nbytes, most_seconds = table.max(axis=0)
         on_bus = _ON_BUS[verb] * (size - 1) / size if verb in _ON_BUS else 1.0
         link = ", ".join(sorted(links[key]))
-        least = table[:, 2].min()
+        least, rate = table[:, 2].min(), (table[:, 1] / table[:, 2]).max()
         found.append(
-            Operation(verb, codec, algorithm, link, int(calls), int(nbytes), least, most_seconds, best[key], on_bus)
+            Operation(
+                verb, codec, algorithm, link, int(calls), int(nbytes), least, most_seconds, rate, best[key], on_bus
+            )
         )
     return sorted(found, key=lambda operation: -operation.most_seconds)

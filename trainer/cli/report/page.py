@@ -143,12 +143,12 @@ def _operations(operations: Sequence[Operation]) -> str:
     for each in shown:
         called = [each.verb, each.algorithm or "-", each.codec, each.link or "-", f"{each.calls:,}"]
         took = [_size(each.nbytes / each.calls), _time(each.seconds), _time(each.most_seconds)]
-        rates = (each.nbytes / each.seconds * each.on_bus, each.best * each.on_bus)
+        rates = (each.rate * each.on_bus, each.best * each.on_bus)
         rows.append([*called, *took, *(f"{_size(rate)}/s" if each.nbytes else "-" for rate in rates)])
     head = ["operation", "algorithm", "codec", "link", "calls", "message", "least total", "most total", "busbw", "best"]
     said = (
         "<p>least total: the time of all calls on the rank with the shortest time, for which the others waited. most total: "
-        "that of the rank that waited longest. busbw: uncoded bytes per second in the least total time, as in nccl-tests. "
+        "that of the rank that waited longest. busbw: uncoded bytes per second on the rank with the most, as in nccl-tests. "
         f"best: busbw of the fastest call. {len(operations) - len(shown)} kinds with less than {_SHOWN_SHARE:.1%} of the "
         "time are not shown.</p>"
     )
