@@ -40,7 +40,7 @@ CODECS: tuple[Codec, ...] = (*DENSE, *SPARSE, *CHUNKED)
 #: Around the ends of lanes, vectors, blocks and tiles; of more than one block of threads.
 DENSE_NUMELS = (1, 3, 4, 17, 127, 128, 129, 511, 512, 513, 1024, 9001, 1500)
 CHUNK_NUMELS = (1, 31, 4095, 9001, 4097)
-SPARSE_NUMELS = (1, 31, 33, 1024, 1025, 8192, 20_001)
+SPARSE_NUMELS = (1, 31, 33, 1024, 8192, 1025, 20_001)
 KINDS = ("gaussian", "wide", "ties", "few", "constant", "denormal", "large", "infinite", "not finite", "any bits")
 MORE_KINDS = (*KINDS, "heavy-tailed", "zeros", "near the least", "mostly not finite")
 SEED = 0xFEDC_BA98

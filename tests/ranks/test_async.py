@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Work
-from tests.harness import ABOVE_TRANSPORTS, EXCHANGE_TIMEOUT_S
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT
 from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
 from tests.ranks.test_collectives import VERBS, Case, elements
 from tests.ranks.training import on_ranks
 
-pytestmark = ABOVE_TRANSPORTS
+pytestmark = ON_EVERY_TRANSPORT
 
 
 def let_go(rank: int) -> None:

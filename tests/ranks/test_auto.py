@@ -20,6 +20,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost
 from gradwire.trainer.gradients.choice import WINDOW, Choice
 from gradwire.trainer.gradients.compression import encoding_of
+from tests.harness import wide
 from tests.ranks.ladder import BUCKET_BYTES, HEIGHT, Ladder, encoded, optimizer_of, owed, train
 from tests.ranks.test_ddp_hook import PARAMETERS, ddp, exact, exchanged, gradients_of, model_of, weights_of
 from tests.ranks.test_ddp_hook import train as train_ddp
@@ -85,7 +86,7 @@ def test_a_choice_has_the_bits_and_the_buckets_of_what_was_chosen(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("overlap", ["backward", "next_forward"])
+@pytest.mark.parametrize("overlap", ["backward", *wide("next_forward")])
 def test_what_is_measured_is_the_same_everywhere_and_changes_no_algorithm(overlap: str) -> None:
     model = Ladder()
     optimizer = hvd.DistributedOptimizer(

@@ -349,7 +349,7 @@ def digests(rows: list[tuple[str, torch.dtype, str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [3, *wide(2, 4, 5, 7, 8)])
+@pytest.mark.parametrize("world", [3, *wide(5, 8)])
 def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: int) -> None:
     rows = cover((*PLANNERS["allreduce"], "shared", "native", "auto"), FLOATING, ("sum", "average"))
     first, second = (ranks(world).run(digests, rows) for _ in range(2))

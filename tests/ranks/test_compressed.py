@@ -98,7 +98,7 @@ def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
 
 @ABOVE_TRANSPORTS
 @pytest.mark.parametrize(
-    "layouts", [("a", "aa", "aaa", "aab", "abaca"), *wide(("aaaaa",), ("ab",), ("abab",), ("aaabb",))], ids="-".join
+    "layouts", [("a", "aa", "aaa", "aab", "abaca"), *wide(("aaaaa", "ab", "abab", "aaabb"))], ids="-".join
 )
 def test_the_shot_equals_its_model(ranks: Worlds, layouts: tuple[str, ...]) -> None:
     """Full precision inside hosts; in many chunks, where the shares are long."""
@@ -157,7 +157,7 @@ def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> list[str]:
 
 
 @ABOVE_TRANSPORTS
-@pytest.mark.parametrize("layouts", [("a", "aaaa"), *wide(("aaaaa",))], ids="-".join)
+@pytest.mark.parametrize("layouts", [("a", "aaaa")], ids="-".join)
 def test_summable_codecs_ride_any_algorithm(ranks: Worlds, layouts: tuple[str, ...]) -> None:
     algorithms = (*ALLREDUCES, "native", "auto", "two_shot")
     rows = cover(layouts, SUMMABLE, algorithms, ("sum", "average"), (0, 1, "+1", SEVERAL_SEGMENTS))
@@ -216,7 +216,7 @@ def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> list[str]:
 
 
 @ABOVE_TRANSPORTS
-@pytest.mark.parametrize("layouts", [("a", "aaa", "aabb", "abaca"), *wide(("aaaa",))], ids="-".join)
+@pytest.mark.parametrize("layouts", [("a", "aaa", "aabb", "abaca")], ids="-".join)
 def test_codes_ride_all_algorithms(ranks: Worlds, layouts: tuple[str, ...]) -> None:
     rows = cover(layouts, [*PLANNERS["allreduce"]], (False, True), (0, 1, "+1", SEVERAL_SEGMENTS))
     assert not any(by_layout(ranks, layouts, ride_all_algorithms, rows))

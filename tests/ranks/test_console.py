@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.cli.__main__ import main
-from tests.harness import wide
+from tests.harness import wide, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.test_init import unused_port
@@ -130,8 +130,10 @@ def test_on_two_hosts(folder: Path, capsys: pytest.CaptureFixture[str], monkeypa
     ("how", "status", "who"),
     [
         ("raise", 1, "rank 1 on host localhost ended with exit code 1: ValueError: the script's own"),
-        ("raise on all", 1, "ranks 0, 1 on host localhost ended with exit code 1: ValueError: the script's own"),
-        pytest.param("kill", 137, "rank 1 on host localhost was killed by SIGKILL (9)", marks=pytest.mark.wide),
+        *wide_rows(
+            ("raise on all", 1, "ranks 0, 1 on host localhost ended with exit code 1: ValueError: the script's own"),
+            ("kill", 137, "rank 1 on host localhost was killed by SIGKILL (9)"),
+        ),
     ],
 )
 def test_ranks_fail(folder: Path, capsys: pytest.CaptureFixture[str], how: str, status: int, who: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gradwire as hvd
 from gradwire.trainer.world.world import current_world
+from tests.harness import wide_rows
 from tests.pages import ROOT
 from tests.ranks.programs import launch_text
 from tests.ranks.training import (
@@ -96,7 +97,7 @@ def weights_alone(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("example", "files"),
-    [("tensor_parallel", {"": "weights.pt"}), ("pipeline", {"0.": "stage0.pt", "1.": "stage1.pt"})],
+    wide_rows(("tensor_parallel", {"": "weights.pt"}), ("pipeline", {"0.": "stage0.pt", "1.": "stage1.pt"})),
 )
 def test_an_example_has_the_weights_of_one_process(tmp_path: Path, example: str, files: dict[str, str]) -> None:
     """Average gradients along a dimension whose ranks have the same part of a model, in a program of under 60 lines."""

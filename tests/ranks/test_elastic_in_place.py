@@ -161,8 +161,8 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-#: Of these, those without state of their own beside another kind.
-ALIKE = ("sgd", "next_forward")
+#: Of these, those whose kinds of state others have, too.
+ALIKE = ("sgd", "adamw", "local updates", "next_forward")
 
 
 def train_steps(kind: str, send: Callable[[Any], None]) -> None:
@@ -248,7 +248,7 @@ def test_a_rank_that_leaves_is_not_blamed_by_one_that_computes() -> None:
         assert [job.take(worker) for worker in (0, 2)] == [2, 2]
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", [0, *wide(1)])
 def test_a_worker_that_dies_before_it_takes_its_place_is_not_waited_for(place: int) -> None:
     """As rank 0 it would have kept the hub, at which the others meet."""
     with Job(compute_long) as job:

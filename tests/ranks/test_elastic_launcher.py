@@ -249,7 +249,7 @@ def agents() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("whom", ["the launcher", *wide("the launcher by Ctrl-C"), "an agent"])
+@pytest.mark.parametrize("whom", ["the launcher", *wide("the launcher by Ctrl-C", "an agent")])
 def test_no_worker_outlives(launch: Launch, whom: str) -> None:
     """The fixture waits for the end of all. A host whose agent has ended is used again after a pause."""
     launcher = launch("-H", "localhost:1,127.0.0.2:1", "--elastic", "-x", "COLLECTIVES_INTERFACE=lo", "worker.py")

@@ -143,6 +143,7 @@ def test_a_run_with_error_feedback_continues_on_other_ranks(ranks: Worlds, tmp_p
         assert names == {"checkpoint.pt", *parts}
 
 
+@pytest.mark.wide
 def test_digits_beside_ddp(tmp_path: Path) -> None:
     summary = run("digits_cnn", tmp_path, *SMALL_CNN, "--steps=30", "--compare=ddp")
     assert summary.keys() == KEYS | {"accuracy", "ddp", "times_as_fast"}

@@ -6,8 +6,6 @@ import subprocess
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from tests.interpreter import FINALIZE, python
 from tests.ranks.programs import ended, start
 
@@ -182,15 +180,22 @@ def begin(script: str, directory: Path, *arguments: str) -> list[subprocess.Pope
     return [start(command, directory, **{FINALIZE: "yes"}) for command in commands]
 
 
+def begin_each(script: str, directory: Path, *arguments: str) -> list[list[subprocess.Popen[str]]]:
+    """For each argument, two ranks of a script with it, all at the same time, since most of their life is a wait."""
+    for argument in arguments:
+        (directory / argument).mkdir()
+    return [begin(script, directory / argument, argument) for argument in arguments]
+
+
 def run(script: str, directory: Path, *arguments: str) -> tuple[tuple[int, ...], list[str]]:
     """Return the exit codes of two ranks of a script, and what they say."""
     codes, said = zip(*map(ended, begin(script, directory, *arguments)), strict=True)
     return codes, list(said)
 
 
-def of_the_survivor(script: str, directory: Path, *arguments: str) -> str:
+def of_the_survivor(ranks: list[subprocess.Popen[str]]) -> str:
     """What rank 1 says, whose script ends by an error while rank 0 is stopped."""
-    stopped, survivor = begin(script, directory, *arguments)
+    stopped, survivor = ranks
     try:
         code, said = ended(survivor)
     finally:
@@ -208,16 +213,16 @@ def test_a_script_ends_in_silence(tmp_path: Path) -> None:
 
 def test_a_survivor_of_the_store_ends_in_order(tmp_path: Path) -> None:
     """The store that rank 0 keeps answers nobody while that rank is stopped."""
-    said = of_the_survivor(MEETS + STORE_STOPS, tmp_path)
+    said = of_the_survivor(begin(MEETS + STORE_STOPS, tmp_path))
     assert "CollectiveTimeout: rank 1: " in said
     assert "waiting for rank 0" in said
 
 
-@pytest.mark.parametrize("where", ["everyones", "link"])
-def test_a_store_that_is_stopped_is_not_waited_for(tmp_path: Path, where: str) -> None:
+def test_a_store_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
     """It stops while a Communicator is made: when the ranks tell each other what they are, or when they connect."""
-    error = of_the_survivor(MEETS + STORE_STOPS_AT_ONCE, tmp_path, where)
-    assert "CollectiveTimeout: rank 1: making a Communicator: not done after 1 s waiting for rank 0: " in error
+    for ranks in begin_each(MEETS + STORE_STOPS_AT_ONCE, tmp_path, "everyones", "link"):
+        error = of_the_survivor(ranks)
+        assert "CollectiveTimeout: rank 1: making a Communicator: not done after 1 s waiting for rank 0: " in error
 
 
 def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
@@ -226,20 +231,18 @@ def test_a_wait_for_another_host_holds_up_nobody(tmp_path: Path) -> None:
     assert codes == (0, 0), errors
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "said"),
-    [
-        ("raise", 1, RAISED),
-        ("interrupt", -signal.SIGINT, "lost rank 1: rank 1 raised KeyboardInterrupt at "),
-        pytest.param("exit", 3, "lost rank 1: left at or before this operation", marks=pytest.mark.wide),
-    ],
-    ids=["raise", "interrupt", "exit"],
-)
-def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path, ending: str, code: int, said: str) -> None:
+def test_a_rank_that_leaves_training_is_heard_of(tmp_path: Path) -> None:
     """It has several Communicators, and it is the last one that the other rank waits in."""
-    codes, errors = run(JOINS + LEAVES, tmp_path, ending)
-    assert codes == (1, code), errors
-    assert re.search(f"PeerLost: rank 0: .*{said}", errors[0]), errors
+    endings = {
+        "raise": (1, RAISED),
+        "interrupt": (-signal.SIGINT, "lost rank 1: rank 1 raised KeyboardInterrupt at "),
+        "exit": (3, "lost rank 1: left at or before this operation"),
+    }
+    all_ranks = begin_each(JOINS + LEAVES, tmp_path, *endings)
+    for ranks, (code, said) in zip(all_ranks, endings.values(), strict=True):
+        codes, errors = zip(*map(ended, ranks), strict=True)
+        assert codes == (1, code), errors
+        assert re.search(f"PeerLost: rank 0: .*{said}", errors[0]), errors
 
 
 def test_an_exception_is_heard_of_while_other_threads_still_run(tmp_path: Path) -> None:

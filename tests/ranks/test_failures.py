@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, Outcome, World, Worlds
+from tests.harness import Outcome, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, cover, on_host
 from tests.ranks.training import assert_survived
 
-pytestmark = ON_EVERY_TRANSPORT
+pytestmark = pytest.mark.parametrize("ranks", ["shared_memory", "sockets", *wide("process_group")], indirect=True)
 
 ALGORITHMS = (*ALLREDUCES, "native", "auto")
 SOME = ("ring", "hierarchical", "native", "auto")  # one of each way to run an operation; the soak draws them all

@@ -243,7 +243,7 @@ def test_the_world_forgets_what_is_dropped() -> None:
     world = current_world()
     gc.collect()
     before = len(world._opened)
-    for _ in range(5):
+    for _ in range(2):
         world.open_communicator(None)
         gc.collect()
     assert len(world._opened) <= before + 1

@@ -74,32 +74,31 @@ def comes_in_vain(rank: int, port: int) -> subprocess.Popen[str]:
     return start([python(), "-c", "import gradwire as hvd; hvd.init(timeout_s=1)"], ROOT, **place, **{FINALIZE: "yes"})
 
 
-@pytest.mark.parametrize("hangs_up", [False, True])
-def test_a_listener_that_says_nothing(hangs_up: bool) -> None:
+def test_a_listener_that_says_nothing() -> None:
     """An error says where and who, and the process ends by it, whether or not the other then hangs up."""
-    with listener() as silent:
-        port = silent.getsockname()[1]
-        process = comes_in_vain(1, port)
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if hangs_up and "CollectiveError" in line:
-                silent.close()  # while the interpreter ends
-        process.wait()
-    assert process.returncode == 1, said
-    pattern = rf"CollectiveTimeout: rank 1: init: not done after 1 s waiting for rank 0: .*:{port}: .*does not answer"
-    assert re.search(pattern, said), said
+    with listener() as stays, listener() as leaves:
+        ports = [each.getsockname()[1] for each in (stays, leaves)]
+        first, second = (comes_in_vain(1, port) for port in ports)
+        said = ["", ""]
+        assert second.stdout is not None
+        for line in second.stdout:
+            said[1] += line
+            if "CollectiveError" in line:
+                leaves.close()  # while the interpreter ends
+        codes = [0, second.wait()]
+        codes[0], said[0] = ended(first)
+    assert codes == [1, 1], said
+    for port, text in zip(ports, said, strict=True):
+        who = rf"CollectiveTimeout: rank 1: init: not done after 1 s waiting for rank 0: .*:{port}: .*does not answer"
+        assert re.search(who, text), text
 
 
-@pytest.mark.parametrize(
-    ("rank", "awaited"),
-    [(1, "rank 0: .* at 127.0.0.1:{}: .*Connection refused"), (0, "rank 1: .*:{}: rank 1 did not arrive")],
-    ids=["nobody listens", "nobody comes"],
-)
-def test_nobody_is_there(rank: int, awaited: str) -> None:
-    """Say whom a rank has not seen: rank 0 at its port, or rank 1 that did not come."""
-    port = unused_port()
-    code, said = ended(comes_in_vain(rank, port))
-    assert code == 1, said
-    assert re.search(rf"rank {rank}: init: not done after 1 s waiting for {awaited.format(port)}", said), said
+def test_nobody_is_there() -> None:
+    """Say whom a rank has not seen: rank 1 that did not come, or rank 0 at its port."""
+    awaited = ["rank 1: .*:{}: rank 1 did not arrive", "rank 0: .* at 127.0.0.1:{}: .*Connection refused"]
+    ports = [unused_port(), unused_port()]
+    for rank, process in enumerate([comes_in_vain(*place) for place in enumerate(ports)]):
+        code, said = ended(process)
+        assert code == 1, said
+        where = awaited[rank].format(ports[rank])
+        assert re.search(rf"rank {rank}: init: not done after 1 s waiting for {where}", said), said

@@ -35,9 +35,7 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
     ("size", "type", "servers"),
     [
         (3, "dist_device_sync", [1]),
-        pytest.param(2, "dist_sync", None, marks=pytest.mark.wide),
         pytest.param(1, "dist_sync", None, marks=pytest.mark.wide),
-        pytest.param(4, "dist_sync", None, marks=pytest.mark.wide),
     ],
 )
 def test_pushes_of_all_workers_are_summed_and_assigned(type: Any, servers: list[int] | None) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
 from gradwire.collectives.compression.dense import Int8
-from tests.harness import ABOVE_TRANSPORTS, Worlds, wide
+from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.training import on_ranks
 
-pytestmark = ABOVE_TRANSPORTS
+pytestmark = ON_EVERY_TRANSPORT
 
 SOON_S = 2.0  # within which a mismatch is to be told
 FAR_S = 40.0  # the deadline of an operation, which nothing here is to run into

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives import PeerLost
 from gradwire.trainer.gradients.deferred import order_by_need
-from tests.harness import RUN_TIMEOUT_S, World, meet, wide
+from tests.harness import RUN_TIMEOUT_S, World, meet, wide_rows
 from tests.ranks.test_trainer_equivalence import by_closures, clipped, groups_of, in_parts, nesterov, plainly, scaled
 from tests.ranks.training import (
     STEPS,
@@ -174,8 +174,11 @@ CASES: dict[str, tuple[Train, int, dict[str, Any]]] = {
 }
 
 
-@on_ranks(2, *wide(3))
-@pytest.mark.parametrize("case", CASES)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [*((2, case) for case in CASES), *wide_rows((3, "SGD"), (3, "a sum"), (3, "sums that depend on others"))],
+)
 def test_same_bits_as_without_overlap(case: str) -> None:
     """Parameters, optimizer state, and what training returns."""
     train, puts_off, options = CASES[case]

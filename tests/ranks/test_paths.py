@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from gradwire.bench import hosts
+from tests.harness import wide
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.programs import start
@@ -73,7 +74,7 @@ def test_the_pair_is_named(cluster: hosts.Cluster) -> None:
         assert all(f"rank {member} at 10.77.0.{int(member) + 1}" in text for member in pair)
 
 
-@pytest.mark.parametrize("there", [1, 2])
+@pytest.mark.parametrize("there", [2, *wide(1)])
 def test_the_check_of_two_hosts_finds_it(cluster: hosts.Cluster, there: int) -> None:
     with ExitStack() as stack:
         listening = begin(stack, cluster.hosts[there], "-m", "gradwire.trainer.cli.check", "--listen")

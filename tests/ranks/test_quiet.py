@@ -19,7 +19,7 @@ from gradwire.collectives.plan.program import Program
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.run.executor import Payload, Poster, execute
 from gradwire.collectives.run.operations import Operations
-from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
+from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wide_rows
 from tests.ranks.exact import on_host
 from tests.ranks.training import perceptron, share
 
@@ -89,8 +89,7 @@ def use_every_kernel(hosts: str) -> list[str]:
     [
         ("shared_memory", "aaa"),
         ("shared_memory", "aab"),
-        ("sockets", "aab"),
-        pytest.param("process_group", "aab", marks=pytest.mark.wide),
+        *wide_rows(("sockets", "aab"), ("process_group", "aab")),
     ],
     indirect=["ranks"],
 )
@@ -147,7 +146,7 @@ def train_a_little() -> str:
         optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        for step in range(400):
+        for step in range(120):  # more than there are between two reports
             optimizer.zero_grad()
             inputs, targets = share(step)
             nn.functional.mse_loss(model(inputs), targets).backward()

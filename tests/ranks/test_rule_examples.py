@@ -23,6 +23,7 @@ def run(name: str, folder: Path) -> str:
     return launch_text((EXAMPLES / f"{name}.py").read_text(), folder)
 
 
+@pytest.mark.wide
 def test_ranks_that_step_alone_learn_and_meet(tmp_path: Path) -> None:
     """Have the same loss on all ranks whenever they have met."""
     said = run("local_updates", tmp_path)
@@ -47,6 +48,7 @@ def test_a_large_batch_learns_with_rates_of_its_own(tmp_path: Path) -> None:
         assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.wide
 def test_ranks_without_locks_learn_one_model(tmp_path: Path) -> None:
     said = run("hogwild", tmp_path)
     errors = re.findall(r"rank (\d): error ([0-9.]+), from ([0-9.]+)", said)
@@ -55,6 +57,7 @@ def test_ranks_without_locks_learn_one_model(tmp_path: Path) -> None:
     assert float(errors[0][1]) < 0.1 * float(errors[0][2])
 
 
+@pytest.mark.wide
 def test_ranks_share_the_states_of_an_optimizer(tmp_path: Path) -> None:
     found = re.findall(r"rank \d of 2: loss ([0-9.]+), (\d+) bytes", run("shard_states", tmp_path))
     losses, kept = [float(loss) for loss, _ in found], [int(nbytes) for _, nbytes in found]

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +57,9 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.parametrize(
-    ("size", "choose"),
-    [(3, cover), pytest.param(3, product, marks=pytest.mark.wide), pytest.param(8, cover, marks=pytest.mark.wide)],
-)
-@on_ranks(initialized=False)
-def test_both_paths_reduce_in_rank_order(choose: Callable[..., Any]) -> None:
-    rows = [row for row in choose(DTYPES, NUMELS, OPS) if row[::2] != (torch.bool, "average")]
+@on_ranks(3, *wide(8), initialized=False)
+def test_both_paths_reduce_in_rank_order() -> None:
+    rows = [row for row in cover(DTYPES, NUMELS, OPS) if row[::2] != (torch.bool, "average")]
     with Communicator(timeout_s=TIMEOUT_S) as comm:
         for dtype, numel, op in sorted(rows, key=str):  # the operations last: they share the contributions kept above
             expected = in_rank_order(comm.size, numel, dtype, op)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
-from tests.harness import ABOVE_TRANSPORTS, World
+from tests.harness import ON_EVERY_TRANSPORT, World
 from tests.ranks.training import on_ranks
 
 WARNING_S = 0.2
@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
 }
 
 
-@ABOVE_TRANSPORTS
+@ON_EVERY_TRANSPORT
 @on_ranks(3, initialized=False)
 def test_all_who_wait_say_where_the_one_is_that_sleeps(tmp_path: Path) -> None:
     """Rank 1 comes late to one call after the other: until every other rank has told where it is."""
@@ -176,7 +176,7 @@ def fails(turn: object = None) -> None:
 
 
 @on_ranks(3, initialized=False)
-@ABOVE_TRANSPORTS
+@ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("how", ["in its block", "in an operation"])
 def test_the_others_hear_what_a_rank_raised(how: str) -> None:
     """Rank 1 does, in its `with` block, or in the middle of an operation."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, Worlds
+from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide, wide_rows
 from tests.interpreter import python
 from tests.ranks.programs import ended, launch_text, start
 
@@ -295,10 +295,9 @@ def lose_a_rank(how: signal.Signals) -> None:
     ("ranks", "how"),
     [
         ("shared_memory", signal.SIGKILL),
-        ("sockets", signal.SIGKILL),
         ("sockets", signal.SIGSTOP),
-        pytest.param("shared_memory", signal.SIGSTOP, marks=pytest.mark.wide),
-        *(pytest.param("process_group", how, marks=pytest.mark.wide) for how in (signal.SIGKILL, signal.SIGSTOP)),
+        *wide_rows(("sockets", signal.SIGKILL), ("shared_memory", signal.SIGSTOP)),
+        *wide_rows(*(("process_group", how) for how in (signal.SIGKILL, signal.SIGSTOP))),
     ],
     indirect=["ranks"],
 )
@@ -422,6 +421,6 @@ def queue_before_barriers(is_asynchronous: bool) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [True, *wide(False)])
 def test_the_timeout_of_a_barrier_is_that_of_no_other_operation(ranks: Worlds, is_asynchronous: bool) -> None:
     ranks(2).run(queue_before_barriers, is_asynchronous)

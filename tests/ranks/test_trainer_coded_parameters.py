@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives.compression import Int8
 from gradwire.trainer.gradients.checkpoint_format import SHARDS
-from tests.harness import Worlds, wide
+from tests.harness import Worlds
 from tests.ranks.test_trainer_sharded_states import Network, exchanged_by, train, wrapped
 from tests.ranks.training import (
     assert_equal,
@@ -57,7 +57,7 @@ def residuals(optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
     return whole
 
 
-@on_ranks(2, *wide(3))
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("algorithm", "compression", "ratio"),
     [

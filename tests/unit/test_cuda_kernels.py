@@ -46,25 +46,24 @@ def test_dense(codec: Dense) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("codec", DENSE, ids=repr)
+@pytest.mark.parametrize("codec", [dense.Float8(), Int8(block=1024, stochastic=True)], ids=repr)
 def test_dense_on_another_architecture(codec: Dense) -> None:
     assert check(CudaKernels(MachineLaunch("compute_90")), "cpu", codec, (129, 1500)) == []
 
 
 @pytest.mark.parametrize(
-    ("order", "numels", "kinds"),
+    ("architecture", "order", "numels", "kinds"),
     [
-        (Order.TOGETHER, SPARSE_NUMELS[:-1], FEW_KINDS),
-        (Order.EVEN, SPARSE_NUMELS[-1:], FEW_KINDS[1:]),
+        ("compute_80", Order.TOGETHER, SPARSE_NUMELS[:-1], FEW_KINDS),
         *wide_rows(
-            (Order.TOGETHER, SPARSE_NUMELS[:-1], KINDS),
-            (Order.ODD, SPARSE_NUMELS[-1:], FEW_KINDS),
-            (Order.TOGETHER, SPARSE_NUMELS[-1:], KINDS),
+            ("compute_80", Order.EVEN, SPARSE_NUMELS[-1:], FEW_KINDS[1:]),
+            ("compute_80", Order.ODD, SPARSE_NUMELS[-1:], FEW_KINDS),
+            ("compute_80", Order.TOGETHER, SPARSE_NUMELS[-1:], KINDS),
+            ("compute_90", Order.TOGETHER, SPARSE_NUMELS[:-1], FEW_KINDS),
         ),
     ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value.value,
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "value", value),
 )
-@pytest.mark.parametrize("architecture", ["compute_80", *wide("compute_90")])
 @pytest.mark.parametrize("codec", SPARSE, ids=repr)
 def test_sparse(
     codec: Sparse, architecture: str, order: Order, numels: tuple[int, ...], kinds: tuple[str, ...]
@@ -73,8 +72,11 @@ def test_sparse(
     assert check(CudaKernels(MachineLaunch(architecture, order)), "cpu", codec, numels, kinds) == []
 
 
-@pytest.mark.parametrize("order", [Order.TOGETHER, *wide(Order.EVEN, Order.ODD)])
-@pytest.mark.parametrize("codec", [CHUNKED[0], *wide(*CHUNKED[1:])], ids=repr)
+@pytest.mark.parametrize(
+    ("codec", "order"),
+    [(CHUNKED[0], Order.TOGETHER), *wide_rows((CHUNKED[1], Order.EVEN), (CHUNKED[2], Order.ODD))],
+    ids=str,
+)
 def test_chunks(codec: ChunkTopK, order: Order) -> None:
     assert check(CudaKernels(MachineLaunch(order=order)), "cpu", codec, kinds=FEW_KINDS) == []
 
@@ -105,10 +107,13 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
 
     The machine, which knows no local memory, sees to spills.
     """
-    launch = MachineLaunch()
+    launched = set()
+
+    def note(family: str, kernel: str, *_: Any, **__: Any) -> None:
+        launched.add((family, kernel))
+
     for codec in CODECS:
-        check(CudaKernels(launch), "cpu", codec, (1, 3), FEW_KINDS[:1])
-    launched = {("quantize" if "code<" in kernel else "sparse", kernel) for kernel in launch.launched}
+        check(CudaKernels(note), "cpu", codec, (1, 3), FEW_KINDS[:1])  # which finds nothing computed
     for family in ("quantize", "sparse"):
         written = set(re.findall(r"__global__ void __launch_bounds__\(THREADS\) (\w+)\(", source(family)))
         assert written == {kernel.split("<")[0] for of, kernel in launched if of == family}

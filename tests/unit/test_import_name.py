@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.programs import start
@@ -25,6 +27,7 @@ assert gradwire.collectives is not collectives
 """
 
 
+@pytest.mark.wide
 def test_a_users_modules_of_the_same_names_disturb_nothing(tmp_path: Path) -> None:
     """Run the commands, too, in an interpreter whose first folder also has another version's metadata, which info reads."""
     for path in ("bench/__init__.py", "collectives.py", "trainer.py"):

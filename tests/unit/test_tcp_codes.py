@@ -74,11 +74,11 @@ def averaged(
     """Each rank's result of the second step, and its error feedback."""
     size, hosts = len(transports), [[rank] for rank in range(len(transports))]
     planner = riding(codec).planner
-    partitions = [partition_of(codec, 60_011, rank, hosts, 200, planner) for rank in range(size)]
+    partitions = [partition_of(codec, 30_011, rank, hosts, 200, planner) for rank in range(size)]
     assert len(partitions[0].chunks) > 1
     feedbacks = [Feedback(codec, partition, torch.device("cpu")) for partition in partitions]
     generator = torch.Generator().manual_seed(1)
-    first, second = ([torch.randn(60_011, generator=generator) for _ in range(size)] for _ in range(2))
+    first, second = ([torch.randn(30_011, generator=generator) for _ in range(size)] for _ in range(2))
 
     def body(rank: int) -> None:
         for step, results in enumerate((first, second)):

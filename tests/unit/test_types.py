@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pages import ROOT, python_blocks
 
 #: Every verb in its three forms, and what mypy must take their results for.
@@ -33,6 +35,7 @@ VERBS = {
 }
 
 
+@pytest.mark.wide
 def test_mypy_takes_the_example_and_the_forms(tmp_path: Path) -> None:
     """It need not read torch for that, which would take half a minute."""
     (example,) = python_blocks("docs/guides/collectives.md")
