@@ -1,5 +1,6 @@
 """Fixtures that hand out worlds of ranks."""
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("tests", deadline=None)  # no example is wrong for being slow on a busy machine
 settings.load_profile("tests")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections of garbage, of which tests make many, need not look through all that is imported
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # at its end, pytest collects garbage five times, which took half a minute
 
 
 @pytest.fixture(scope="session")

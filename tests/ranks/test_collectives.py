@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.plan.algorithms import PLANNERS
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide_rows
 from tests.ranks.exact import (
     DTYPES,
     FLOATING,
@@ -31,11 +31,11 @@ from tests.ranks.exact import (
 )
 from tests.ranks.training import on_ranks
 
-pytestmark = ON_EVERY_TRANSPORT
-
 #: Worlds, each as the names of its ranks' hosts, small and large ones; among those of a kind, the cases of a verb are divided.
 LAYOUTS = ("a", "aa", "aaa", "aabb", "abcab")
 LARGE_LAYOUTS = ("aaaaa", "aaaaaaaa", "aaaabbb", "abcabcab")
+#: Of these, those for a transport whose paths the others do not add to.
+ON_SOCKETS, ON_A_PROCESS_GROUP = ("aabb", "aaaaa"), ("aabb", "abcab")
 #: By a name, numbers of elements in a world of a size.
 NUMELS: dict[str, Callable[[int], int]] = {
     "none": lambda size: 0,
@@ -329,7 +329,16 @@ def exact(layout: str, rows: list[tuple[Any, ...]]) -> list[str]:
     return checks.failures
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *wide(*LARGE_LAYOUTS)])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        *(("shared_memory", layout) for layout in LAYOUTS),
+        *wide_rows(*(("shared_memory", layout) for layout in LARGE_LAYOUTS)),
+        *wide_rows(*(("sockets", layout) for layout in ON_SOCKETS)),
+        *wide_rows(*(("process_group", layout) for layout in ON_A_PROCESS_GROUP)),
+    ],
+    indirect=["ranks"],
+)
 def test_every_verb_is_exact(ranks: Worlds, layout: str) -> None:
     # The first layout has most of the cases: one rank, which is quick.
     layouts = LAYOUTS if layout in LAYOUTS else ("a", *LARGE_LAYOUTS)
@@ -349,7 +358,11 @@ def digests(rows: list[tuple[str, torch.dtype, str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [3, *wide(5, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "world"),
+    [("shared_memory", 3), *wide_rows(("shared_memory", 8), ("sockets", 5), ("process_group", 5))],
+    indirect=["ranks"],
+)
 def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: int) -> None:
     rows = cover((*PLANNERS["allreduce"], "shared", "native", "auto"), FLOATING, ("sum", "average"))
     first, second = (ranks(world).run(digests, rows) for _ in range(2))
@@ -357,6 +370,7 @@ def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: i
     assert second == first
 
 
+@ON_EVERY_TRANSPORT
 @on_ranks(3, initialized=False)
 def test_shapes_without_dimensions_or_elements() -> None:
     """Tensors of no dimension and of no elements keep their shape."""
@@ -388,7 +402,8 @@ def every_row_of_the_table(layout: str) -> list[str]:
     return checks.failures
 
 
-@pytest.mark.parametrize("layout", ["aa", "ab", "aaaa", "abcd", "aabb", *wide("aaabbcc", "abcdefg")])
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("layout", ["aa", "ab", "aaaa", "abcd", "aabb"])
 def test_auto_by_size_and_hosts(ranks: Worlds, layout: str) -> None:
     assert ranks(len(layout)).run(every_row_of_the_table, layout) == [[]] * len(layout)
 
@@ -398,7 +413,8 @@ def thing(rank: int) -> dict[str, object]:
     return {"rank": rank, "text": "x" * (1000 * rank), "nested": [(rank, None), {rank}], "values": [float(rank)] * 3}
 
 
-@on_ranks(1, 3, *wide(5), initialized=False)
+@ON_EVERY_TRANSPORT
+@on_ranks(1, 3, initialized=False)
 def test_objects() -> None:
     with communicator() as comm:
         everything = [thing(rank) for rank in range(comm.size)]
@@ -430,7 +446,8 @@ def barriers() -> list[tuple[float, float]]:
     return times
 
 
-@pytest.mark.parametrize("world", [2, 5, *wide(7)])  # 5 is no power of two, and takes three rounds of doubling
+@ON_EVERY_TRANSPORT
+@pytest.mark.parametrize("world", [2, 5])  # 5 is no power of two, and takes three rounds of doubling
 def test_nobody_leaves_a_barrier_before_all_have_entered(ranks: Worlds, world: int) -> None:
     for at_once in zip(*ranks(world).run(barriers), strict=True):
         assert max(entered for entered, _ in at_once) <= min(left for _, left in at_once)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradwire.collectives import Communicator, Mismatch
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide_rows
 from tests.ranks.exact import SEGMENT_BYTES, SEVERAL_SEGMENTS
 from tests.ranks.training import on_ranks
 
@@ -65,8 +65,14 @@ def _compare(comm: Communicator, algorithm: str) -> None:
         assert not torch.equal(tensor, sums.sum(0)), "the order matters to these numbers"
 
 
-@ON_EVERY_TRANSPORT
-@pytest.mark.parametrize("size", [3, *wide(1, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "size"),
+    [
+        ("shared_memory", 3),
+        *wide_rows(("shared_memory", 1), ("shared_memory", 8), ("sockets", 3), ("process_group", 3)),
+    ],
+    indirect=["ranks"],
+)
 def test_the_halves_of_an_allreduce_make_its_bits(ranks: Worlds, size: int) -> None:
     ranks(size).run(halves_are_the_whole)
 
