@@ -181,7 +181,7 @@ def begin(script: str, directory: Path, *arguments: str) -> list[subprocess.Pope
 
 
 def begin_each(script: str, directory: Path, *arguments: str) -> list[list[subprocess.Popen[str]]]:
-    """For each argument, two ranks of a script with it, all at the same time, since most of their life is a wait."""
+    """Start two ranks of a script for each argument, all at the same time, since the ranks mostly wait for deadlines."""
     for argument in arguments:
         (directory / argument).mkdir()
     return [begin(script, directory / argument, argument) for argument in arguments]

@@ -145,8 +145,7 @@ def test_of_several_rivals_the_quickest_stays(
 def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = Described(2.5e8)
     communicator.others = [[1.5, 2.0], []]  # of another rank's steps, which take as long with any choice
-    made = chosen(communicator, "int8")
-    assert corrected(made, monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
+    assert corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
 
 
 def test_a_rank_that_has_joined_follows_without_steps_of_its_own() -> None:
