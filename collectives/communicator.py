@@ -18,7 +18,7 @@ from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
 from gradwire.collectives.environment import LINK, TUNING, report_folder
-from gradwire.collectives.link.membership import Membership, membership_of
+from gradwire.collectives.link.membership import Membership, membership_of, withdraw
 from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import Costs
@@ -103,21 +103,15 @@ class Communicator(Tuned):
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup | Membership):
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
-        rank = group.rank if isinstance(group, Membership) else group.rank()
-        if segment_bytes is not None and not isinstance(segment_bytes, int):
-            raise TypeError(f"segment_bytes={segment_bytes!r}: a whole number is needed")
-        if not (timeout_s > 0 and math.isfinite(timeout_s)) or (segment_bytes is not None and segment_bytes <= 0):
-            raise ValueError(
-                f"rank {rank}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
-            )
-        for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
-            if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
-                raise ValueError(
-                    f"rank {rank}: {name}={seconds}: it must be positive and finite, or None to turn it off"
-                )
         link = link or os.environ.get(LINK) or AUTO
-        check_link(link, os.environ)  # checked before any rank connects
         tuning = os.environ.get(TUNING) or "0"
+        try:
+            rank = group.rank if isinstance(group, Membership) else group.rank()
+            _check_arguments(rank, timeout_s, segment_bytes, stall_warning_s, stall_shutdown_s)
+            check_link(link, os.environ)
+        except Exception as error:
+            withdraw(group, error)  # else the other ranks would wait for this one
+            raise
         tuned = None if tuning in ("0", "1") else text_of(tuning)
         membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
         #: The rank of each member in torch.distributed's default group, by its rank here; empty if they are not in that group.
@@ -297,6 +291,25 @@ class Communicator(Tuned):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         close_all([self], error)
+
+
+def _check_arguments(
+    rank: int,
+    timeout_s: float,
+    segment_bytes: int | None,
+    stall_warning_s: float | None,
+    stall_shutdown_s: float | None,
+) -> None:
+    """Raise ValueError or TypeError for arguments that a Communicator cannot have."""
+    if segment_bytes is not None and not isinstance(segment_bytes, int):
+        raise TypeError(f"rank {rank}: segment_bytes={segment_bytes!r}: a whole number is needed")
+    if not (timeout_s > 0 and math.isfinite(timeout_s)) or (segment_bytes is not None and segment_bytes <= 0):
+        raise ValueError(
+            f"rank {rank}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
+        )
+    for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
+        if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"rank {rank}: {name}={seconds}: it must be positive and finite, or None to turn it off")
 
 
 def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:

@@ -1,7 +1,9 @@
 """Connections that only the ranks of one job can make.
 
-A listening rank sends a challenge over each new connection, and reads only the answer: the rank that connects, and a code of
-both ranks and the challenge, keyed with the job's secret (HMAC-SHA256, RFC 2104). It closes any other connection.
+The two ends of a new connection authenticate each other before they exchange anything else. Each sends a greeting: its rank, its
+build of gradwire, and a random challenge. Each then sends a proof: an HMAC-SHA256 (RFC 2104) of its role and of both greetings,
+keyed with a secret of the job. Until an end has verified the proof of the other, it reads these fixed lengths and nothing more,
+and interprets nothing. The format stays the same in all versions of gradwire, so that ranks with different builds find that out.
 """
 
 from __future__ import annotations
@@ -14,16 +16,25 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.link.build import build, difference
 from gradwire.collectives.link.paths import send_small_segments
 
-_HELLO = struct.Struct("!i32s")
-CHALLENGE_BYTES = 32
+_MAGIC = b"gradwire"
+_BUILD_BYTES, _CHALLENGE_BYTES, _PROOF_BYTES = 96, 32, 32
+#: _MAGIC, the rank, the build (ASCII, filled up with zeros), and the challenge.
+_GREETING = struct.Struct(f"!{len(_MAGIC)}si{_BUILD_BYTES}s{_CHALLENGE_BYTES}s")
+HANDSHAKE_BYTES = _GREETING.size + _PROOF_BYTES
+
+#: How long a connection may take to authenticate itself.
+HANDSHAKE_S = 30.0
+
+#: How many connections may be unauthenticated at a time; one more closes the oldest.
+MOST_UNVERIFIED = 256
 
 #: TCP keep-alive, which ends a connection to a silent host: idle seconds, seconds between probes, number of probes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 5))
@@ -35,52 +46,115 @@ OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 #: Seconds between two calls of check() in a wait for another rank.
 _CHECK_S = 0.03
 
-#: How many connections may be unverified at a time; one more closes the oldest.
-MOST_UNVERIFIED = 256
+
+class OtherBuild(LinkError):
+    """An authenticated rank runs another build of gradwire."""
+
+    def __init__(self, rank: int, one: str, peer: int, other: str) -> None:
+        super().__init__(peer, timed_out=False, detail=difference(rank, one, peer, other), awaited={rank, peer})
 
 
-def neighbours(rank: int, size: int) -> list[int]:
-    """Return the ranks 1, 2, 4, ... places before and after one: any two ranks are at most log2(size) connections apart."""
-    steps = [sign << k for k in range((size - 1).bit_length()) for sign in (1, -1)]
-    return sorted({(rank + step) % size for step in steps} - {rank})
+class NotARank(ConnectionError):
+    """The process at the other end of a connection does not know the secret of the job."""
 
 
-def listen(address: str, backlog: int, *, small_segments: bool = False) -> socket.socket:
-    """Return a nonblocking socket that listens on a numeric address, IPv4 or IPv6. Raises OSError if it cannot.
-    small_segments: whether connections must work on paths that lose large packets."""
-    listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
-    listener.setblocking(False)
-    if small_segments:
-        send_small_segments(listener)
-    return listener
+class Handshake:
+    """One end of the authentication of a new, nonblocking connection.
+
+    Attributes: peer, the rank at the other end, and its build, once is_verified; until, when it must be (time.monotonic()).
+    """
+
+    def __init__(self, connection: socket.socket, rank: int, secret: bytes, *, dials: bool) -> None:
+        """Send the greeting. dials: whether this process has made the connection, and not accepted it."""
+        self.connection = connection
+        self.until = time.monotonic() + HANDSHAKE_S
+        self.is_verified = False
+        self.peer, self.build = -1, ""
+        self._rank, self._secret, self._dials = rank, secret, dials
+        self._sent = _GREETING.pack(_MAGIC, rank, build().encode(), secrets.token_bytes(_CHALLENGE_BYTES))
+        self._received = b""
+        self._send(self._sent)
+
+    def advance(self) -> bool:
+        """Read what has arrived, but no byte beyond the proof, and answer a greeting by the proof. Return whether more has to
+        arrive; if not, is_verified says whether the other end has authenticated itself."""
+        before = len(self._received)
+        try:
+            piece = self.connection.recv(HANDSHAKE_BYTES - before)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        self._received += piece
+        if not piece or self._received[: len(_MAGIC)] != _MAGIC[: len(self._received)]:
+            return False
+        if before < _GREETING.size <= len(self._received):
+            self._send(self._proof(self._dials, self._sent, self._received[: _GREETING.size]))
+        if len(self._received) < HANDSHAKE_BYTES:
+            return True
+        greeting, proof = self._received[: _GREETING.size], self._received[_GREETING.size :]
+        self.is_verified = hmac.compare_digest(proof, self._proof(not self._dials, greeting, self._sent))
+        if self.is_verified:
+            _, self.peer, name, _ = _GREETING.unpack(greeting)
+            self.build = name.rstrip(b"\0").decode(errors="replace")
+        return False
+
+    def other_build(self) -> OtherBuild | None:
+        """Return the error for a verified peer with another build of gradwire; None if it runs the same."""
+        return None if self.build == build()[:_BUILD_BYTES] else OtherBuild(self._rank, build(), self.peer, self.build)
+
+    def has_begun(self) -> bool:
+        """Return whether the other end has sent anything."""
+        return bool(self._received)
+
+    def _proof(self, dials: bool, mine: bytes, theirs: bytes) -> bytes:
+        """Return the proof of the end that dials, or of the one that listens. mine: the greeting that this end has sent."""
+        return hmac.digest(self._secret, (b"dials" if dials else b"listens") + mine + theirs, "sha256")
+
+    def _send(self, message: bytes) -> None:
+        with suppress(
+            OSError
+        ):  # advance() notices a connection that has ended; an empty buffer has room for both messages
+            self.connection.send(message)
 
 
 def dial(
+    rank: int,
     peer: int,
-    address: str,
-    port: int,
+    place: tuple[str, int],
+    secret: bytes,
     deadline: float,
     check: Callable[[], None],
-    begin: Callable[[socket.socket], None],
     *,
     small_segments: bool = False,
 ) -> socket.socket:
-    """Return a nonblocking connection to a rank that listens, after begin(connection). check: see wait_ready.
+    """Return an authenticated, nonblocking connection to a rank. place: the address and port at which it listens. check: see
+    wait_ready. small_segments: whether the connection must work on paths that lose large packets.
 
-    Raises LinkError, which names the peer; OSError (one of OWN_FAULTS) if this process lacks the resources to connect.
+    Raises LinkError, which names the peer, with NotARank as its cause if another program listens there; OtherBuild; OSError (one
+    of OWN_FAULTS) if this process lacks the resources to connect.
     """
+    address, port = place
     connection: socket.socket | None = None
     try:
         connection = socket.socket(_family(address))
         connection.setblocking(False)
         if small_segments:
             send_small_segments(connection)
-        if (failed := connection.connect_ex((address, port))) in (0, errno.EINPROGRESS):
+        if (failed := connection.connect_ex(place)) in (0, errno.EINPROGRESS):
             wait_ready({connection: select.POLLOUT}, deadline, check)
             failed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failed:
             raise OSError(failed, os.strerror(failed))
-        begin(connection)
+        set_up(connection)
+        handshake = Handshake(connection, rank, secret, dials=True)
+        while True:
+            wait_ready({connection: select.POLLIN}, deadline, check)
+            if not handshake.advance():
+                break
+        if not handshake.is_verified or handshake.peer != peer:
+            closed = "it closed the connection"
+            raise NotARank("another program listens there" if handshake.has_begun() else closed)
+        if (error := handshake.other_build()) is not None:
+            raise error
     except BaseException as error:
         if connection is not None:
             connection.close()
@@ -89,6 +163,80 @@ def dial(
         detail = f"rank {peer} at {address} port {port}: {error}"
         raise LinkError(peer, timed_out=isinstance(error, TimeoutError), detail=detail) from error
     return connection
+
+
+class Arrived(NamedTuple):
+    """An authenticated connection to a rank that has dialled. error: set if the rank runs another build of gradwire."""
+
+    rank: int
+    connection: socket.socket
+    error: OtherBuild | None
+
+
+class Door:
+    """A listening socket, and the connections to it that are not authenticated yet: at most `most`, each for HANDSHAKE_S
+    seconds and HANDSHAKE_BYTES bytes."""
+
+    def __init__(self, listening: socket.socket, rank: int, secret: bytes, most: int = MOST_UNVERIFIED) -> None:
+        """listening: from listen(); the Door closes it."""
+        self.socket = listening
+        self._rank, self._secret, self._most = rank, secret, most
+        self._unverified: dict[int, Handshake] = {}
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for input."""
+        return [self.socket.fileno(), *self._unverified]
+
+    def due(self) -> float | None:
+        """Return when the first connection must be authenticated (time.monotonic()); None without one."""
+        return min((handshake.until for handshake in self._unverified.values()), default=None)
+
+    def look(self, ready: Collection[int]) -> list[Arrived]:
+        """Return the connections that have authenticated themselves, and close those that cannot or are too late. ready: the
+        descriptors with input."""
+        arrived = []
+        for descriptor, handshake in list(self._unverified.items()):
+            is_late = time.monotonic() >= handshake.until
+            if (descriptor not in ready or handshake.advance()) and not is_late:
+                continue
+            del self._unverified[descriptor]
+            if handshake.is_verified:
+                arrived.append(Arrived(handshake.peer, handshake.connection, handshake.other_build()))
+            else:
+                handshake.connection.close()
+        return arrived
+
+    def accept(self) -> None:
+        """Accept a connection, if one waits. Raises OSError (one of OWN_FAULTS) if this process lacks the resources."""
+        try:
+            connection, _ = self.socket.accept()
+        except OSError as error:
+            if error.errno in OWN_FAULTS:
+                raise
+            return  # it has ended already
+        connection.setblocking(False)
+        set_up(connection)
+        self._unverified[connection.fileno()] = Handshake(connection, self._rank, self._secret, dials=False)
+        if len(self._unverified) > self._most:
+            self._unverified.pop(next(iter(self._unverified))).connection.close()
+
+    def close(self) -> None:
+        """Close the listening socket and the connections that are not authenticated. Calling it again does nothing."""
+        self.socket.close()
+        for handshake in self._unverified.values():
+            handshake.connection.close()
+        self._unverified.clear()
+
+
+def listen(address: str, backlog: int, *, small_segments: bool = False) -> socket.socket:
+    """Return a nonblocking socket that listens on a free port of a numeric address, IPv4 or IPv6. Raises OSError if it cannot.
+    small_segments: whether connections must work on paths that lose large packets."""
+    listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
+    listener.setblocking(False)
+    if small_segments:
+        send_small_segments(listener)
+    return listener
 
 
 def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], None]) -> list[int]:
@@ -103,142 +251,6 @@ def wait_ready(events: Mapping[Any, int], deadline: float, check: Callable[[], N
         if time.monotonic() >= deadline:
             raise TimeoutError("timed out")
     return [descriptor for descriptor, _ in ready]
-
-
-class _Unverified:
-    """A new connection whose rank is not known yet."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        """Send a challenge over the connection."""
-        self.connection = connection
-        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self._answer = b""
-        connection.setblocking(False)
-        with suppress(OSError):  # read() notices a connection that has ended
-            connection.send(self._challenge)
-
-    def read(self) -> bool:
-        """Read the part of the answer that has arrived; return whether more of it may follow."""
-        try:
-            piece = self.connection.recv(_HELLO.size - len(self._answer))
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
-        self._answer += piece
-        return bool(piece) and len(self._answer) < _HELLO.size
-
-    def peer(self, rank: int, secret: bytes) -> int | None:
-        """Return the rank that has connected to this one; None for a process that does not know the secret."""
-        if len(self._answer) < _HELLO.size:
-            return None
-        peer, code = _HELLO.unpack(self._answer)
-        return peer if hmac.compare_digest(code, _code(peer, rank, self._challenge, secret)) else None
-
-
-class Listener:
-    """A socket to which ranks with lower numbers connect. card: its address and port. small_segments: see listen."""
-
-    def __init__(self, address: str, *, small_segments: bool = False) -> None:
-        """Listen on a free port of an address. Raises OSError if this process cannot."""
-        self._small_segments = small_segments
-        self._socket = listen(address, socket.SOMAXCONN, small_segments=small_segments)
-        self.card = f"{address} {self._socket.getsockname()[1]}"
-
-    def join(
-        self,
-        rank: int,
-        peers: Collection[int],
-        cards: Sequence[str],
-        secret: bytes,
-        deadline: float,
-        check: Callable[[], None],
-    ) -> dict[int, socket.socket]:
-        """Connect this rank to its peers, which call join() too, and stop listening. Return the connections by rank.
-
-        cards: each rank's Listener.card. check: see wait_ready. Raises LinkError with the ranks that did not connect.
-        """
-        made: dict[int, socket.socket] = {}
-
-        def introduce(peer: int, connection: socket.socket) -> None:
-            challenge = b""
-            while len(challenge) < CHALLENGE_BYTES:
-                wait_ready({connection: select.POLLIN}, deadline, check)
-                if not (piece := connection.recv(CHALLENGE_BYTES - len(challenge))):
-                    raise ConnectionResetError("it closed the connection")
-                challenge += piece
-            connection.sendall(_HELLO.pack(rank, _code(rank, peer, challenge, secret)))  # fits into an empty buffer
-
-        try:
-            # The last rank accepts at once, the others when they have dialled: so each waits for one handshake, not for all.
-            for peer in sorted((peer for peer in peers if peer > rank), reverse=True):
-                address, port = cards[peer].split()
-                begin, small = partial(introduce, peer), self._small_segments
-                made[peer] = dial(peer, address, int(port), deadline, check, begin, small_segments=small)
-            self._accept(made, {peer for peer in peers if peer < rank}, rank, secret, deadline, check)
-            for connection in made.values():
-                set_up(connection)
-        except BaseException:
-            for connection in made.values():
-                connection.close()
-            raise
-        finally:
-            self.close()
-        return made
-
-    def close(self) -> None:
-        """Stop listening. Calling it again does nothing."""
-        self._socket.close()
-
-    def _accept(
-        self,
-        made: dict[int, socket.socket],
-        expected: set[int],
-        rank: int,
-        secret: bytes,
-        deadline: float,
-        check: Callable[[], None],
-    ) -> None:
-        """Accept the connections of the expected ranks, and add them to `made`."""
-        unverified: dict[int, _Unverified] = {}
-        try:
-            while missing := expected - made.keys():
-                try:
-                    if time.monotonic() >= deadline:  # unverified connections may have kept the listener busy
-                        raise TimeoutError
-                    listening = dict.fromkeys((self._socket.fileno(), *unverified), select.POLLIN)
-                    ready = wait_ready(listening, deadline, check)
-                except TimeoutError:
-                    detail = f"{ranks_text(missing)} did not connect"
-                    raise LinkError(min(missing), timed_out=True, detail=detail, awaited=missing) from None
-                for descriptor in ready:
-                    if descriptor == self._socket.fileno():
-                        try:
-                            candidate = _Unverified(self._socket.accept()[0])
-                        except OSError as error:
-                            if error.errno in OWN_FAULTS:
-                                raise
-                            continue  # the connection ended before it was accepted
-                        unverified[candidate.connection.fileno()] = candidate
-                        if len(unverified) > max(MOST_UNVERIFIED, len(expected)):
-                            unverified.pop(next(iter(unverified))).connection.close()
-                    elif descriptor in unverified:
-                        candidate = unverified.pop(descriptor)
-                        if candidate.read():
-                            unverified[descriptor] = candidate
-                        elif (peer := candidate.peer(rank, secret)) in missing:
-                            made[peer] = candidate.connection
-                        else:
-                            candidate.connection.close()
-        finally:
-            for candidate in unverified.values():
-                candidate.connection.close()
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _code(rank: int, peer: int, challenge: bytes, secret: bytes) -> bytes:
-    return hmac.digest(secret, struct.pack("!ii", rank, peer) + challenge, "sha256")
 
 
 def give_up_on_silence(connection: socket.socket) -> None:
@@ -256,3 +268,7 @@ def set_up(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE:
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

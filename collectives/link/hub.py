@@ -6,22 +6,24 @@ has ended, and the hub reports this to all other ranks.
 
 from __future__ import annotations
 
-import hmac
+import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.link.asking import POLL_S
-from gradwire.collectives.link.handshake import MOST_UNVERIFIED, give_up_on_silence, listen, set_up
+from gradwire.collectives.link.handshake import MOST_UNVERIFIED, Arrived, Door, give_up_on_silence, listen
 from gradwire.collectives.link.watch import Neighbour, poll_of
 
-#: How a process describes itself when it arrives: numbers, strings, and lists and dicts of them; "rank" is one key.
+_log = logging.getLogger("gradwire")
+
+#: How a process describes itself when it arrives: numbers, strings, and lists and dicts of them. Two keys are "rank" and "size",
+#: the number of ranks that the process expects.
 Card = dict[str, Any]
 
 #: How long a rank may take to answer that it runs.
@@ -30,7 +32,7 @@ ANSWER_S = 0.5
 #: How long a hub that closes waits until its last messages have been read.
 _FLUSH_S = 0.2
 
-_SECRET_BYTES = 32
+_KEY_BYTES, _SECRET_BYTES = 16, 32
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,18 @@ class _Inquiry:
 class Hub:
     """Admits processes as ranks, forwards their reports, and reports which have ended. Runs on a separate thread.
 
-    card: contains the address and port to which other processes connect.
+    port: to which other processes connect. key: a random name. token: a secret with which the hub and other processes
+    authenticate each other.
     """
 
-    def __init__(self, card: Card, size: int, admission: Admission) -> None:
-        """card: that of this process, with a new "key" and "token". Raises OSError if it cannot listen there."""
-        self._size = size
+    def __init__(self, card: Card, admission: Admission) -> None:
+        """card: that of this process, with the address at which the hub listens. Raises OSError if it cannot listen there."""
+        self._rank, self._size = card["rank"], card["size"]
         self._admission = admission
-        self._listener = listen(card["address"], size + MOST_UNVERIFIED, small_segments=True)
-        self.card = card | {"port": self._listener.getsockname()[1]}
+        self.key, self.token = secrets.token_hex(_KEY_BYTES), secrets.token_hex(_KEY_BYTES)
+        listening = listen(card["address"], self._size + MOST_UNVERIFIED, small_segments=True)
+        self.port: int = listening.getsockname()[1]
+        self._door = Door(listening, self._rank, self.token.encode(), max(self._size, MOST_UNVERIFIED))
         self._arriving: dict[int, Neighbour] = {}
         self._members: dict[int, Neighbour] = {}
         self._cards: dict[int, Card] = {}
@@ -137,13 +142,13 @@ class Hub:
         """Close this process's sockets. In a forked child, the parent's sockets stay open."""
         for neighbour in (*self._members.values(), *self._arriving.values()):
             neighbour.socket.close()
-        self._listener.close()
+        self._door.close()
 
     def _serve(self) -> None:
         try:
             due_ms: float | None = None
             while self._serves:
-                poll = poll_of(self._listener, (*self._arriving.values(), *self._members.values()))
+                poll = poll_of(self._door.descriptors, (*self._arriving.values(), *self._members.values()))
                 self._look({descriptor for descriptor, _ in poll.poll(due_ms)})
                 due_ms = self._do_what_is_due()
             flush_by = time.monotonic() + _FLUSH_S
@@ -156,42 +161,50 @@ class Hub:
 
     def _look(self, ready: set[int]) -> None:
         """Serve the connections that are ready. ready: their descriptors."""
-        if self._listener.fileno() in ready:
-            self._accept()
+        for arrived in self._door.look(ready):
+            self._let_in(arrived)
+        if self._door.socket.fileno() in ready:
+            try:
+                self._door.accept()
+            except OSError:  # this process has no descriptor left
+                time.sleep(POLL_S)
         for rank, neighbour in list(self._members.items()):
             if neighbour.socket.fileno() in ready:
-                self._receive(rank, neighbour)
+                self._receive(rank, neighbour, neighbour.read)
         for descriptor, arriving in list(self._arriving.items()):
             if descriptor in ready:
-                self._admit(descriptor, arriving)
+                self._greet(descriptor, arriving)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # the connection has ended, or this process has no descriptor left
-            time.sleep(POLL_S)
+    def _let_in(self, arrived: Arrived) -> None:
+        """Take the connection of an authenticated process, unless its build of gradwire is another."""
+        if arrived.error is None:
+            give_up_on_silence(arrived.connection)
+            self._arriving[arrived.connection.fileno()] = Neighbour(arrived.connection)
             return
-        connection.setblocking(False)
-        set_up(connection)
-        give_up_on_silence(connection)
-        self._arriving[connection.fileno()] = Neighbour(connection)
-        if len(self._arriving) > MOST_UNVERIFIED:
-            self._arriving.pop(next(iter(self._arriving))).socket.close()
+        arrived.connection.close()  # it has seen our build, and raises the same error
+        if not self._is_complete and arrived.rank not in self._members:
+            self._fail(Failure.of(arrived.error, self._rank))
 
-    def _admit(self, descriptor: int, arriving: Neighbour) -> None:
+    def _greet(self, descriptor: int, arriving: Neighbour) -> None:
         """Admit or refuse a process, if its card has arrived."""
-        card: Card | None = None
-        with suppress(ValueError):  # raised if some other program has connected
+        try:
             messages, ended = arriving.read()
             if not messages and not ended:
                 return
-            card = self._card_of(messages)
-        del self._arriving[descriptor]
-        if card is None:
+            del self._arriving[descriptor]
+            if messages:
+                self._admit(messages[0]["card"], arriving, messages[1:], ended)
+            else:
+                arriving.socket.close()
+        except Exception:
+            _log.exception("gradwire: the hub cannot admit a process")
+            self._arriving.pop(descriptor, None)
             arriving.socket.close()
-            return
+
+    def _admit(self, card: Card, arriving: Neighbour, messages: Sequence[Card], ended: bool) -> None:
+        """Admit or refuse a process. messages, ended: what follows its card."""
         rank = card["rank"]
-        verdict = self._admission.judge(card, self._cards, is_complete=self._is_complete)
+        verdict = self._verdict(card)
         for evicted, why in verdict.evicted.items():
             if (member := self._members.pop(evicted, None)) is not None:  # it may have ended
                 _refuse(member, why, again=False)
@@ -204,20 +217,29 @@ class Hub:
             for message in self._sent_to_all:
                 arriving.say(**message)
         if verdict.fatal is not None:
-            self._send_to_all({"kind": "failure", "scope": ""} | asdict(verdict.fatal))
+            self._fail(verdict.fatal)
         self._complete_at = None
         if len(self._members) == self._size and not self._is_complete:
             self._complete_at = time.monotonic() + self._admission.settle_s(self._cards)
         if verdict.refused is None:
-            self._take(rank, arriving, messages[1:], ended)
+            self._receive(rank, arriving, lambda: (messages, ended))
 
-    def _card_of(self, messages: Sequence[Card]) -> Card | None:
-        """Return the card of a process that arrives; None if some other program has connected."""
-        with suppress(AttributeError, IndexError, KeyError, TypeError):  # raised by the data of another program
-            card: Card = messages[0]["card"]
-            if hmac.compare_digest(messages[0]["token"], self.card["token"]) and card["rank"] in range(self._size):
-                return card
-        return None
+    def _verdict(self, card: Card) -> Verdict:
+        """Return the Verdict on a process that arrives. One of the same job that expects another number of ranks is refused, and
+        all ranks fail, unless the world has begun."""
+        rank, size = card["rank"], card["size"]
+        verdict = self._admission.judge(card, self._cards, is_complete=self._is_complete)
+        if size == self._size or (verdict.refused is not None and not verdict.again):
+            return verdict
+        here, there = f"rank {self._rank} expects {self._size} ranks", f"rank {rank} on host {card['name']} {size}"
+        why = f"{here}, and {there}: give all ranks the same WORLD_SIZE"
+        if self._is_complete:
+            _log.warning("gradwire: refused a process: %s", why)
+        return Verdict(why, fatal=None if self._is_complete else Failure(tuple(sorted({self._rank, rank})), why))
+
+    def _fail(self, failure: Failure) -> None:
+        """Report to all ranks that they cannot connect."""
+        self._send_to_all({"kind": "failure", "scope": ""} | asdict(failure))
 
     def _do_what_is_due(self) -> float | None:
         """If it is time, send all ranks the cards, and answer inquiries. Return the milliseconds until the next such
@@ -227,19 +249,24 @@ class Hub:
             self._is_complete, self._complete_at = True, None
             cards = [self._cards[rank] | {"identity": None} for rank in range(self._size)]
             secret = secrets.token_hex(_SECRET_BYTES)
-            self._send_to_all({"kind": "all", "key": self.card["key"], "secret": secret, "cards": cards})
+            self._send_to_all({"kind": "all", "key": self.key, "secret": secret, "cards": cards})
         for inquiry in list(self._inquiries):
             silent = sorted(set(range(self._size)) - inquiry.running - self._gone)
             if not silent or now >= inquiry.until:
                 self._inquiries.remove(inquiry)
                 inquiry.by.say(kind="silent", ranks=silent)
         due = [inquiry.until for inquiry in self._inquiries]
-        due += [] if self._complete_at is None else [self._complete_at]
+        due += [at for at in (self._complete_at, self._door.due()) if at is not None]
         return max(0.0, min(due) - now) * 1000 + 1 if due else None
 
-    def _receive(self, rank: int, neighbour: Neighbour) -> None:
-        neighbour.write()
-        self._take(rank, neighbour, *neighbour.read())
+    def _receive(self, rank: int, neighbour: Neighbour, read: Callable[[], tuple[Sequence[Card], bool]]) -> None:
+        """Take a rank's messages. Bytes that cannot be read end its connection only."""
+        try:
+            neighbour.write()
+            self._take(rank, neighbour, *read())
+        except Exception:
+            _log.exception("gradwire: the hub cannot read the messages of rank %d", rank)
+            self._lose(rank, neighbour)
 
     def _take(self, rank: int, neighbour: Neighbour, messages: Sequence[Card], ended: bool) -> None:
         """Take a rank's messages, and note whether its connection has ended."""
@@ -256,11 +283,15 @@ class Hub:
             else:
                 self._send_to_all(message)
         if ended:
-            del self._members[rank]
-            self._complete_at = None
-            neighbour.socket.close()
-            self._serves = self._serves and rank != self.card["rank"]
-            self._note_gone(rank, left=False)
+            self._lose(rank, neighbour)
+
+    def _lose(self, rank: int, neighbour: Neighbour) -> None:
+        """Close the connection of a rank, and report that it has ended, unless it has left."""
+        del self._members[rank]
+        self._complete_at = None
+        neighbour.socket.close()
+        self._serves = self._serves and rank != self._rank
+        self._note_gone(rank, left=False)
 
     def _note_gone(self, rank: int, *, left: bool) -> None:
         if rank not in self._gone:

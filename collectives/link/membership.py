@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
-from gradwire.collectives.link.arrival import arrive
+from gradwire.collectives.link.arrival import arrive, withdraw_from
 from gradwire.collectives.link.asking import POLL_S, Asking
 from gradwire.collectives.link.hub import Failure
 from gradwire.collectives.link.own_address import card_of
@@ -28,6 +28,9 @@ from gradwire.collectives.torch_internals import default_store, store_of_one
 
 #: The first pause between two checks whether all ranks have arrived; the next ones are longer, up to POLL_S.
 _FIRST_POLL_S = 0.0002
+
+#: How long withdraw() waits for the store.
+_WITHDRAW_S = 5.0
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 ROUNDING_S = 0.005
@@ -204,9 +207,35 @@ def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Memb
     connect within timeout_s seconds.
     """
     device_types = device_types_of(group)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+    name, ranks = _named(group)
     return membership_in(default_store(), name, group.rank(), ranks, device_types, host, timeout_s)
+
+
+def withdraw(group: dist.ProcessGroup | Membership, error: Exception) -> None:
+    """Let the other ranks know at once that this one makes no Communicator, and why, and count the attempt as they do, so that
+    the next one finds all ranks. Not a collective call. error: the reason, which the caller raises, whatever the store does."""
+    if isinstance(group, Membership):
+        group.report(Failure.of(error, group.rank))
+    elif group.size() > 1:
+        name, ranks = _named(group)
+        keepers, deadline = keepers_among(ranks), time.monotonic() + _WITHDRAW_S
+        with suppress(LinkError, RuntimeError):
+            store = _numbered(default_store(), name, group.rank(), keepers, deadline)
+            withdraw_from(store, error, group.rank(), keepers, deadline)
+
+
+def _named(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
+    """Return a name for the ranks of a group in the default group's store, and their ranks in the default group."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}", ranks
+
+
+def _numbered(store: Store, name: str, rank: int, keepers: Collection[int], deadline: float) -> Store:
+    """Return the part of a store that only this attempt of the ranks to meet uses. Each rank counts its attempts. Raises as
+    Asking.ask."""
+    with closing(Asking(store, keepers=keepers)) as asking:
+        number = asking.ask(lambda: store.add(f"{name}/{rank}", 1), deadline)
+    return PrefixStore(f"{name}/{number}", store)
 
 
 def membership_in(
@@ -228,9 +257,7 @@ def membership_in(
         return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=global_ranks)
     deadline, keepers = time.monotonic() + timeout_s, keepers_among(global_ranks)
     with coming_together(rank, timeout_s):
-        with closing(Asking(store, keepers=keepers)) as asking:
-            number = asking.ask(lambda: store.add(f"{name}/{rank}", 1), deadline)
-        numbered = PrefixStore(f"{name}/{number}", store)
+        numbered = _numbered(store, name, rank, keepers, deadline)
         card = card_of(rank, host, machine_id(), os.environ, deadline)
         presence = arrive(numbered, size, card, deadline, keepers=keepers)
     return membership_from(presence, numbered, device_types, global_ranks)

@@ -37,14 +37,14 @@ class Presence:
     arrived. key, secret: a name and a secret (hexadecimal digits) for these ranks only, set when all have arrived.
     """
 
-    def __init__(self, card: Card, hub_card: Card, connection: socket.socket, hub: Hub | None = None) -> None:
-        """Send the hub this process's card. connection: that to the hub; the Presence closes it. hub: the Hub if it
+    def __init__(self, card: Card, hub_rank: int, connection: socket.socket, hub: Hub | None = None) -> None:
+        """Send the hub this process's card. connection: authenticated, to the hub; the Presence closes it. hub: the Hub if it
         runs in this process."""
         self.rank = card["rank"]
         self.is_admitted = False
         self.cards: list[Card] = []
         self.key = self.secret = ""
-        self._hub_rank = hub_card["rank"]
+        self._hub_rank = hub_rank
         self._hub = hub
         self._neighbour = Neighbour(connection)
         self._ended_ranks: set[int] = set()
@@ -55,7 +55,7 @@ class Presence:
         self._ended = False
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._say(kind="arrived", token=hub_card["token"], card=card)
+        self._say(kind="arrived", card=card)
         in_forked_child(self, Presence.disown)
 
     def gone(self) -> set[int]:
@@ -138,7 +138,7 @@ class Presence:
 
     def _wait(self, seconds: float) -> None:
         """Wait until there is something to read."""
-        (select.poll() if self._ended else poll_of(self._neighbour.socket)).poll(seconds * 1000)
+        (select.poll() if self._ended else poll_of([self._neighbour.socket])).poll(seconds * 1000)
 
     def _say(self, **message: Any) -> None:
         with self._lock:
@@ -152,14 +152,12 @@ class Presence:
                 return
             self._neighbour.write()
             messages, self._ended = self._neighbour.read()
-            try:
-                for message in messages:
-                    self._take(message)
-            finally:  # another program may send anything, and hang up
-                if self._ended:
-                    if self._hub_rank not in self._left:
-                        self._ended_ranks.add(self._hub_rank)
-                    self._neighbour.socket.close()
+            for message in messages:
+                self._take(message)
+            if self._ended:
+                if self._hub_rank not in self._left:
+                    self._ended_ranks.add(self._hub_rank)
+                self._neighbour.socket.close()
 
     def _take(self, message: Card) -> None:
         kind = message["kind"]

@@ -14,7 +14,8 @@ from gradwire.collectives.errors import CollectiveError, by_value, ranks_text
 from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.link.auto import auto
 from gradwire.collectives.link.base import Transport
-from gradwire.collectives.link.handshake import Listener, give_up_on_silence, neighbours
+from gradwire.collectives.link.handshake import give_up_on_silence
+from gradwire.collectives.link.listener import Listener, neighbours
 from gradwire.collectives.link.membership import Membership, coming_together
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.process_group import process_group

@@ -17,7 +17,7 @@ import torch
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
 from gradwire.collectives.link.base import KIND_BITS, CodedWork, Transport, WholeRun
-from gradwire.collectives.link.handshake import Listener
+from gradwire.collectives.link.listener import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import check_paths

@@ -28,6 +28,8 @@ _log = logging.getLogger("gradwire")
 _LENGTH = struct.Struct("!I")
 #: Longer than any report, whose calls list at most some thousand tensors.
 _LONGEST_NEWS = 1 << 24
+#: The most that read() receives at a time, and in how many pieces, so that no sender keeps the thread of all connections.
+_PIECE_BYTES, _PIECES = 1 << 16, 16
 
 #: How long close() tries to send the last messages, and how long if some ranks may be unreachable: the other ranks
 #: receive them within milliseconds.
@@ -76,10 +78,13 @@ class Neighbour:
             return False
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the messages that are complete, and whether the connection has ended. Raises ValueError for invalid JSON."""
-        ended = True
+        """Return the messages that are complete, and whether the connection has ended. Only for authenticated connections."""
+        ended = False
         try:
-            while piece := self.socket.recv(1 << 16):
+            for _ in range(_PIECES):
+                if not (piece := self.socket.recv(_PIECE_BYTES)):
+                    ended = True
+                    break
                 self.incoming += piece
         except OSError as error:
             ended = not isinstance(error, BlockingIOError)
@@ -95,10 +100,11 @@ class Neighbour:
         return messages, ended
 
 
-def poll_of(waker: socket.socket, neighbours: Iterable[Neighbour] = ()) -> select.poll:
+def poll_of(watched: Iterable[int | socket.socket], neighbours: Iterable[Neighbour] = ()) -> select.poll:
     """Return a poll for input from any of these, and for output to each Neighbour that has something to write."""
     poll = select.poll()
-    poll.register(waker, select.POLLIN)
+    for each in watched:
+        poll.register(each, select.POLLIN)
     for neighbour in neighbours:
         poll.register(neighbour.socket, select.POLLIN | (select.POLLOUT if neighbour.outgoing else 0))
     return poll
@@ -306,7 +312,7 @@ class Watch:
             again_s: float | None = None
             while True:
                 with self._changed:
-                    poll = poll_of(self._woken, self._neighbours.values())
+                    poll = poll_of([self._woken], self._neighbours.values())
                 ready = poll.poll(None if again_s is None else again_s * 1000)
                 with self._changed:
                     self._look(dict(ready))

@@ -102,3 +102,36 @@ def test_nobody_is_there() -> None:
         assert code == 1, said
         where = awaited[rank].format(ports[rank])
         assert re.search(rf"rank {rank}: init: not done after 1 s waiting for {where}", said), said
+
+
+OTHER_VERSION = """
+import sys
+import gradwire as hvd
+
+if sys.argv[1:] == ["other"]:
+    hvd.__version__ = "99.0"
+hvd.init(timeout_s=30)
+"""
+
+
+def test_ranks_that_do_not_fit_together_say_so_at_once() -> None:
+    """Of another version of gradwire, and of a world of another size: on all ranks, and not by the deadline."""
+    begun: dict[str, list[subprocess.Popen[str]]] = {}
+    for what in ("version", "size"):
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
+        for rank in range(2):
+            size = "3" if what == "size" and rank == 1 else "2"
+            other = ["other"] if what == "version" and rank == 1 else []
+            place = {"RANK": str(rank), "WORLD_SIZE": size}
+            begun.setdefault(what, []).append(start([python(), "-c", OTHER_VERSION, *other], ROOT, **meeting, **place))
+    said = {what: [ended(process) for process in processes] for what, processes in begun.items()}
+    for code, text in said["version"]:
+        assert code == 1, text
+        assert "CollectiveError: " in text
+        assert re.search(
+            r"rank 1 runs gradwire 99\.0, .*, and rank 0 gradwire |rank 0 runs gradwire .*, and rank 1 gradwire 99\.0",
+            text,
+        ), text
+    for code, text in said["size"]:
+        assert code == 1, text
+        assert re.search(r"CollectiveError: .*rank 0 expects 2 ranks, and rank 1 on host \S+ 3: ", text), text

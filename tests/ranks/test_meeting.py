@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import gradwire as hvd
@@ -261,3 +262,37 @@ def test_a_store_that_has_ended_is_not_waited_for() -> None:
         thread.join()
     assert caught.value.ended
     assert caught.value.awaited == {0}
+
+
+def come_twice(place: str, wrong: tuple[int, ...], directory: Path) -> tuple[str, str, tuple[int, ...]]:
+    """Come with a wrong setting of some ranks, return the error, and come again without it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if place == INIT:
+        prepare_init("withdraws", rank, size, directory)
+    timeout_s = EXCHANGE_TIMEOUT_S
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in wrong:
+            patch.setenv("COLLECTIVES_SHARED_MEMORY", "perhaps")
+        with pytest.raises((ValueError, CollectiveError)) as caught:
+            hvd.init(timeout_s=timeout_s) if place == INIT else Communicator(timeout_s=timeout_s)
+    if place == INIT:
+        hvd.init(timeout_s=timeout_s)
+        total = hvd.allreduce(torch.ones(2), op=hvd.Sum)
+        hvd.shutdown()
+    else:
+        with Communicator(timeout_s=timeout_s) as communicator:
+            communicator.allreduce(total := torch.ones(2))
+    assert total.tolist() == [size] * 2
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "ranks", ())
+
+
+@pytest.mark.parametrize("place", [INIT, COMMUNICATOR])
+def test_a_rank_that_raises_before_it_meets_the_others_is_named_and_all_may_try_again(
+    failing_world: Callable[[int], World], tmp_path: Path, place: str
+) -> None:
+    """Each rank counts its attempts to make a Communicator, so those of all ranks must stay equal."""
+    first, culprit, third = failing_world(3).run(come_twice, place, (1,), tmp_path)
+    assert culprit[0] == "ValueError"
+    for kind, text, ranks in (first, third):
+        assert (kind, ranks) == ("CollectiveError", (1,)), text
+        assert "rank 1 raised ValueError" in text

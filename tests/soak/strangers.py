@@ -4,6 +4,7 @@ namespaces these processes hold, says what is none of a rank's business, and goe
 
 from __future__ import annotations
 
+import hmac
 import random
 import socket
 import struct
@@ -22,6 +23,26 @@ BETWEEN_S = 0.001
 AT_NEW_PORTS = 4  # who knock at once: a rank listens for some 10 ms, so nobody here waits for an answer
 STAYING = 8  # of those who came last, who have not gone yet
 _LISTENS = "0A"  # in /proc/net/tcp
+FLOOD_BYTES = 1 << 22  # of one who never pauses: far more than a connection holds whose reader has had enough
+
+
+def greeting(rank: int, build: str = "gradwire", challenge: bytes = bytes(32)) -> bytes:
+    """The first thing that each end of a connection between ranks sends."""
+    return struct.pack("!8si96s32s", b"gradwire", rank, build.encode(), challenge)
+
+
+def proof(secret: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
+    """The second thing. role: b"dials" or b"listens"; mine, theirs: the greetings."""
+    return hmac.digest(secret, role + mine + theirs, "sha256")
+
+
+def frame(text: bytes) -> bytes:
+    """A message as ranks send it to the hub and to each other."""
+    return struct.pack("!I", len(text)) + text
+
+
+NESTED = frame(b"[" * 100_000)
+"""A message that a parser of JSON cannot take."""
 
 
 def _nothing(_: socket.socket) -> None: ...
@@ -37,8 +58,27 @@ def _web(connection: socket.socket) -> None:
 
 def _half_a_handshake(connection: socket.socket) -> None:
     """As of a rank that does not get to the end of it, or that does not know the secret."""
-    hello = struct.pack("!i", random.randrange(4)) + random.randbytes(32)
-    connection.sendall(hello[: random.choice((2, 20, 36))])
+    hello = greeting(random.randrange(4), challenge=random.randbytes(32)) + random.randbytes(32)
+    connection.sendall(hello[: random.choice((2, 20, len(hello) - 32, len(hello)))])
+
+
+def _another_version(connection: socket.socket) -> None:
+    """As of a rank of another job, with another version of gradwire."""
+    connection.sendall(greeting(random.randrange(4), "gradwire 99.0") + random.randbytes(32) + NESTED)
+
+
+def _nested(connection: socket.socket) -> None:
+    connection.sendall(NESTED)
+
+
+def _a_long_frame(connection: socket.socket) -> None:
+    """All that a message may have, but for its last byte."""
+    connection.sendall(frame(bytes(1 << 24))[: 1 << 20])
+
+
+def _flood(connection: socket.socket) -> None:
+    """Who does not pause, and begins as a rank does."""
+    connection.sendall(greeting(random.randrange(4)) + bytes(FLOOD_BYTES))
 
 
 def _reset(connection: socket.socket) -> None:
@@ -46,7 +86,17 @@ def _reset(connection: socket.socket) -> None:
     connection.close()
 
 
-WAYS: tuple[Callable[[socket.socket], None], ...] = (_nothing, _noise, _web, _half_a_handshake, _reset)
+WAYS: tuple[Callable[[socket.socket], None], ...] = (
+    _nothing,
+    _noise,
+    _web,
+    _half_a_handshake,
+    _another_version,
+    _nested,
+    _a_long_frame,
+    _flood,
+    _reset,
+)
 
 
 def ports(table: str) -> set[int]:

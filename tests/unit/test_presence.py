@@ -1,6 +1,5 @@
 """Who has arrived, and what becomes known of those that go."""
 
-import json
 import socket
 import threading
 import time
@@ -13,8 +12,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link import own_address
 from gradwire.collectives.link.arrival import arrive
+from gradwire.collectives.link.handshake import HANDSHAKE_BYTES, dial
 from gradwire.collectives.link.hub import ANSWER_S, Admission, Card, Failure, Hub
 from gradwire.collectives.link.membership import membership_from
+from gradwire.collectives.link.notes import HubPlace
 from gradwire.collectives.link.presence import Presence, TurnedAway
 from gradwire.collectives.link.watch import Neighbour
 from tests.harness import wait_until
@@ -25,7 +26,12 @@ DEADLINE_S = 20.0
 
 def card_of(rank: int) -> Card:
     """Return the card of a rank whose environment names no host that is to be looked up."""
-    return own_address.card_of(rank, "host", "machine", {}, deadline=0.0)
+    return own_address.card_of(rank, "host", "machine", {}, deadline=0.0) | {"size": SIZE}
+
+
+def hub_at(port: int) -> str:
+    """Return the text by which the store names a hub of rank 0 on this host."""
+    return HubPlace.of(card_of(0) | {"address": "127.0.0.1", "loopback": ""}, port, "earlier", "token").to_text()
 
 
 @pytest.fixture
@@ -115,8 +121,8 @@ def says_nothing(program: socket.socket) -> object:
 
 
 def challenges(program: socket.socket) -> None:
-    """Send what a rank sends that waits for the connections of a Communicator."""
-    program.accept()[0].sendall(bytes(32))
+    """Send as many bytes as a hub does, but no proof."""
+    program.accept()[0].sendall(bytes(HANDSHAKE_BYTES))
 
 
 def answers_in_json(program: socket.socket) -> None:
@@ -135,8 +141,7 @@ def test_a_restarted_rank_waits_for_a_new_hub(program_there: Callable[[socket.so
 
     with socket.create_server(("127.0.0.1", 0), backlog=0) as program, ThreadPoolExecutor(SIZE) as pool:
         program.settimeout(DEADLINE_S)
-        place = {"address": "127.0.0.1", "port": program.getsockname()[1]}
-        store.set("hub", json.dumps(card_of(0) | place | {"key": "earlier", "token": "t"}))
+        store.set("hub", hub_at(program.getsockname()[1]))
         acted = pool.submit(program_there, program)
         if program_there in (has_ended, is_cut_off):
             acted.result()
@@ -175,9 +180,7 @@ def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
     """The queue of the hub is full, so that no connection comes about."""
     store, asked = HashStore(), 0
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, socket.create_connection(hub.getsockname()):
-        card = card_of(0)
-        made = card | {"key": "k", "token": "t", "address": "127.0.0.1", "port": hub.getsockname()[1], "loopback": ""}
-        store.set("hub", json.dumps(made))
+        store.set("hub", hub_at(hub.getsockname()[1]))
 
         def lost() -> list[int]:
             nonlocal asked
@@ -192,17 +195,18 @@ def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
 
 def test_a_rank_that_ends_right_after_its_card_is_lost() -> None:
     """Its card and the end of its connection reach the hub at once."""
-    made = card_of(0) | {"key": "k", "token": "t"}
-    hub = Hub(made, SIZE, Admission())
-    with socket.create_connection((hub.card["address"], hub.card["port"])) as ends:
-        Neighbour(ends).say(card=card_of(1), token="t")
+    hub = Hub(card_of(0), Admission())
     here, theirs = socket.socketpair()
     with here:
         for each in (here, theirs):
             each.setblocking(False)
         hub.start(theirs)
+        place = card_of(0)["address"], hub.port
+        deadline = time.monotonic() + DEADLINE_S
+        with dial(1, 0, place, hub.token.encode(), deadline, lambda: None) as ends:
+            Neighbour(ends).say(card=card_of(1))
         first = Neighbour(here)
-        first.say(card=made, token="t")
+        first.say(card=card_of(0))
         wait_until(lambda: {"kind": "gone", "rank": 1, "left": False} in first.read()[0])
     hub.join()
 
@@ -214,7 +218,7 @@ def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost
     """The hub refuses the process and closes the connection just before a look. A report that the hub is lost would end the job
     that turned the process away."""
     here, hub = socket.socketpair()
-    presence = Presence(card_of(1), {"rank": 0, "token": "t"}, here)
+    presence = Presence(card_of(1), 0, here)
     looks, look = 0, presence._look
 
     def look_after_refusal() -> None:

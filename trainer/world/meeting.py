@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -58,27 +58,26 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Meeting:
-    """Holds the connections of the launched processes. store: that of the meeting point, shared with earlier and later worlds.
-    key: a name that no other meeting has."""
+    """Holds the connections of the launched processes. store: that of the meeting point, shared with earlier and later worlds."""
 
     store: Store
     membership: Membership
-    key: str
 
 
 def meet(
     launch: Launch,
     timeout_s: float,
     backend: str,
-    left: Container[str] = (),
+    left: set[str] | None = None,
     lost: Callable[[], Collection[int]] | None = None,
 ) -> Meeting:
     """Find the other ranks, and initialize torch.distributed with them. Collective over all processes that were launched.
 
-    left: the keys of the meetings that this process has left. A store may outlive a world: torchrun's agent keeps one
-    store for all worlds, and rank 0's store exists as long as its process refers to it. So rank 0 opens a new meeting each
-    time, and the others ignore meetings in `left`. lost: returns, without waiting, the ranks that the launcher of an
-    elastic job counts as lost, so that neither this meeting nor a later operation waits for them.
+    left: the keys of the meetings that this process has left or will leave, to which that of this meeting is added. A store
+    may outlive a world: torchrun's agent keeps one store for all worlds, and rank 0's store exists as long as its process
+    refers to it. So rank 0 opens a new meeting each time, and the others ignore meetings in `left`. lost: returns, without
+    waiting, the ranks that the launcher of an elastic job counts as lost, so that neither this meeting nor a later operation
+    waits for them.
 
     Raises ValueError if the environment does not say how to find rank 0. Raises CollectiveError, at most four seconds after
     timeout_s, that says what was found at the meeting point: PeerLost if a rank has ended, CollectiveTimeout with the ranks
@@ -93,14 +92,17 @@ def meet(
     def hang_up(deadline: float) -> None:
         shut(address, port, deadline, but=others)
 
+    def open_store() -> tuple[Store, bool, int]:
+        store, keeps_hub = _open_store(launch, address, port, arrive_by)
+        return store, keeps_hub, store.add(f"arrivals/{launch.rank}", 1)
+
     with coming_together(launch.rank, arrival_s, operation="init"):
         # Of earlier worlds, and of this worker of an elastic job to the launcher: they stay open.
         others = connections(address, port, arrive_by)
         card = card_of(launch.rank, host_id(), machine_id(), os.environ, arrive_by)
         card["identity"] = identity_of(os.environ, launch)
         with _meeting_at(place):
-            opened = _bounded(lambda: _open_store(launch, address, port, arrive_by), arrive_by + _GRACE_S, hang_up)
-            store, keeps_hub = opened
+            store, keeps_hub, number = _bounded(open_store, arrive_by + _GRACE_S, hang_up)
             hub_rank = 0 if launch.rank != 0 or keeps_hub else _NO_RANK
             keepers = keepers_among(ranks)
             admission = OneJob(card, place)
@@ -115,6 +117,7 @@ def meet(
                 keepers=keepers,
                 by_agent=os.environ.get(AGENT_STORE) == "True" and WORKER not in os.environ,
                 lost=lost,
+                number=number,
             )
     membership = membership_from(presence, store, (), ranks)
     if lost is not None:
@@ -130,7 +133,7 @@ def meet(
             membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting
             group = dist.group.WORLD
             assert group is not None
-            return Meeting(store, replace(membership, device_types=device_types_of(group)), presence.key)
+            return Meeting(store, replace(membership, device_types=device_types_of(group)))
     except BaseException:
         destroy_group()  # else the next init() would fail, or adopt a group with a rank that is lost
         membership.close()

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -148,7 +148,6 @@ def _join(settings: Settings, ranks: list[int] | None, process_sets: list[Proces
     _holder.world = world
     if world.meeting is not None:
         _holder.store = world.meeting.store
-        _holder.left.add(world.meeting.key)
     atexit.register(shutdown)
     return world
 
@@ -202,7 +201,7 @@ def start_torch_distributed(
     launch: Launch,
     timeout_s: float,
     backend: str | None = None,
-    left: Container[str] = (),
+    left: set[str] | None = None,
     lost: Callable[[], Collection[int]] | None = None,
 ) -> Meeting | None:
     """Initialize torch.distributed for a launch, and return the Meeting of its ranks; None for a rank that is alone.

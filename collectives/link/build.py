@@ -1,0 +1,33 @@
+"""The build of gradwire that a process runs: what must be equal on all ranks before they exchange anything else."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_SUFFIXES = (".py", ".cu", ".cuh")
+_DIGITS = 12
+
+
+@cache
+def build() -> str:
+    """Return the version of gradwire, a digest of its sources, and the byte order of this process.
+
+    The sources of this package define the layout of everything that ranks send each other or share: headers, programs, codes,
+    records, shared memory. No list of these layouts could be forgotten when one changes."""
+    version = import_module(__name__.partition(".")[0]).__version__
+    found = hashlib.sha256()
+    for source in sorted(_PACKAGE.rglob("*")):
+        if source.suffix in _SUFFIXES:
+            content = source.read_bytes()
+            found.update(f"{source.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
+    return f"gradwire {version}, sources {found.hexdigest()[:_DIGITS]}, {sys.byteorder}-endian"
+
+
+def difference(rank: int, one: str, peer: int, other: str) -> str:
+    """Return the error text for two ranks with different builds."""
+    return f"rank {peer} runs {other}, and rank {rank} {one}: install the same version of gradwire on all hosts"
