@@ -150,7 +150,7 @@ class Costs:
             costs = _costs(read)
         except TuningError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             detail = f"{type(error).__name__}: {error}"
             raise TuningError(f"tuning file {source} is damaged ({detail}); {_REMEDY}") from None
         return costs

@@ -17,6 +17,8 @@ from gradwire.trainer.cli.check.finding import Finding
 from tests.harness import wait_until
 from tests.ranks.test_init import listener, unused_port
 
+GREETING = b'"gradwire check 2"\n'
+
 
 def test_a_line() -> None:
     assert str(Finding("ok", "fine")) == "ok      fine"
@@ -177,6 +179,44 @@ def test_links_in_both_directions() -> None:
     assert found[3].what.startswith("from 127.0.0.1: ports ")
     assert "us there and back; one connection carries" in found[4].what
     assert there == [Finding("ok", "127.0.0.1 has finished its check and prints the result")]
+
+
+@pytest.mark.parametrize("after_greeting", [False, True])
+@pytest.mark.parametrize(
+    "message", [b"[" * 100_000 + b"\n", b"[" * 60_000 + b"\n", b"[1e999]\n", b"[70000]\n", b"7\n", b"{}\n", b"\xff\n"]
+)
+def test_a_stranger_ends_its_connection_only(message: bytes, after_greeting: bool) -> None:
+    """Whatever it sends, the listener waits for the check of another host. Nor does it end who dials it."""
+    there: list[Finding] = []
+    port = unused_port()
+    with listening(port, there):
+        with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
+            stranger.sendall(GREETING * after_greeting + message)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(1 << 12):
+                pass
+        found = list(links.links("127.0.0.1", port))
+    assert [finding.state for finding in found] == ["ok", "ok", "note", "ok", "ok"], found
+    assert [finding.state for finding in there] == ["ok"], there
+
+
+@pytest.mark.parametrize("after_greeting", [False, True])
+@pytest.mark.parametrize("message", [b"[" * 100_000 + b"\n", b"[70000]\n", b"7\n"])
+def test_a_stranger_that_is_dialled_is_a_finding(message: bytes, after_greeting: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as program:
+
+        def answer() -> None:
+            with program.accept()[0] as connection, suppress(OSError):
+                connection.sendall(GREETING * after_greeting + message)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 12):
+                    pass
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found = list(links.links("127.0.0.1", program.getsockname()[1]))
+        thread.join()
+    assert [finding.state for finding in found] == ["ok"] * after_greeting + ["failed"], found
 
 
 def test_blocked_ports_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,8 +230,9 @@ def test_a_file_is_read_as_it_was_written_or_refused() -> None:
     with pytest.raises(TuningError, match=made_for):
         written.checked("tuning.json", ((0, 1),), ["another"])
     assert written.checked("tuning.json", written.hosts, written.machines) is written
-    with pytest.raises(TuningError, match="damaged"):
-        Costs.from_json(text[:-20], "tuning.json")
+    for damaged in (text[:-20], "[" * 100_000, "[]", ""):
+        with pytest.raises(TuningError, match="damaged"):
+            Costs.from_json(damaged, "tuning.json")
 
 
 def test_a_rank_is_slow_beside_the_median_rank() -> None:

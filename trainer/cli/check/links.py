@@ -1,8 +1,9 @@
 """The test of the connections between two hosts, in both directions: at the rendezvous port and at ephemeral ports.
 
-The listener accepts one connection after the other at the rendezvous port, until one sends _GREETING. The two sides
-then take turns to open ports, to which the other side connects. They send a probe longer than a packet, and measure the
-connection. They exchange only lines of JSON and test bytes.
+The listener accepts one connection after the other at the rendezvous port, until one sends _GREETING: of any other, it
+reads no more bytes than that, and parses none. The two sides then take turns to open ports, to which the other side
+connects. They send a probe longer than a packet, and measure the connection. They exchange only lines of JSON and test
+bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from gradwire.collectives.errors import LinkError
@@ -23,7 +24,8 @@ from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import REMEDY, LargePacketsLost, check_paths
 from gradwire.trainer.cli.check.finding import Finding
 
-_GREETING = "gradwire check 2"
+_GREETING = b'"gradwire check 2"\n'
+_GREETING_S = 5.0
 _ANSWER_S = 30.0
 _ALL_S = 120.0
 _KNOCK_S = 3.0
@@ -37,18 +39,25 @@ _STRANGE = "the other side is not gradwire check"
 
 
 class _JsonLines:
-    """Sends and receives lines of JSON on a connection, with a deadline for each answer, and one for the whole test."""
+    """Sends and receives lines of JSON on a connection, after greet(), with a deadline for each answer, and one for all."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._end = time.monotonic() + _ALL_S
+        self._end = time.monotonic() + _GREETING_S
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def greet(self) -> None:
+        """Exchange greetings. Raises ConnectionError if the other side sends anything else."""
+        self._send(_GREETING)
+        if self._exactly(len(_GREETING)) != _GREETING:
+            raise ConnectionError(_STRANGE)
+        self._end = time.monotonic() + _ALL_S
 
     def write(self, said: Any) -> None:
         self._send(json.dumps(said).encode() + b"\n")
 
     def read(self) -> Any:
-        """Return the next value from the other side. Raises OSError if it does not arrive, or is not JSON."""
+        """Return the next value from the other side. Raises OSError if it does not arrive."""
         line = b""
         while not line.endswith(b"\n"):  # and not a byte more: the next bytes may not be a line
             self._limit()
@@ -56,10 +65,16 @@ class _JsonLines:
             line += self._receive(ready.find(b"\n") + 1 or max(1, len(ready)))
             if len(line) > _LONGEST_LINE:
                 raise ConnectionError(_STRANGE)
-        try:
-            return json.loads(line)
-        except ValueError:
-            raise ConnectionError(_STRANGE) from None
+        return json.loads(line)
+
+    def read_ports(self) -> list[int]:
+        """Return the ports that the other side has opened."""
+        ports: list[int] = self.read()
+        if type(ports) is not list or len(ports) > _DEALT_OUT + 1 or {*map(type, ports)} - {int}:
+            raise ConnectionError(_STRANGE)
+        if not all(0 < port < 1 << 16 for port in ports):
+            raise ConnectionError(_STRANGE)
+        return ports
 
     def send_zeros(self) -> tuple[int, float]:
         """Send zeros for about a second. Return their number, and the seconds until the other side had received all."""
@@ -107,7 +122,20 @@ class _JsonLines:
         return piece
 
     def _limit(self) -> None:
-        self.socket.settimeout(max(0.001, min(_ANSWER_S, self._end - time.monotonic())))
+        if (left_s := self._end - time.monotonic()) <= 0:  # also if the other side never pauses
+            raise TimeoutError("timed out")
+        self.socket.settimeout(min(_ANSWER_S, left_s))
+
+
+@contextmanager
+def _of_strangers() -> Iterator[None]:
+    """Raise ConnectionError for the other side's data that cannot be read: another program may send anything."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ConnectionError(_STRANGE) from error
 
 
 def links(host: str, port: int) -> Iterator[Finding]:
@@ -131,21 +159,20 @@ def links(host: str, port: int) -> Iterator[Finding]:
     with connection:
         line = _JsonLines(connection)
         try:
-            line.write(_GREETING)
-            if line.read() != _GREETING:
-                raise ConnectionError(_STRANGE)
-            yield Finding("ok", f"to {there}: open")
-            yield from _both_directions(line, host, str(address), port)
-            if line.try_large_packets():
-                yield from _measured(line, host)
-            else:
-                yield Finding("failed", f"{host}: large packets are lost on the way, but small ones arrive", REMEDY)
+            with _of_strangers():
+                line.greet()
+                yield Finding("ok", f"to {there}: open")
+                yield from _both_directions(line, host, str(address), port)
+                if line.try_large_packets():
+                    yield from _measured(line, host)
+                else:
+                    yield Finding("failed", f"{host}: large packets are lost on the way, but small ones arrive", REMEDY)
         except OSError as error:
             yield Finding("failed", f"{there}: {_text(error)}", f"run there: {command}")
 
 
 def _both_directions(line: _JsonLines, host: str, address: str, port: int) -> Iterator[Finding]:
-    open_there = line.read()
+    open_there = line.read_ports()
     blocked = {number: why for number in open_there if (why := _knock(address, number))}
     yield _direction(f"to {host}", open_there, blocked, f"open the ports of {host} in its firewall")
     with ExitStack() as stack:
@@ -208,7 +235,8 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
             name = _plain(peer[0])
             with connection:
                 try:
-                    _answer(_JsonLines(connection), name)
+                    with _of_strangers():
+                        _answer(_JsonLines(connection), name)
                 except OSError as error:  # perhaps another program connected
                     why = f"{name} connected, but: {_text(error)}"
                 else:
@@ -220,14 +248,10 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
 
 def _answer(line: _JsonLines, peer: str) -> None:
     """Take part in one test."""
-    if line.read() != _GREETING:
-        raise ConnectionError(_STRANGE)
-    line.write(_GREETING)
+    line.greet()
     with ExitStack() as stack:
         line.write(_open(stack, line.socket, None))
-        open_there = line.read()
-    if not isinstance(open_there, list) or len(open_there) > _DEALT_OUT + 1 or {*map(type, open_there)} - {int}:
-        raise ConnectionError(_STRANGE)
+        open_there = line.read_ports()
     blocked = {number: why for number in open_there if (why := _knock(peer, number))}
     line.write({"blocked": blocked, "seen": peer})
     if not line.try_large_packets():
