@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -263,16 +263,20 @@ class RoutingTransport(Transport):
             part.wait_beside_work(beside_work)
 
     def abort(self) -> None:
-        for part in self._parts:
-            part.abort()
+        _call_all([part.abort for part in self._parts])
 
     def close(self) -> None:
-        for part in self._parts:
-            part.close()
+        _call_all([part.close for part in self._parts])
 
     def disown(self) -> None:
-        for part in self._parts:
-            part.disown()
+        _call_all([part.disown for part in self._parts])
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    """Call all functions in order, also if some raise an error; then raise the last error."""
+    with ExitStack() as stack:
+        for call in reversed(calls):
+            stack.callback(call)
 
 
 def _routes(group: Transport, far: Transport, neighbours: set[int]) -> tuple[str, ...]:
