@@ -35,7 +35,8 @@ class Report:
     timeout_s that it may take. before: number and call of the last operations before it. is_message: whether the call
     is a message, which only some ranks know; sequence is then the number of the first operation in which this rank
     takes no part. place: of the call in the user's code, as 'file:line'. sent: the call that sent another message than
-    this rank's recv expects; empty if none did.
+    this rank's recv expects; empty if none did. lossy: each rank whose host acknowledges nothing that this rank sends it,
+    with an error text.
     """
 
     sequence: int
@@ -48,6 +49,7 @@ class Report:
     is_message: bool = False
     place: str = ""
     sent: str = ""
+    lossy: tuple[tuple[int, str], ...] = ()
 
     def to_news(self) -> dict[str, Any]:
         """Return the report as numbers, strings and lists, for from_news()."""
@@ -56,7 +58,8 @@ class Report:
     @classmethod
     def from_news(cls, news: Mapping[str, Any]) -> Report:
         """Return the report from which to_news() made news."""
-        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), "before": tuple(map(tuple, news["before"]))})
+        pairs = {name: tuple(map(tuple, news[name])) for name in ("before", "lossy")}
+        return cls(**{**news, "waiting_for": tuple(news["waiting_for"]), **pairs})
 
     def calls(self) -> list[Call]:
         """Return the operations in the report, as Calls. A message is not one of them."""
@@ -178,6 +181,8 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
     failed = _failed_in({peer: findings.reports[peer] for peer in peers & findings.reports.keys()})
     if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # the wait was ended before its deadline
         return CollectiveError("; ".join([*failed, detail]), rank=rank, operation=mine.call)
+    if lossy := _lossy(findings.reports, findings.cut):
+        return _timeout(findings, set(), rank, lossy)
     return _timeout(findings, peers, rank, failed)
 
 
@@ -207,6 +212,13 @@ def _pairs_text(pairs: Set[tuple[int, int]]) -> str:
     return ", ".join(f"between ranks {a} and {b}" for a, b in sorted(pairs))
 
 
+def _lossy(reports: Mapping[int, Report], cut: Set[tuple[int, int]]) -> list[str]:
+    """Return the error texts of connections over which nothing arrives that one rank sends, although the report of the other one
+    has arrived."""
+    lossy = {(min(r, peer), max(r, peer)): text for r, report in reports.items() for peer, text in report.lossy}
+    return [text for pair, text in sorted(lossy.items()) if pair not in cut and reports.keys() >= set(pair)]
+
+
 def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, int]]) -> tuple[set[int], str]:
     """Return the ranks that did not answer before a deadline, and more detail as text. No rank is gone, and the calls
     are equal."""
@@ -215,6 +227,8 @@ def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, in
     waited = {peer for report in reports.values() for peer in report.waiting_for}
     if silent := waited - reports.keys():
         return silent, who
+    if lossy := _lossy(reports, cut):
+        return set(), "; ".join(lossy)
     first = min(report.sequence for report in reports.values())
     unreached = sorted(
         (peer, r)

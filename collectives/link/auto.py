@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -261,6 +261,9 @@ class RoutingTransport(Transport):
     def wait_beside_work(self, beside_work: bool) -> None:
         for part in self._parts:
             part.wait_beside_work(beside_work)
+
+    def lossy_paths(self) -> Mapping[int, str]:
+        return self._far.lossy_paths()
 
     def abort(self) -> None:
         _call_all([part.abort for part in self._parts])

@@ -201,6 +201,11 @@ class Transport(ABC):
         cannot, or if work.coding() returns None. Raises LinkError; ValueError if a code is invalid."""
         return False
 
+    def lossy_paths(self) -> Mapping[int, str]:
+        """Return, by rank, an error text for each connection on which the other host no longer acknowledges what this rank sends.
+        Does not wait."""
+        return MappingProxyType({})
+
     def disown(self) -> None:  # noqa: B027
         """Close a forked child's copies of the descriptors that must close when the rank itself ends."""
 

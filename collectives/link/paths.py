@@ -1,8 +1,9 @@
-"""A check that paths between hosts forward large packets, and not only small ones.
+"""Checks that paths between hosts forward large packets, and not only small ones.
 
 If hosts send larger packets than a router between them forwards, and the router's ICMP messages are lost, then connections
 succeed and short messages arrive, but the first long one never does (RFC 2923, 2000, section 2.1). So ranks send a probe longer
-than a packet over each new connection, and the error names the pair of hosts.
+than a packet over each new connection, and the error names the pair of hosts. A path may also begin to lose large packets later:
+after a deadline has passed, ranks look for connections on which the other host no longer acknowledges what they send.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from gradwire.collectives.errors import LinkError
@@ -28,6 +30,10 @@ REMEDY = "give the interfaces of both hosts the MTU of what lies between them (i
 
 #: How long sent bytes may stay unacknowledged. Linux retransmits them four times in that time.
 _REPEATS_S = 3.0
+_REPEATS = 4
+
+#: The place of the number of retransmissions without an acknowledgement in Linux's struct tcp_info.
+_RETRANSMITS_AT = 2
 
 #: Segments small enough for every path of IPv6, whose links carry at least 1,280 bytes (RFC 8200, 2017, section 5).
 _SMALL_SEGMENT_BYTES = 1024
@@ -79,9 +85,7 @@ def check_paths(
             if left < path.left or left == 0:
                 path.left, path.since = left, now
             if now - path.since >= _REPEATS_S:
-                here, there = path.connection.getsockname()[0], path.connection.getpeername()[0]
-                between = f"between rank {rank} at {here} and rank {peer} at {there}"
-                detail = f"large packets are lost {between}, but small ones arrive: {REMEDY}"
+                detail = _lost_text(rank, peer, path.connection)
                 raise LargePacketsLost(peer, timed_out=False, detail=detail, awaited={rank, peer})
         check()
         if now >= deadline:
@@ -104,6 +108,25 @@ def _move(path: _Path) -> None:
                 path.unsent += _ARRIVED
     except BlockingIOError:
         pass
+
+
+def lossy_paths(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, str]:
+    """Return, by peer, the error text for each connection on which the other host has acknowledged none of several
+    retransmissions. This is the loss of large packets if small ones arrive over another connection. Empty on systems that do not
+    report it."""
+    lossy = {}
+    for peer, connection in connections.items():
+        with suppress(OSError, AttributeError):  # the connection has ended, or this is not Linux
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITS_AT + 1)
+            if info[_RETRANSMITS_AT] >= _REPEATS:
+                lossy[peer] = _lost_text(rank, peer, connection)
+    return lossy
+
+
+def _lost_text(rank: int, peer: int, connection: socket.socket) -> str:
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    between = f"between rank {rank} at {here} and rank {peer} at {there}"
+    return f"large packets are lost {between}, but small ones arrive: {REMEDY}"
 
 
 def unconfirmed_bytes(connection: socket.socket) -> int:

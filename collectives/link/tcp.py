@@ -20,7 +20,7 @@ from gradwire.collectives.link.base import KIND_BITS, CodedWork, Transport, Whol
 from gradwire.collectives.link.listener import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.own_address import own_address
-from gradwire.collectives.link.paths import check_paths
+from gradwire.collectives.link.paths import check_paths, lossy_paths
 from gradwire.collectives.link.programs import Programs
 from gradwire.collectives.link.rows import Table
 from gradwire.collectives.plan.coded import CodedProgram
@@ -131,6 +131,9 @@ class TcpTransport(Table):
     def wait_beside_work(self, beside_work: bool) -> None:
         tries = _TRIES_BESIDE_WORK if beside_work else _TRIES
         self.context[[self.kernels.MOST_TRIES, self.kernels.TRIES]] = tries
+
+    def lossy_paths(self) -> Mapping[int, str]:
+        return lossy_paths(self.rank, self._sockets)
 
     def abort(self) -> None:
         self.context[self.kernels.ABORTED] = 1

@@ -210,6 +210,7 @@ class Supervision:
             before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
             place="" if peers else self._place(),
             sent=_sent(error) if peers else "",
+            lossy=tuple(self._transport.lossy_paths().items()),
         )
         self._watch.report_failure(report.to_news())
         self._transport.abort()

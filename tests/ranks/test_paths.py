@@ -6,11 +6,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from gradwire.bench import hosts
-from tests.harness import wide
+from tests.harness import wait_until, wide
 from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.programs import start
@@ -26,6 +27,27 @@ from gradwire.collectives import CollectiveError
 try:
     hvd.init(timeout_s=20)
 except CollectiveError as error:
+    print(error.ranks, error)
+    sys.exit(3)
+"""
+
+LATER = """
+import sys, time
+from pathlib import Path
+import torch
+import gradwire as hvd
+from gradwire.collectives import CollectiveTimeout, Communicator
+
+hvd.init(timeout_s=20)
+communicator = Communicator(timeout_s=6)
+communicator.allreduce(torch.ones(1 << 18))
+folder = Path(sys.argv[1])
+(folder / f"trains-{hvd.rank()}").touch()
+while not (folder / "changed").exists():
+    time.sleep(0.01)
+try:
+    communicator.allreduce(torch.ones(1 << 18))
+except CollectiveTimeout as error:
     print(error.ranks, error)
     sys.exit(3)
 """
@@ -72,6 +94,25 @@ def test_the_pair_is_named(cluster: hosts.Cluster) -> None:
         (pair,) = re.findall(r"^\((\d), (\d)\) rank", text, flags=re.MULTILINE)
         assert pair[1] == "2"
         assert all(f"rank {member} at 10.77.0.{int(member) + 1}" in text for member in pair)
+
+
+def test_a_pair_that_begins_to_lose_large_packets_is_named(cluster: hosts.Cluster, tmp_path: Path) -> None:
+    """As where a route changes in the middle of a training."""
+    with ExitStack() as stack:
+        planned = hosts.plan_ranks(2, 2, "")
+        program = ("-c", LATER, str(tmp_path))
+        ranks = [begin(stack, cluster.hosts[each.host], *program, **each.environment) for each in planned]
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, DEADLINE_S)
+        cluster.switch.run(f"ip link set port1 mtu {BETWEEN}")
+        stack.callback(cluster.switch.run, f"ip link set port1 mtu {OF_HOSTS}")
+        (tmp_path / "changed").touch()
+        said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    for rank, text in zip(ranks, said, strict=True):
+        assert rank.returncode == 3, text
+        (pair,) = re.findall(
+            r"^\(\) rank .* large packets are lost between rank (\d) at \S+ and rank (\d) at", text, flags=re.M
+        )
+        assert {*pair} == {"0", "1"}
 
 
 @pytest.mark.parametrize("there", [2, *wide(1)])

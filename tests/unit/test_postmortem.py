@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ LATE = {0: stopped(1, 2, gave_up=True), 1: stopped(0, 2), 2: stopped(waited_s=0.
 FINISHED_ALONE = {0: stopped(1, sequence=5, gave_up=True), 1: stopped(0, waited_s=0.01)}
 MUTE = {0: stopped(1), 2: stopped(0), 3: stopped(2)}
 BROKEN = {0: stopped(1), 1: stopped(0)}
+
+
+def losing(report: Report) -> Report:
+    """Of rank 0, what it sends to rank 1 not being acknowledged."""
+    return replace(report, lossy=((1, "large from 0 to 1"),))
+
 
 #: (who is named, the reports, what else is known, the error, whom it names on some ranks, and what it says; $ is its end)
 VERDICTS: list[tuple[str, dict[int, Report], dict[str, Any], type[CollectiveError], dict[int, tuple[int, ...]], str]] = [
@@ -93,6 +100,18 @@ VERDICTS: list[tuple[str, dict[int, Report], dict[str, Any], type[CollectiveErro
      {}, CollectiveError, {0: (1,), 3: ()}, "a connection between ranks 0 and 1 broke"),
     ("nobody for a connection to a rank that leaves later", MUTE,
      {"left": {1: 9}}, CollectiveError, {0: ()}, "to a living rank"),
+    ("the pair whose large packets are lost, also on a third rank",
+     {0: losing(stopped(1, gave_up=True)), 1: stopped(2, gave_up=True), 2: stopped(0)},
+     {}, CollectiveTimeout, {0: (), 1: (), 2: ()}, "large from 0 to 1$"),
+    ("who does not report, though what it is sent is lost too",
+     {0: losing(stopped(1, gave_up=True)), 2: stopped(1, gave_up=True)},
+     {}, CollectiveTimeout, {0: (1,), 2: (1,)}, "waiting for rank 1"),
+    ("a connection over which nothing arrives, large or small",
+     {0: losing(stopped(1, gave_up=True)), 1: stopped(0, gave_up=True)},
+     {"cut": {(0, 1)}}, CollectiveTimeout, {0: (), 1: ()}, "messages are lost between ranks 0 and 1$"),
+    ("the pair whose large packets are lost by a message",
+     {0: losing(message(1, gave_up=True)), 1: message(0, gave_up=True)},
+     {}, CollectiveTimeout, {0: (), 1: ()}, "large from 0 to 1$"),
     ("the link that loses messages, not ranks that wait in a circle",  # rank 2 hears nothing that it is sent, and is heard
      {rank: stopped((rank + 2) % 3, gave_up=True) for rank in range(3)},
      {"cut": {(0, 2), (1, 2)}}, CollectiveTimeout, {0: (), 1: ()},
@@ -124,7 +143,8 @@ def test_the_cause_is_named(
 
 def test_a_report_survives_its_way() -> None:
     report = stopped(1, 2, gave_up=True)
-    assert Report.from_news(json.loads(json.dumps(report.to_news()))) == report
+    for each in (report, losing(report)):
+        assert Report.from_news(json.loads(json.dumps(each.to_news()))) == each
 
 
 def test_an_inquiry_ends_when_the_dead_are_known() -> None:
