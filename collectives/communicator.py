@@ -18,7 +18,8 @@ from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
 from gradwire.collectives.environment import LINK, TUNING, report_folder
-from gradwire.collectives.link.membership import Membership, membership_of, withdraw
+from gradwire.collectives.link.attempt import Attempt
+from gradwire.collectives.link.membership import Membership, coming_together, device_types_of
 from gradwire.collectives.link.registry import AUTO, check_link, connect
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import Costs
@@ -105,26 +106,30 @@ class Communicator(Tuned):
             raise ValueError(f"group is {group!r}: a ProcessGroup that this process belongs to is needed")
         link = link or os.environ.get(LINK) or AUTO
         tuning = os.environ.get(TUNING) or "0"
+        meeting = group if isinstance(group, Membership) else Attempt.of(group)
         try:
             rank = group.rank if isinstance(group, Membership) else group.rank()
             _check_arguments(rank, timeout_s, segment_bytes, stall_warning_s, stall_shutdown_s)
             check_link(link, os.environ)
+            tuned = None if tuning in ("0", "1") else text_of(tuning)
+            host = host_id()
+            device_types = () if isinstance(group, Membership) else device_types_of(group)
         except Exception as error:
-            withdraw(group, error)  # else the other ranks would wait for this one
+            meeting.withdraw(error)  # else the other ranks would wait for this one
             raise
-        tuned = None if tuning in ("0", "1") else text_of(tuning)
-        membership = group if isinstance(group, Membership) else membership_of(group, host_id(), timeout_s)
+        membership = meeting if isinstance(meeting, Membership) else meeting.meet(device_types, host, timeout_s)
         #: The rank of each member in torch.distributed's default group, by its rank here; empty if they are not in that group.
         self.global_ranks = membership.global_ranks
-        self.topology = Topology(membership.rank, membership.hosts)
-        settings = [f"segment_bytes={segment_bytes}"]
-        if "cuda" in membership.device_types:
-            settings.append(f"tensors on {' and '.join(membership.device_types)}")
-        settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
-        if tuning != "0":
-            settings.append(f"{TUNING}={tuning if tuned is None else compared(tuned)}")
         try:
-            connection = connect(membership, link, ", ".join(settings), timeout_s)
+            with coming_together(membership.rank, timeout_s, membership):
+                self.topology = Topology(membership.rank, membership.hosts)
+                settings = [f"segment_bytes={segment_bytes}"]
+                if "cuda" in membership.device_types:
+                    settings.append(f"tensors on {' and '.join(membership.device_types)}")
+                settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
+                if tuning != "0":
+                    settings.append(f"{TUNING}={tuning if tuned is None else compared(tuned)}")
+                connection = connect(membership, link, ", ".join(settings), timeout_s)
         finally:
             if membership is not group:
                 membership.close()

@@ -229,6 +229,6 @@ class _Arrival:
 
 def withdraw_from(store: Store, error: Exception, rank: int, keepers: Collection[int], deadline: float) -> None:
     """Let the other ranks of an attempt to arrive know at once that a rank does not, and why. store: used by this attempt only.
-    keepers: as in arrive(). Raises as Asking.ask."""
-    with closing(Asking(store, keepers=keepers)) as asking:
+    keepers: as in arrive(). If the store does not answer by the deadline, nobody knows."""
+    with closing(Asking(store, keepers=keepers)) as asking, suppress(LinkError):
         Notes(store, partial(asking.ask, deadline=deadline)).leave(Failure.of(error, rank), None)

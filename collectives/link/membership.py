@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,19 +18,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
-from gradwire.collectives.link.arrival import arrive, withdraw_from
 from gradwire.collectives.link.asking import POLL_S, Asking
 from gradwire.collectives.link.hub import Failure
-from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.link.presence import Presence
-from gradwire.collectives.plan.topology import Topology, machine_id
-from gradwire.collectives.torch_internals import default_store, store_of_one
+from gradwire.collectives.plan.topology import Topology
 
 #: The first pause between two checks whether all ranks have arrived; the next ones are longer, up to POLL_S.
 _FIRST_POLL_S = 0.0002
-
-#: How long withdraw() waits for the store.
-_WITHDRAW_S = 5.0
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 ROUNDING_S = 0.005
@@ -165,6 +159,10 @@ class Membership:
             places = tuple(self.places[rank] for rank in failure.ranks)
             self.presence.report(replace(failure, ranks=places), self.scope)
 
+    def withdraw(self, error: Exception) -> None:
+        """Report to the other members that this one raises an error, and does not connect."""
+        self.report(Failure.of(error, self.rank))
+
     def silent(self) -> tuple[int, ...]:
         """Return the other ranks that do not answer: they have not ended, and do not wait for the others to connect."""
         return () if self.presence is None else self._numbers(self.presence.silent(self.scope))
@@ -197,70 +195,6 @@ class Membership:
 
     def _numbers(self, places: Collection[int]) -> tuple[int, ...]:
         return tuple(rank for rank, place in enumerate(self.places) if place in places)
-
-
-def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
-    """Return the Membership of a group's ranks; the caller closes it. host: a name that is the same on all ranks of a host.
-
-    A collective call on `group`. The default group's store counts these calls, because torch.distributed uses the names of
-    destroyed sub-groups again. Raises ValueError for a group with neither gloo nor NCCL; CollectiveError if the ranks do not
-    connect within timeout_s seconds.
-    """
-    device_types = device_types_of(group)
-    name, ranks = _named(group)
-    return membership_in(default_store(), name, group.rank(), ranks, device_types, host, timeout_s)
-
-
-def withdraw(group: dist.ProcessGroup | Membership, error: Exception) -> None:
-    """Let the other ranks know at once that this one makes no Communicator, and why, and count the attempt as they do, so that
-    the next one finds all ranks. Not a collective call. error: the reason, which the caller raises, whatever the store does."""
-    if isinstance(group, Membership):
-        group.report(Failure.of(error, group.rank))
-    elif group.size() > 1:
-        name, ranks = _named(group)
-        keepers, deadline = keepers_among(ranks), time.monotonic() + _WITHDRAW_S
-        with suppress(LinkError, RuntimeError):
-            store = _numbered(default_store(), name, group.rank(), keepers, deadline)
-            withdraw_from(store, error, group.rank(), keepers, deadline)
-
-
-def _named(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
-    """Return a name for the ranks of a group in the default group's store, and their ranks in the default group."""
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}", ranks
-
-
-def _numbered(store: Store, name: str, rank: int, keepers: Collection[int], deadline: float) -> Store:
-    """Return the part of a store that only this attempt of the ranks to meet uses. Each rank counts its attempts. Raises as
-    Asking.ask."""
-    with closing(Asking(store, keepers=keepers)) as asking:
-        number = asking.ask(lambda: store.add(f"{name}/{rank}", 1), deadline)
-    return PrefixStore(f"{name}/{number}", store)
-
-
-def membership_in(
-    store: Store,
-    name: str,
-    rank: int,
-    global_ranks: tuple[int, ...],
-    device_types: tuple[str, ...],
-    host: str,
-    timeout_s: float,
-) -> Membership:
-    """Return the Membership of ranks that share only a store. A collective call on these ranks.
-
-    store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks. Raises
-    CollectiveError if the ranks do not connect within timeout_s seconds.
-    """
-    size = len(global_ranks)
-    if size == 1:
-        return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=global_ranks)
-    deadline, keepers = time.monotonic() + timeout_s, keepers_among(global_ranks)
-    with coming_together(rank, timeout_s):
-        numbered = _numbered(store, name, rank, keepers, deadline)
-        card = card_of(rank, host, machine_id(), os.environ, deadline)
-        presence = arrive(numbered, size, card, deadline, keepers=keepers)
-    return membership_from(presence, numbered, device_types, global_ranks)
 
 
 def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.communicator import Communicator, abandon_all, close_all
 from gradwire.collectives.environment import TORCH_BACKEND
-from gradwire.collectives.link.membership import membership_in
+from gradwire.collectives.link.attempt import Attempt
 from gradwire.collectives.plan.topology import host_id
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.torch_backend.mover import Mover
@@ -81,7 +81,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         self._coalesced: list[GradwireWork] | None = None
         self._mover = Mover()
         timeout_s = timeout.total_seconds()
-        membership = membership_in(store, TORCH_BACKEND, rank, global_ranks, ("cpu",), host_id(), timeout_s)
+        membership = Attempt(store, TORCH_BACKEND, rank, global_ranks).meet(("cpu",), host_id(), timeout_s)
         membership = replace(membership, natively=False)
         self._own_store = membership.store  # fresh: `store` may hold keys of the processes before a restart
         try:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import CollectiveError, LinkError
 from gradwire.collectives.link import Membership, Transport
+from gradwire.collectives.link.attempt import membership_of
 from gradwire.collectives.link.auto import RoutingTransport
 from gradwire.collectives.link.base import Message, Pending, Request
-from gradwire.collectives.link.membership import membership_of
 from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
 from gradwire.collectives.link.registry import LINKS
 from gradwire.collectives.plan.topology import host_id

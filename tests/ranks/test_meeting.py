@@ -33,6 +33,7 @@ from tests.soak.meetings import (
     INIT,
     NO_DESCRIPTORS,
     NO_THREADS,
+    RAISES,
     MeetingFault,
     come_together,
     is_known_at_once,
@@ -64,12 +65,14 @@ def judged(world: World, directory: Path, fault: MeetingFault) -> list[str]:
         (KILLED, 150, COMMUNICATOR, 2),
         (STOPPED, 250, INIT, 0),
         (NO_THREADS, 10, COMMUNICATOR, 0),
+        (RAISES, 10, COMMUNICATOR, 1),
         (NO_DESCRIPTORS, 150, INIT, 0),
         *wide_rows(
             (KILLED, AFTER, INIT, 2),
             (KILLED, AFTER, COMMUNICATOR, 0),
             (STOPPED, 250, COMMUNICATOR, 2),
             (NO_THREADS, 10, INIT, 2),
+            (RAISES, 250, INIT, 2),
             (NO_DESCRIPTORS, 150, COMMUNICATOR, 2),
         ),
     ],
@@ -89,7 +92,7 @@ def with_interface(
     """Meet as ranks on different machines do, some of which are told to use a wrong interface; return the error."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("gradwire.trainer.world.meeting", "gradwire.collectives.link.membership"):
+        for module in ("gradwire.trainer.world.meeting", "gradwire.collectives.link.attempt"):
             patch.setattr(f"{module}.machine_id", lambda: f"machine {rank}")
         if rank in culprits:
             patch.setenv(variable, interface)

@@ -27,7 +27,8 @@ from tests.soak.ranks import Life, failed_at_file, leave, meet_at_rank_0
 
 INIT, COMMUNICATOR = PLACES = ("init()", "Communicator()")
 NO_THREADS, NO_DESCRIPTORS = UNABLE = ("cannot start threads", "has no descriptors left")
-KINDS = (KILLED, STOPPED, *UNABLE)
+RAISES = "raises an exception"
+KINDS = (KILLED, STOPPED, RAISES, *UNABLE)
 
 TIMEOUT_S = 3.0  # of what may run into it
 FAR_S = 20.0  # of what must not
@@ -83,7 +84,8 @@ def _reached_file(directory: Path, rank: int) -> Path:
 
 def is_known_at_once(fault: MeetingFault, directory: Path) -> bool:
     """Return whether the others could know at once that the victim failed: it had arrived, or cannot start threads and arrives to
-    say so; and where the store and the hub ended with it, as rank 0's do, they had reached these before."""
+    say so, or has begun to make a Communicator and raises an exception; and where the store and the hub ended with it, as rank
+    0's do, they had reached these before."""
     keeps_all = fault.place == INIT and fault.victim == 0
     reached = all(_reached_file(directory, rank).exists() for rank in fault.survivors)
     arrived = arrived_file(directory).exists() or fault.kind == NO_THREADS
@@ -150,7 +152,8 @@ class _Trap:
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not any(package in frame.f_code.co_filename for package in _PACKAGES):
             return
-        self._has_arrived |= frame.f_code.co_name == "await_all"
+        arrivals = ("await_all", "_check_arguments") if self._fault.kind == RAISES else ("await_all",)
+        self._has_arrived |= frame.f_code.co_name in arrivals
         self._calls += 1
         if self._calls == self._fault.position:
             sys.setprofile(None)
@@ -172,6 +175,8 @@ def _fail(fault: MeetingFault, *, after_meeting: bool) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif after_meeting:
         leave(1)
+    elif fault.kind == RAISES:
+        raise ArithmeticError("planted")
     elif fault.kind == NO_THREADS:
         threading.Thread.start = _cannot_start  # type: ignore[method-assign]
     else:

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.communicator import abandon_all, close_all
-from gradwire.collectives.link.membership import Membership, membership_of
+from gradwire.collectives.link.attempt import membership_of
+from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.plan.topology import host_id
 from gradwire.trainer.world.environment import Settings
 from gradwire.trainer.world.launch import Launch
