@@ -60,8 +60,8 @@ def _parts() -> list[Part]:
     if sys.platform == "linux":  # elsewhere the process group is the link
         links = [("shared memory", cpu_kernels), ("TCP", cpu_sockets)]
         links += [(f"sums of {str(dtype).removeprefix('torch.')}", partial(cpu_arithmetic, dtype)) for dtype in DTYPES]
-    links.append(("hashes", partial(hash_words, torch.zeros(1, dtype=torch.int64))))
-    links.append(("copies", partial(add_pieces, torch.zeros(SUMS, dtype=torch.int64), [])))
+    links.append(("hashes", partial(hash_words, torch.zeros(1, dtype=torch.int64, device="cpu"))))
+    links.append(("copies", partial(add_pieces, torch.zeros(SUMS, dtype=torch.int64, device="cpu"), [])))
     device = torch.device("cpu")
     codecs: list[Codec | MatrixCodec] = [*(codec() for codec in CODECS.values()), PowerSGD()]
     return links + [(f"codec {codec.name}", partial(rehearse, codec, device, with_feedback=True)) for codec in codecs]

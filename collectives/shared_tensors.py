@@ -57,7 +57,7 @@ class SharedTensors(Verbs):
                 card |= offer
             first = self._card_of_rank_0(card)
             if nbytes == 0:
-                return torch.empty(size, dtype=dtype)
+                return torch.empty(size, dtype=dtype, device="cpu")
             problem: str | None = None
             try:
                 segment = segment or Segment.take(first, nbytes)
@@ -81,7 +81,7 @@ class SharedTensors(Verbs):
     def _shape(self, shape: Any, dtype: torch.dtype) -> tuple[int, ...]:
         """Return a shape as torch.empty takes it. Raises TypeError for a dtype that is not carried."""
         check_dtype(self.rank, dtype)
-        return tuple(torch.empty(*shape, device="meta").shape)
+        return tuple(torch.empty(*shape, device="meta", dtype=dtype).shape)
 
     def _card_of_rank_0(self, card: dict[str, Any]) -> dict[str, Any]:
         """Return rank 0's description of the memory. Raises ValueError, on all ranks, if their shapes or dtypes differ.

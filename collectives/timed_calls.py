@@ -99,7 +99,7 @@ def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
     of. A collective call."""
     if costs.burst_bytes:
         # A ring loads every link in both directions.
-        verbs.allreduce(torch.zeros(2 * costs.burst_bytes // 4), algorithm="ring")
+        verbs.allreduce(torch.zeros(2 * costs.burst_bytes // 4, dtype=torch.float32, device="cpu"), algorithm="ring")
 
 
 def _numbers(
@@ -109,7 +109,9 @@ def _numbers(
     takes."""
     cases = [(name, nbytes) for nbytes in sizes for name in names]
     mine = [number(*case) if index % verbs.size == verbs.rank else 0 for index, case in enumerate(cases)]
-    numbers = torch.tensor(mine, dtype=torch.float64)  # like the times, so that the arithmetic of one dtype is compiled
+    numbers = torch.tensor(
+        mine, dtype=torch.float64, device="cpu"
+    )  # like the times, so that the arithmetic of one dtype is compiled
     verbs.allreduce(numbers, algorithm="recursive_doubling")
     return {case: int(each) for case, each in zip(cases, numbers.tolist(), strict=True) if each}
 
@@ -146,6 +148,6 @@ def _in_turns(
             for _ in range(number):
                 run(part, name)
             taken[name, nbytes].append((time.perf_counter() - began) / number)
-    slowest = torch.tensor([typical(times) for times in taken.values()], dtype=torch.float64)
+    slowest = torch.tensor([typical(times) for times in taken.values()], dtype=torch.float64, device="cpu")
     verbs.allreduce(slowest, "max", algorithm="recursive_doubling")
     return dict(zip(taken, slowest.tolist(), strict=True))

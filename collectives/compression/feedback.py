@@ -52,7 +52,7 @@ class Feedback:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors and the step, for load_state_dict."""
-        return {**self.tensors(), "step": torch.tensor(self.step)}
+        return {**self.tensors(), "step": torch.tensor(self.step, dtype=torch.int64, device="cpu")}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors by name, not copies of them."""

@@ -69,7 +69,7 @@ class _Batch:
         self.members, self.rows, self.columns = members, rows, columns
         self.first = first
         self.basis = first.clone()
-        self.error = torch.zeros(len(members), rows, columns, device=first.device)
+        self.error = torch.zeros(len(members), rows, columns, device=first.device, dtype=torch.float32)
 
 
 class PowerSGDState(MatrixState):
@@ -86,9 +86,16 @@ class PowerSGDState(MatrixState):
                 alike.setdefault((shape[0], math.prod(shape[1:])), []).append(index)
             else:
                 self._whole.append(index)
-        random = torch.Generator().manual_seed(codec.seed)  # on the CPU: the same numbers for any device
+        random = torch.Generator(device="cpu").manual_seed(codec.seed)  # on the CPU: the same numbers for any device
         self._batches = [
-            _Batch(members, rows, columns, torch.randn(len(members), codec.rank, columns, generator=random).to(device))
+            _Batch(
+                members,
+                rows,
+                columns,
+                torch.randn(len(members), codec.rank, columns, generator=random, dtype=torch.float32, device="cpu").to(
+                    device
+                ),
+            )
             for (rows, columns), members in alike.items()
         ]
 
@@ -149,7 +156,9 @@ class PowerSGDState(MatrixState):
             (len(batch.members), self._rank, length) for batch, length in zip(self._batches, lengths, strict=True)
         ]
         numels = [math.prod(shape) for shape in shapes]
-        flat = tensors[0].new_empty(sum(numels) + more) if tensors else torch.empty(0)
+        flat = (
+            tensors[0].new_empty(sum(numels) + more) if tensors else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         parts = flat[: sum(numels)].split(numels)
         return flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -23,7 +23,7 @@ def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback:
     """Call every kernel that a codec has for tensors on `device`. Nothing is sent."""
     with FIRST_USE.together("some seconds"):
         if isinstance(codec, MatrixCodec):
-            matrix = torch.zeros(_SHAPE, device=device)
+            matrix = torch.zeros(_SHAPE, device=device, dtype=torch.float32)
             for _ in codec.new_state([_SHAPE], device).exchange([matrix]):
                 pass
             return
@@ -38,7 +38,9 @@ def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback:
 
 def speed_of(codec: Codec, device: torch.device) -> CodecCost:
     """Return the processor's seconds to encode and decode a byte on this machine; on a GPU, the elapsed seconds."""
-    values = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
+    values = torch.randn(
+        _NUMEL, generator=torch.Generator(device="cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+    ).to(device)
     wire = torch.empty(codec.wire_bytes(_NUMEL), dtype=torch.uint8, device=device)
     residual = torch.zeros_like(values) if codec.needs_feedback else None
     out, state = torch.zeros_like(values), codec.new_state(_NUMEL, device)

@@ -211,7 +211,7 @@ class Transport(ABC):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised CPU tensor in the memory that this transport moves fastest."""
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def wait_beside_work(self, beside_work: bool) -> None:  # noqa: B027
         """Set whether later waits leave the cores to other threads of this process."""

@@ -185,7 +185,7 @@ class ProcessGroupTransport(Transport):
                 message = _GlooPending(start([tensor], peer, tag), peer, tensor)
                 if not kind:
                     return message
-                after = torch.tensor([sent_kind])
+                after = torch.tensor([sent_kind], dtype=torch.int64, device="cpu")
                 pending = _GlooPending(start([after], peer, tag), peer, after)
             return _Checked((message, pending), after, kind, peer, tensor.nbytes)
 
@@ -225,7 +225,9 @@ class ProcessGroupTransport(Transport):
             for peer in range(self.size):
                 if peer != self.rank:
                     with suppress(RuntimeError):
-                        backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_ABORT_WAIT)
+                        backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _ABORT_TAG).wait(
+                            _ABORT_WAIT
+                        )
 
     def close(self) -> None:
         """Release the backends. gloo's connections close when their last user, such as a work in flight, releases them

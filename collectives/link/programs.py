@@ -30,7 +30,7 @@ class Programs:
         if near is not None:
             self._places[list(neighbours)] = [near.place(neighbour) for neighbour in neighbours]
         self._numbers = np.zeros(self._kernels.MESSAGES, dtype=np.int64)
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         memory = 0 if near is None else near.context_address
         self._addresses = far.context_address, memory, self._places.ctypes.data, self._numbers.ctypes.data
 
@@ -43,7 +43,7 @@ class Programs:
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
             if self._scratch.numel() < scratch_bytes:
-                self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+                self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device="cpu")
             buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
             self._run(request, address, program.tables(), (tag, *buffers), deadline)
 

@@ -317,7 +317,7 @@ class Engine:
     def table(self, turn: Turn, row: Sequence[int]) -> list[list[int]]:
         """Return every rank's row of integers, by rank. Rows have the same length on all ranks."""
         everything = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
-        everything[self.rank] = torch.tensor(row, dtype=torch.int64)
+        everything[self.rank] = torch.tensor(row, dtype=torch.int64, device="cpu")
         layout = consecutive([len(row)] * self.size)
         self.over_buffer(turn, "allgather", "rsag", everything.view(-1), layout=layout, is_own=True)
         rows: list[list[int]] = everything.tolist()

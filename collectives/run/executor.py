@@ -67,8 +67,9 @@ class Scratch:
         call."""
         held = self._held.get((device, pinned))
         if held is None or held.numel() < nbytes:
-            where = {"pin_memory": True} if pinned else {"device": device}
-            held = self._held[device, pinned] = torch.empty(nbytes, dtype=torch.uint8, **where)
+            where = torch.device("cpu") if pinned else device
+            held = torch.empty(nbytes, dtype=torch.uint8, device=where, pin_memory=pinned)
+            self._held[device, pinned] = held
         return held[:nbytes]
 
 
@@ -158,7 +159,7 @@ class Codes:
         self._functions = functions = self._codec.c_functions()
         if functions is None:
             return None
-        self._group = torch.tensor(self._partition.group)
+        self._group = torch.tensor(self._partition.group, dtype=torch.int64, device="cpu")
         (encode, encoding), (decode, decoding) = functions
         return Coding(
             encode,

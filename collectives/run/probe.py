@@ -80,7 +80,7 @@ class Probe:
         self._shares_cores = any(names.count(machine.name) > machine.cores for machine in machines)
         self._following = _FOLLOWING_OF_MANY if self._lanes > 1 and self._shares_cores else _FOLLOWING
         self._costs: Costs | None = None
-        self._buffer = torch.empty(_MOST_BYTES)  # float32
+        self._buffer = torch.empty(_MOST_BYTES, dtype=torch.float32, device="cpu")  # float32
         self._filled = 0
 
     def run(self, known: Costs | None = None, codecs: Sequence[Codec] = (), device: str = "cpu") -> Costs:

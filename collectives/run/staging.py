@@ -57,7 +57,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     """
     storage = tensor.untyped_storage()
     if tensor.device.type == "cpu" and storage.resizable():
-        torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return plain(tensor)
 
 
@@ -75,7 +75,7 @@ class Buffer:
         self._tensors = [plain(tensor) for tensor in tensors]
         self._whole = whole = self._joined(fill)
         if via_host:
-            self.flat = torch.empty(whole.numel(), dtype=whole.dtype, pin_memory=True)
+            self.flat = torch.empty(whole.numel(), dtype=whole.dtype, pin_memory=True, device="cpu")
             if fill:
                 self.flat.view(whole.shape).copy_(whole, non_blocking=True)
                 torch.cuda.current_stream().synchronize()

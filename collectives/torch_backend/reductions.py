@@ -40,14 +40,14 @@ def allreduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> Non
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(f"rank {communicator.rank}: a sparse tensor can be summed and averaged, not reduced by {op}")
     mine = tensor.detach().coalesce()
-    counts = torch.empty(communicator.size, dtype=torch.int64)
-    communicator.allgather(counts, torch.tensor([mine._nnz()]))
+    counts = torch.empty(communicator.size, dtype=torch.int64, device="cpu")
+    communicator.allgather(counts, torch.tensor([mine._nnz()], dtype=torch.int64, device="cpu"))
     indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
     gathered = []
     for part in (indices, values):
         parts = [part.new_empty((count, *part.shape[1:])) for count in counts.tolist()]
         communicator.allgather(parts, part)
         gathered.append(torch.cat(parts))
-    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape).coalesce()
+    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape, device=tensor.device).coalesce()
     with torch.no_grad():
         tensor.copy_(total / communicator.size if op == dist.ReduceOp.AVG else total)

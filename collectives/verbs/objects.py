@@ -34,7 +34,7 @@ class Objects(Movement):
         """Return rank src's picklable object on every rank. The argument of the other ranks is ignored."""
         arguments.check_root(self._engine, "src", src)
         mine = self._tensor(pickle.dumps(obj if self.rank == src else None))
-        length = torch.tensor([mine.numel()], device=mine.device)
+        length = torch.tensor([mine.numel()], device=mine.device, dtype=torch.int64)
         self.broadcast(length, src)
         if self.rank != src:
             mine = torch.empty(int(length), dtype=torch.uint8, device=mine.device)
@@ -60,7 +60,7 @@ class Objects(Movement):
     def _exchanged(self, outgoing: Sequence[Any]) -> list[Any]:
         """Send object r to rank r. Return the object received from each rank, by rank."""
         pieces = [self._tensor(pickle.dumps(obj)) for obj in outgoing]
-        sent = torch.tensor([piece.numel() for piece in pieces], device=pieces[0].device)
+        sent = torch.tensor([piece.numel() for piece in pieces], device=pieces[0].device, dtype=torch.int64)
         landed = torch.empty_like(sent)
         self.alltoall(landed, sent)
         output = torch.empty(int(landed.sum()), dtype=torch.uint8, device=sent.device)
@@ -71,7 +71,7 @@ class Objects(Movement):
         """Return every rank's bytes, in rank order."""
         mine = self._tensor(data)
         lengths = torch.zeros(self.size, dtype=torch.int64, device=mine.device)
-        self.allgather(lengths, torch.tensor([mine.numel()], device=mine.device))
+        self.allgather(lengths, torch.tensor([mine.numel()], device=mine.device, dtype=torch.int64))
         parts = [torch.empty(int(n), dtype=torch.uint8, device=mine.device) for n in lengths]
         self.allgather(parts, mine)
         return [_bytes(part) for part in parts]

@@ -146,7 +146,7 @@ class Commits:
 
     def _agreed(self, communicator: Communicator) -> bool:
         """Return whether any rank wants the ranks to stop."""
-        wanted = torch.tensor([int(self._wants_update())], device=communicator.control_device)
+        wanted = torch.tensor([int(self._wants_update())], device=communicator.control_device, dtype=torch.int64)
         communicator.allreduce(wanted, "max")
         return bool(wanted)
 
@@ -154,12 +154,12 @@ class Commits:
         """Send this rank's own state to the next host. Receive those of ranks of the previous host into the slots of these
         names. Wait until all ranks have done so, and return whether any rank wants the ranks to stop."""
         beside = self._beside
-        sizes = torch.tensor([each.numel() for each in message])
+        sizes = torch.tensor([each.numel() for each in message], dtype=torch.int64, device="cpu")
         sent = [beside.send(each, self._targets[beside.rank], async_op=True) for each in message and [sizes, *message]]
         for source, name in zip(self._sources, names, strict=True):
             beside.recv(expected := torch.empty_like(sizes), source)
             layout_bytes, own_bytes = expected.tolist()
-            beside.recv(layout := torch.empty(layout_bytes, dtype=torch.uint8), source)
+            beside.recv(layout := torch.empty(layout_bytes, dtype=torch.uint8, device="cpu"), source)
             slot = self.memory.slot(name)
             beside.recv(slot.begin(layout, own_bytes), source)
             slot.complete()
@@ -236,7 +236,7 @@ class Commits:
         if not is_near and self._world.rank != giver:
             return self._given(None, giver)
         parts = list(found.held[mine].values())
-        common = torch.empty(parts[0].total, dtype=torch.uint8)
+        common = torch.empty(parts[0].total, dtype=torch.uint8, device="cpu")
         for part in parts:
             record, data = self.memory.slot(part.name).read()
             common[part.start : part.stop].copy_(data[record["own_bytes"] :])
@@ -245,9 +245,11 @@ class Commits:
     def _given(self, data: Tensor | None, giver: int) -> Tensor:
         """Broadcast bytes from the rank `giver`, and return them on the CPU. data: the bytes on that rank, None on others."""
         communicator = self._communicator
-        nbytes = torch.tensor([0 if data is None else data.numel()], device=communicator.control_device)
+        nbytes = torch.tensor(
+            [0 if data is None else data.numel()], device=communicator.control_device, dtype=torch.int64
+        )
         communicator.broadcast(nbytes, giver)
-        given = torch.empty(int(nbytes), dtype=torch.uint8) if data is None else data
+        given = torch.empty(int(nbytes), dtype=torch.uint8, device="cpu") if data is None else data
         given = given.to(communicator.control_device)
         communicator.broadcast(given, giver)
         return given.cpu()

@@ -118,7 +118,7 @@ class RandomNumbers(Value):
         version, words, gauss = random.getstate()
         numbers = np.random.get_state(legacy=False)
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        python = [version, torch.tensor(words, dtype=torch.int64), gauss]
+        python = [version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss]
         key = torch.from_numpy(numbers["state"]["key"].astype(np.int64))
         numpy = [numbers["bit_generator"], key, numbers["state"]["pos"], numbers["has_gauss"], numbers["gauss"]]
         return None, {"python": python, "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}

@@ -53,7 +53,7 @@ class Slot:
         self.name = name
         self._map: mmap.mmap | None = None
         self._sizes = 0, 0
-        self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64)
+        self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64, device="cpu")
 
     def __del__(self) -> None:
         os.close(self._descriptor)
@@ -64,7 +64,7 @@ class Slot:
         self._reserve(_data_start(layout.numel()) + data_bytes)
         assert self._map is not None
         self._map[: _HEADER.size] = bytes(_HEADER.size)
-        self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64)
+        self._filled, self._sums = 0, torch.zeros(SUMS, dtype=torch.int64, device="cpu")
         self._sizes = layout.numel(), data_bytes
         self._layout.copy_(layout)
         return self._data
@@ -140,7 +140,7 @@ class Slot:
         return mmap.mmap(self._descriptor, self._size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     def _sums_of_data(self) -> Tensor:
-        sums = torch.zeros(SUMS, dtype=torch.int64)
+        sums = torch.zeros(SUMS, dtype=torch.int64, device="cpu")
         cpu_or_reference("copying").add_pieces(sums, [self._data])
         return sums
 
@@ -255,7 +255,7 @@ class NamedMemory(Memory):
 
 def load_kernels() -> None:
     """Load or compile the kernel that copies commits and computes their checksums."""
-    cpu_or_reference("copying").add_pieces(torch.zeros(SUMS, dtype=torch.int64), [])
+    cpu_or_reference("copying").add_pieces(torch.zeros(SUMS, dtype=torch.int64, device="cpu"), [])
 
 
 def open_own(path: Path) -> int:

@@ -73,7 +73,7 @@ class ElasticSampler(Sampler[int]):
     def progress(self) -> dict[str, Any]:
         """Return the argument of go_on(): the epoch, its samples that were processed when it was last divided, and the samples
         that this rank has recorded since, in order."""
-        since = torch.frombuffer(self._since, dtype=torch.int64).clone() if self._since else torch.empty(0).long()
+        since = torch.tensor(self._since, dtype=torch.int64, device="cpu")
         return {"epoch": self.epoch, "before": self._before, "since": since}
 
     def go_on(self, progress: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Divide the samples that are not processed yet among the current ranks."""
-        self._before = torch.tensor(sorted(self.processed_indices), dtype=torch.int64)
+        self._before = torch.tensor(sorted(self.processed_indices), dtype=torch.int64, device="cpu")
         self._since = array("q")
         self.rank, self.num_replicas = rank(), size()
         self.remaining_indices = [i for i in range(len(self.dataset)) if i not in self.processed_indices]

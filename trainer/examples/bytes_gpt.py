@@ -108,14 +108,16 @@ def task(config: GPTConfig) -> Task:
         raise ValueError(f"a text of {len(text)} bytes is too short for a context of {config.context}")
 
     def at(source: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        spans = source[starts[:, None] + torch.arange(config.context + 1)].long()
+        spans = source[starts[:, None] + torch.arange(config.context + 1, dtype=torch.int64, device="cpu")].long()
         return spans[:, :-1], spans[:, 1:]
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         random = np.random.default_rng((config.seed, step))
         return at(training, torch.from_numpy(random.integers(len(training) - config.context, size=config.batch)))
 
-    starts = torch.linspace(0, len(held_out) - config.context - 1, VALIDATION_BATCHES * config.batch).long()
+    starts = torch.linspace(
+        0, len(held_out) - config.context - 1, VALIDATION_BATCHES * config.batch, dtype=torch.float32, device="cpu"
+    ).long()
     return Task(
         title="bytes_gpt",
         item="token",

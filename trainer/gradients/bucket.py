@@ -164,7 +164,7 @@ def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[Pla
     if not counted:
         return []
     lengths = [len(bucket.items) for bucket in counted]
-    counts = torch.zeros(sum(lengths), device=counted[0].presence.device)
+    counts = torch.zeros(sum(lengths), device=counted[0].presence.device, dtype=torch.float32)
     for bucket, part in zip(counted, counts.split(lengths), strict=True):
         bucket.presence = part
     return [PlainBuffer(Combination(combination.communicator, Sum), counts)]

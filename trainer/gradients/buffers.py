@@ -74,7 +74,7 @@ class CodedBuffer(PlainBuffer):
         device: torch.device,
         number: int,
     ) -> None:
-        super().__init__(combination, torch.zeros(plan.presence_offset, device=device))
+        super().__init__(combination, torch.zeros(plan.presence_offset, device=device, dtype=torch.float32))
         self.codec = encoding.codec
         self.items = plan.items
         self.shard_start = 0

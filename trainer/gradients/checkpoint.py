@@ -179,7 +179,7 @@ class Resumption:
         for place, entry in enumerate(mine["buckets"]):
             if not entry.get("tensors"):
                 continue
-            total = torch.zeros(entry["numel"], device=parameters[entry["parameters"][0]].device)
+            total = torch.zeros(entry["numel"], device=parameters[entry["parameters"][0]].device, dtype=torch.float32)
             for part in parts:
                 shard, start = part["buckets"][place]["tensors"], part["buckets"][place]["shard_start"]
                 worker, owner = shard["worker"].to(total.device), shard["owner"].to(total.device)

@@ -66,7 +66,7 @@ class SparseGradients(OperationChain):
         communicator = self._combination.communicator
         mine = [self._rows_here(slot) for slot in range(len(self.items))]
         sizes = [[ABSENT, 0] if rows is None else [rows._nnz(), rows.sparse_dim()] for rows in mine]
-        own_sizes = torch.tensor(sizes, device=self._parameters[0].device)
+        own_sizes = torch.tensor(sizes, device=self._parameters[0].device, dtype=torch.int64)
         everyones = own_sizes.new_empty(communicator.size, *own_sizes.shape)
         yield communicator.allgather(everyones, own_sizes, async_op=True)
         for slot, (rows, sizes) in enumerate(zip(mine, everyones.transpose(0, 1).tolist(), strict=True)):
@@ -97,7 +97,9 @@ class SparseGradients(OperationChain):
             yield from self._gather(indices, own_indices, counts)
             yield from self._gather(values, own_values, counts)
         values = values.to(parameter.dtype)
-        total = torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
+        total = torch.sparse_coo_tensor(
+            indices.t(), values, parameter.shape, check_invariants=False, device=values.device
+        ).coalesce()
         total._values().mul_(self._combination.predivide / self._combination.inputs)
         self._results[self.items[slot]] = total
 

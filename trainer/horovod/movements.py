@@ -170,7 +170,7 @@ def sparse_allreduce_async(
         def finish() -> Tensor:
             indices, values = outputs
             values = values / size if op == Average else values
-            return torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce()
+            return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, device=values.device).coalesce()
 
         return SparseHandle(call, works, finish)
 
@@ -230,7 +230,7 @@ def _exchange_splits(
 ) -> tuple[Rows, Rows]:
     """Return the numbers of rows to every rank, and from every rank. Raises Refused on all ranks if they do not fit."""
     (tensor,) = check_group(communicator.rank, "alltoall", [tensor])
-    given: list[Any] | None = None if splits is None else torch.as_tensor(splits).tolist()
+    given: list[Any] | None = None if splits is None else torch.as_tensor(splits, device="cpu").tolist()
     everyones: list[tuple[_Kind, list[Any] | None]] = communicator.allgather_record((_kind(tensor), given))
     for rank, ((shape, _), theirs) in enumerate(everyones):
         _check_splits(communicator, rank, shape, theirs)
@@ -258,7 +258,7 @@ def _check_splits(communicator: Communicator, rank: int, shape: list[int], split
 
 
 def _received_splits(received: Rows, splits: Tensor | Sequence[int] | None) -> Tensor:
-    device = splits.device if isinstance(splits, Tensor) else None
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
     return torch.tensor(received, dtype=torch.int32, device=device)
 
 

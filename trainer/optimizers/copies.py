@@ -35,7 +35,7 @@ def copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     Raises TypeError for one that cannot be copied, or that holds parameters: of these, some may have copies and some not.
     """
-    common = vars(torch.optim.Optimizer([torch.empty(0)], {}))
+    common = vars(torch.optim.Optimizer([torch.empty(0, dtype=torch.float32, device="cpu")], {}))
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     copies: dict[str, Any] = {}
     for name, value in vars(optimizer).items():

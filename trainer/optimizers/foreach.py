@@ -28,7 +28,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         for state, parameter in zip(states, parameters, strict=True):
             if counts_steps and not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for name in names:
                 if name not in state:
                     state[name] = torch.zeros_like(parameter)

@@ -141,7 +141,7 @@ def _add_pairs(communicator: Communicator, vectors: Tensor, parts: list[int], pa
     a, b = vectors[firsts], vectors[[second for _, second in pairs]]
     dots = torch.stack([sums(a * b), sums(a * a), sums(b * b)])
     communicator.allreduce(dots)
-    lengths = torch.tensor(parts, device=vectors.device)
+    lengths = torch.tensor(parts, device=vectors.device, dtype=torch.int64)
     of_a, of_b = (
         torch.where(squares > 0, 1 - dots[0] / (2 * squares), 1.0).repeat_interleave(lengths, dim=1)
         for squares in dots[1:]

@@ -50,7 +50,7 @@ def to_bytes(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor
 
 def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
     """Receive a record of nbytes from a rank, and return it. JSON turns tuples into lists and keys into strings."""
-    text = torch.empty(nbytes, dtype=torch.uint8)
+    text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     communicator.recv(text, sender)
     return json.loads(text.numpy().tobytes())
 
@@ -71,7 +71,7 @@ class Flat:
 
     def empty(self) -> list[Tensor]:
         """Return new buffers, not initialized."""
-        return [torch.empty(size, dtype=dtype) for dtype, size in self._sizes.items()]
+        return [torch.empty(size, dtype=dtype, device="cpu") for dtype, size in self._sizes.items()]
 
     def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """Return new buffers with copies of these tensors, and zeros for None."""

@@ -38,7 +38,7 @@ class _Group:
         codec = self.codec_at(step)
         if codec is None:
             return self.flat.empty()
-        return [torch.empty(codec.wire_bytes(self.flat.numel), dtype=torch.uint8)]
+        return [torch.empty(codec.wire_bytes(self.flat.numel), dtype=torch.uint8, device="cpu")]
 
     def pack(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Return new buffers with this group's members of all gradients, laid out by `flat`."""
@@ -104,7 +104,7 @@ class Sender:
             codec = group.codec_at(group.encoding.warmup_steps)
             assert codec is not None
             keeps, numel = group.encoding.feedback, group.flat.numel
-            self._residuals.append(torch.zeros(numel, dtype=torch.float32) if keeps else None)
+            self._residuals.append(torch.zeros(numel, dtype=torch.float32, device="cpu") if keeps else None)
             self._states.append(codec.new_state(numel, torch.device("cpu")) if keeps else None)
 
     def encode(self, gradients: Sequence[Tensor | None], step: int) -> list[Tensor]:

@@ -115,7 +115,7 @@ class Serving:
 
 
 def _received(communicator: Communicator, count: int) -> list[float]:
-    head = torch.empty(count, dtype=torch.float64)
+    head = torch.empty(count, dtype=torch.float64, device="cpu")
     communicator.recv(head, 0)
     numbers: list[float] = head.tolist()
     return numbers
@@ -128,7 +128,7 @@ def _send(communicator: Communicator, answer: Callable[[], Answer]) -> None:
     except Exception as error:
         text = to_bytes(to_record(error))
         kind, number, tensors = FAILED, text.numel(), [text]
-    communicator.send(torch.tensor([kind, number], dtype=torch.float64), 0)
+    communicator.send(torch.tensor([kind, number], dtype=torch.float64, device="cpu"), 0)
     for tensor in tensors:
         communicator.send(tensor, 0)
 
@@ -169,13 +169,13 @@ class Client:
     def _request(self, kind: int, *numbers: float, tensors: Sequence[Tensor] = ()) -> None:
         """Send a request, with up to three numbers."""
         head = [kind, *numbers, *[0.0] * (3 - len(numbers))]
-        for tensor in (torch.tensor(head, dtype=torch.float64), *tensors):
+        for tensor in (torch.tensor(head, dtype=torch.float64, device="cpu"), *tensors):
             self._communicator.send(tensor, 1)
 
     def _receive(self, tensors: Sequence[Tensor] = (), timeout_s: float | None = None) -> float:
         """Receive an answer into tensors, and return its number. timeout_s: the limit until the answer begins; None for the
         Communicator's timeout. Raises _Failed if the server sends an error."""
-        head = torch.empty(2, dtype=torch.float64)
+        head = torch.empty(2, dtype=torch.float64, device="cpu")
         if timeout_s is None:
             self._communicator.recv(head, 1)
         else:

@@ -151,7 +151,7 @@ class Updater:
         views = [self.flat.views(gradients) for gradients, _ in shares]
         for number, parameter in enumerate(self._parameters):
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            total = torch.zeros(parameter.shape, dtype=wide)
+            total = torch.zeros(parameter.shape, dtype=wide, device="cpu")
             for (_, factor), gradients in zip(shares, views, strict=True):
                 total.add_(gradients[number].to(wide), alpha=factor)
             parameter.grad = total.to(parameter.dtype)

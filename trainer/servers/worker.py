@@ -117,7 +117,7 @@ class Member:
 
     def _average(self, weight: float) -> tuple[list[Tensor], float]:
         """Return the weighted average of all ranks' gradients, on the first rank only, and the sum of the weights."""
-        total = torch.tensor([weight], dtype=torch.float64)
+        total = torch.tensor([weight], dtype=torch.float64, device="cpu")
         self._communicator.allreduce(total)
         buffers = self._flat.pack([parameter.grad for parameter in self._parameters])
         for buffer in buffers:

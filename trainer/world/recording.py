@@ -92,7 +92,7 @@ def _gathered(communicator: Communicator, recording: Recording) -> list[Recordin
     """Return every rank's recording on rank 0, and an empty list on the other ranks."""
     data = zlib.compress(json.dumps(recording.to_record()).encode(), 1)
     lengths = [length for (length,) in _rows(communicator, [len(data)])]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     mine = padded.to(communicator.control_device)
     parts = [torch.empty_like(mine) for _ in lengths] if communicator.rank == 0 else None

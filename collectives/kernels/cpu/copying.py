@@ -67,5 +67,5 @@ def _add_pieces(table, count, target, sums):
 
 
 def add_pieces(sums, pieces, target=None):
-    table = torch.tensor([(piece.data_ptr(), piece.nbytes) for piece in pieces], dtype=torch.int64)
+    table = torch.tensor([(piece.data_ptr(), piece.nbytes) for piece in pieces], dtype=torch.int64, device="cpu")
     kernel_of(_add_pieces).call(table.data_ptr(), len(table), *addresses(target, sums))

@@ -49,7 +49,7 @@ def _selected(
     """Select into the part of a wire that begins at an address and holds so many entries. Return how many were."""
     n, slots = values.numel(), pad16(4 * entries) // 4
     capacity = min(n, max(4 * k + SMALL, SAMPLES))
-    gathered = torch.empty((2, capacity + LANES), dtype=torch.int32)  # their indices, and they
+    gathered = torch.empty((2, capacity + LANES), dtype=torch.int32, device="cpu")  # their indices, and they
     parts = places, places + 4 * slots, slots
     lists = gathered[0].data_ptr(), gathered[1].data_ptr(), capacity
     *numbers, threshold = addresses(values, residual, momentum, tau)
@@ -86,9 +86,9 @@ def threshold_encode(
     tau: torch.Tensor | None,
 ) -> None:
     if tau is None:
-        tau = torch.zeros(1)
+        tau = torch.zeros(1, dtype=torch.float32, device="cpu")
     count = _selected(values, residual, k, wire.data_ptr() + 16, k + slack, tau=tau)
-    wire[:16].view(torch.int32).copy_(torch.tensor([count, 0, 0, 0], dtype=torch.int32))
+    wire[:16].view(torch.int32).copy_(torch.tensor([count, 0, 0, 0], dtype=torch.int32, device="cpu"))
 
 
 def threshold_decode(wire: torch.Tensor, out: torch.Tensor, k: int, slack: int, add: bool, scale: float) -> None:
@@ -226,7 +226,7 @@ def _multiply(left, right, out, rank, rows, columns):
 
 def powersgd_orthonormalize(vectors: torch.Tensor) -> None:
     _, rank, length = vectors.shape
-    done = torch.zeros((rank, (length + 127) // 128 * 128), dtype=torch.float64)
+    done = torch.zeros((rank, (length + 127) // 128 * 128), dtype=torch.float64, device="cpu")
     kernel_of(_orthonormalize).call(vectors.data_ptr(), *vectors.shape, done.data_ptr())
 
 

@@ -21,7 +21,7 @@ def in_blocks(flat: Tensor, block: int) -> Tensor:
 
 def lengths(numel: int, block: int, device: torch.device) -> Tensor:
     """Return (blocks, 1) float32: how many elements each block has."""
-    starts = torch.arange(0, numel, block, device=device)
+    starts = torch.arange(0, numel, block, device=device, dtype=torch.int64)
     return (numel - starts).clamp(max=block).to(torch.float32).view(-1, 1)
 
 

@@ -27,7 +27,7 @@ def add_pieces(sums: Tensor, pieces: Sequence[Tensor], target: Tensor | None = N
     first, second = sums.view(2, -1)
     at = 0
     for piece in pieces:
-        lines = torch.zeros(-(-piece.nbytes // LINE_BYTES) * LINE_BYTES, dtype=torch.uint8)
+        lines = torch.zeros(-(-piece.nbytes // LINE_BYTES) * LINE_BYTES, dtype=torch.uint8, device="cpu")
         lines[: piece.nbytes] = piece.reshape(-1).view(torch.uint8)
         if target is not None:
             target[at : at + lines.numel()] = lines

@@ -19,7 +19,7 @@ def hash_words(words: Tensor, place: int = 1) -> int:
     total = 0
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
         piece = words[start : start + _WORDS_AT_ONCE]
-        places = torch.arange(place + start, place + start + piece.numel(), device=words.device)
+        places = torch.arange(place + start, place + start + piece.numel(), device=words.device, dtype=torch.int64)
         x = piece ^ (places * _signed(0x9E3779B97F4A7C15))
         x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
         x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)

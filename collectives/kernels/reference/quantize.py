@@ -48,13 +48,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     zeros."""
     per_byte = 8 // bits
     digits = in_blocks(codes.to(torch.int64) & (2**bits - 1), per_byte)
-    shifts = torch.arange(per_byte, device=codes.device) * bits
+    shifts = torch.arange(per_byte, device=codes.device, dtype=torch.int64) * bits
     return digits.bitwise_left_shift(shifts).sum(1).to(torch.uint8)
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the (numel,) integers packed by pack(), as unsigned numbers, int64."""
-    shifts = torch.arange(8 // bits, device=packed.device) * bits
+    shifts = torch.arange(8 // bits, device=packed.device, dtype=torch.int64) * bits
     codes: Tensor = packed.to(torch.int64).view(-1, 1).bitwise_right_shift(shifts) & (2**bits - 1)
     return codes.view(-1)[:numel]
 
@@ -182,7 +182,7 @@ def onebit_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: 
 
 def onebit_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
     code_bytes = (out.numel() + 7) // 8
-    codes = in_blocks(2.0 * unpack(wire[:code_bytes], 1, out.numel()) - 1.0, block)
+    codes = in_blocks((2 * unpack(wire[:code_bytes], 1, out.numel()) - 1).to(torch.float32), block)
     put(out, scaled(codes, scales_of(wire, code_bytes, len(codes)), out.numel()), add, scale)
 
 
@@ -224,7 +224,7 @@ def terngrad_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block
     blocks = in_blocks(corrected(values, residual), block)
     maximum, finite = largest_magnitudes(blocks)
     kept = uniform(blocks.numel(), seed, blocks.device).view_as(blocks) < blocks.abs() * quotient(1.0, maximum)
-    codes = torch.where(kept & finite, torch.where(blocks < 0, -1.0, 1.0), 0.0)
+    codes = torch.where(kept & finite, torch.where(blocks < 0, -1, 1), 0).to(torch.float32)
     scales = with_nan(maximum, finite)
     write(wire, pack(codes.view(-1)[: values.numel()], 2), scales)
     keep_dense_loss(residual, blocks, codes, scales)

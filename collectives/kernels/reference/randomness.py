@@ -9,7 +9,7 @@ from torch import Tensor
 def random_bits(numel: int, seed: int, device: torch.device) -> Tensor:
     """Return (numel,) int64, 32 random bits for each index: Wellons' lowbias32 (2018) of index * 0x9E3779B9 + seed."""
     low = 0xFFFFFFFF
-    x = (torch.arange(numel, device=device) * 0x9E3779B9 + seed) & low
+    x = (torch.arange(numel, device=device, dtype=torch.int64) * 0x9E3779B9 + seed) & low
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
     x = ((x ^ (x >> 15)) * 0x846CA68B) & low
     return x ^ (x >> 16)

@@ -118,7 +118,7 @@ def threshold_encode(
         if tau is not None and k > 0:
             least = c[sent[keys[sent].argmin()]].abs()
             tau.copy_(torch.where(least.isfinite(), least, torch.zeros_like(least)))
-    wire[:16].view(torch.int32).copy_(torch.tensor([len(sent), 0, 0, 0], dtype=torch.int32))
+    wire[:16].view(torch.int32).copy_(torch.tensor([len(sent), 0, 0, 0], dtype=torch.int32, device="cpu"))
     write_entries(wire[16:], k + slack, sent, c[sent])
     keep_unsent(residual, c, sent)
 
@@ -135,7 +135,7 @@ def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
     2^32) is drawn.
     """
     random = random_bits(k + 1, seed, device)
-    ends = torch.arange(k + 1, device=device) * n // max(k, 1)
+    ends = torch.arange(k + 1, device=device, dtype=torch.int64) * n // max(k, 1)
     drawn = ends[:-1] + (random[:-1] * ends.diff() >> 32) + (random[-1] * n >> 32)
     return torch.where(drawn < n, drawn, drawn - n)
 
@@ -145,7 +145,9 @@ def randomk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int
     c = corrected(values, residual)
     sent = randomk_indices(len(c), k, seed, c.device)
     wire.zero_()
-    wire.view(torch.float32)[:k] = c[sent] if c.isfinite().all() else torch.full((k,), float("nan"), device=c.device)
+    wire.view(torch.float32)[:k] = (
+        c[sent] if c.isfinite().all() else torch.full((k,), float("nan"), device=c.device, dtype=torch.float32)
+    )
     keep_unsent(residual, c, sent)
 
 
@@ -185,7 +187,7 @@ def powersgd_multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 def _counts(numel: int, k: int) -> Tensor:
     """Return (chunks,): how many numbers of each chunk are sent: k; in a shorter last chunk the same share, rounded up."""
-    lengths = torch.full((-(-numel // CHUNK),), CHUNK)
+    lengths = torch.full((-(-numel // CHUNK),), CHUNK, dtype=torch.int64, device="cpu")
     if numel % CHUNK:
         lengths[-1] = numel % CHUNK
     return -(-lengths * k // CHUNK)
@@ -231,7 +233,7 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
     keys.view(-1)[numel:] = -1
     largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
     unused = CHUNK  # sorts after all places
-    wanted = torch.arange(k) < counts.unsqueeze(1)
+    wanted = torch.arange(k, dtype=torch.int64, device="cpu") < counts.unsqueeze(1)
     places = torch.where(wanted.to(largest.device), largest, unused).sort(dim=1).values
     wanted = places < unused
     places = torch.where(wanted, places, 0)
@@ -254,7 +256,7 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
         decoded = _values(codes, scales)
         lost = torch.where(decoded.isfinite(), sent - decoded, 0)
         kept = torch.where(blocks.isfinite(), blocks, 0)
-        rows = torch.arange(chunks, device=places.device).unsqueeze(1).expand_as(places)
+        rows = torch.arange(chunks, device=places.device, dtype=torch.int64).unsqueeze(1).expand_as(places)
         kept[rows[wanted], places[wanted]] = lost[wanted]
         residual.copy_(kept.view(-1)[:numel])
 
@@ -278,6 +280,6 @@ def chunktopk_decode(wire: Tensor, out: Tensor, k: int, add: bool, scale: float)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=wire.device)
     codes = (code_bytes.to(torch.int32).unsqueeze(2) >> shifts & 3).view(len(counts), k)
     scales = scale_bytes.contiguous().view(torch.bfloat16).view(len(counts), 2)
-    wanted = (torch.arange(k) < counts.unsqueeze(1)).to(wire.device)
-    starts = torch.arange(len(counts), device=wire.device).unsqueeze(1) * CHUNK
+    wanted = (torch.arange(k, dtype=torch.int64, device="cpu") < counts.unsqueeze(1)).to(wire.device)
+    starts = torch.arange(len(counts), device=wire.device, dtype=torch.int64).unsqueeze(1) * CHUNK
     put_entries(out, (places + starts)[wanted], _values(codes, scales)[wanted], add, scale)

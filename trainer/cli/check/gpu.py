@@ -47,7 +47,7 @@ def _look() -> list[Finding]:
             Finding("note", f"torch is built for CUDA {torch.version.cuda}, but sees no GPU: tensors are on the CPU")
         ]
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    torch.ones(1, device="cuda").add_(1).item()
+    torch.ones(1, device="cuda", dtype=torch.float32).add_(1).item()
     found = [Finding("ok", f"{len(names)} GPUs: {', '.join(names)}")]
     if not dist.is_nccl_available():
         found.append(

@@ -109,7 +109,7 @@ def _rank(rank: int, store: str) -> None:
     timeout = timedelta(seconds=_EXCHANGE_S)
     try:
         dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
-        numbers = torch.full((1000,), rank + 1.0)
+        numbers = torch.full((1000,), rank + 1.0, dtype=torch.float32, device="cpu")
         dist.all_reduce(numbers)
         _report("gloo", "ok" if numbers.eq(3).all() else "a wrong sum")
     except Exception as error:
@@ -130,7 +130,7 @@ def _try(step: str, rank: int, link: str | None) -> str:
     warnings = _Warnings()
     logging.getLogger("gradwire").addHandler(warnings)
     with Communicator(timeout_s=_EXCHANGE_S, link=link) as communicator:
-        numbers = torch.full((1000,), rank + 1.0)
+        numbers = torch.full((1000,), rank + 1.0, dtype=torch.float32, device="cpu")
         communicator.allreduce(numbers)
         if not numbers.eq(3).all():
             return "a wrong sum"

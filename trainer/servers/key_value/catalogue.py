@@ -142,7 +142,7 @@ def described(factory: Factory) -> tuple[str, str]:
     )
     if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
         raise TypeError(f"{here()}{wanted}, not {factory!r}")
-    probe = torch.zeros(1)
+    probe = torch.zeros(1, dtype=torch.float32, device="cpu")
     try:
         made = factory([probe])
     except Exception as error:
@@ -160,7 +160,7 @@ def check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: 
     if not dtype.is_floating_point:
         raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
     try:
-        factory([torch.zeros(shape, dtype=dtype)])
+        factory([torch.zeros(shape, dtype=dtype, device="cpu")])
     except Exception as error:
         raise ValueError(f"{here()}no optimizer of key {name!r}, of shape {list(shape)}: {error!r}") from error
 
@@ -180,7 +180,9 @@ def dense(tensor: Tensor) -> Tensor:
 def fill_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
     """Write the values of some rows. A sparse tensor then consists of these rows; a dense tensor keeps its other rows."""
     if is_sparse(tensor):
-        made = torch.sparse_coo_tensor(rows[None], values, tensor.shape, is_coalesced=True, check_invariants=False)
+        made = torch.sparse_coo_tensor(
+            rows[None], values, tensor.shape, is_coalesced=True, check_invariants=False, device=tensor.device
+        )
         tensor.copy_(made)
     else:
         tensor[rows.to(tensor.device)] = values.to(tensor.device)

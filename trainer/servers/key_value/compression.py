@@ -105,7 +105,7 @@ class Encoder:
         step = self._steps[number]
         self._steps[number] += 1
         codec = self._codec.at(step)
-        wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8)
+        wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device="cpu")
         seed = rounding_seed(step, self._rank, 0, number, 0)
         codec.encode(values, wire, residual=self._residuals[number], seed=seed, state=self._states[number])
         return step, wire

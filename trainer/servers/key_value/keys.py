@@ -193,16 +193,16 @@ class Keys:
         """Return a tensor into which to receive a worker's push to a key, for push()."""
         spec = self._entries[number].spec
         if step is None:
-            return torch.empty(spec.shape, dtype=spec.dtype)
+            return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         assert self.codec is not None
-        return torch.empty(self.codec.at(step).wire_bytes(spec.shape.numel()), dtype=torch.uint8)
+        return torch.empty(self.codec.at(step).wire_bytes(spec.shape.numel()), dtype=torch.uint8, device="cpu")
 
     def push(self, worker: int, number: int, payload: Tensor, step: int | None) -> None:
         """Add a worker's push. payload: the tensor; with a step, its code, encoded by the codec of that step."""
         spec = self._entries[number].spec
         if step is not None:
             assert self.codec is not None
-            decoded = torch.empty(spec.shape.numel(), dtype=torch.float32)
+            decoded = torch.empty(spec.shape.numel(), dtype=torch.float32, device="cpu")
             self.codec.at(step).decode(payload, decoded)
             payload = decoded.view(spec.shape).to(spec.dtype)
         self._entries[number].push(worker, payload)

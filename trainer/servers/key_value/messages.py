@@ -32,7 +32,7 @@ def answer(
         raise ValueError(f"rank {worker} sent {kind}, which is none of PUSH ({PUSH}), PULL ({PULL}) and ROWS ({ROWS})")
     rows = None
     if kind == ROWS:
-        rows = torch.empty(argument, dtype=torch.int64)
+        rows = torch.empty(argument, dtype=torch.int64, device="cpu")
         communicator.recv(rows, 0)
     return lambda: (0, [keys.pull(worker, number, rows)])
 
@@ -50,7 +50,9 @@ class RemoteKeys(Client):
 
     def pull(self, spec: KeySpec, rows: Tensor | None = None) -> Tensor:
         """Wait for the result of Keys.pull(), and return it. Raises the errors of Keys.pull()."""
-        value = torch.empty(spec.shape if rows is None else (len(rows), *spec.shape[1:]), dtype=spec.dtype)
+        value = torch.empty(
+            spec.shape if rows is None else (len(rows), *spec.shape[1:]), dtype=spec.dtype, device="cpu"
+        )
         with self._reached(f"pull of key {spec.name!r}"):
             if rows is None:
                 self._request(PULL, spec.number)

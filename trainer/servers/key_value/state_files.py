@@ -33,7 +33,7 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
             communicator.send(mine, 0)
         else:
             for rank in range(1, communicator.size):
-                theirs = torch.empty(sizes[rank], dtype=torch.uint8)
+                theirs = torch.empty(sizes[rank], dtype=torch.uint8, device="cpu")
                 communicator.recv(theirs, rank)
                 parts.append(theirs)
 
@@ -53,10 +53,14 @@ def read_states(path: Path, optimizer: str, communicator: Communicator | None) -
     all ranks if the file is of another kind or of another optimizer.
     """
     read = _by_first(path.read_bytes, f"could not read {path}", communicator) or b""
-    data = torch.frombuffer(bytearray(read), dtype=torch.uint8) if read else torch.empty(0, dtype=torch.uint8)
+    data = (
+        torch.frombuffer(bytearray(read), dtype=torch.uint8)
+        if read
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     if communicator is not None:
         size = communicator.allgather_record(data.numel())[0]
-        data = data if communicator.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        data = data if communicator.rank == 0 else torch.empty(size, dtype=torch.uint8, device="cpu")
         communicator.broadcast(data, 0)
     try:
         saved = _unpacked(data)
