@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.collectives.reduction import Op, Reduction, check_arithmetic, check_dtype, op_name
+from gradwire.collectives.reduction import MOVED, Op, Reduction, check_arithmetic, check_dtype, op_name
 from gradwire.collectives.run.engine import Engine
 from gradwire.collectives.run.messages import MOST_TAG
 from gradwire.collectives.run.staging import kept, refusal
@@ -53,7 +53,7 @@ def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
             raise TypeError(f"rank {engine.rank}: a torch.Tensor is needed, not {type(tensor).__name__}")
         if said := refusal(tensor):
             raise TypeError(f"rank {engine.rank}: {said}")
-        check_dtype(engine.rank, tensor.dtype)
+        check_dtype(engine.rank, tensor.dtype, MOVED)
         if tensor.device.type not in engine.device_types:
             allowed = " and ".join(engine.device_types)
             raise ValueError(f"rank {engine.rank}: tensor on {tensor.device}; this group carries {allowed} tensors")

@@ -68,7 +68,8 @@ class Communicator(Tuned):
 
     - Tensors may be non-contiguous or empty, and an output may share memory with an input. A sparse tensor, or one without its
       own memory (a DTensor, a FakeTensor, a nested tensor), raises TypeError.
-    - Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool.
+    - Dtypes are float16, bfloat16, float32, float64, int8, uint8, int16, int32, int64 and bool. broadcast, allgather, gather,
+      scatter, alltoall, send and recv also move complex, float8, float4, uint16, uint32 and uint64 tensors.
     - src and dst are ranks of the group, from 0 to size - 1, not ranks of the world.
     - op is 'sum', 'average', 'min', 'max' or 'product', or torch's ReduceOp.SUM, AVG, MIN, MAX or PRODUCT. Sums and products of
       integers wrap around; averages of integers truncate toward zero. On bool, sum and max are "or", product and min are

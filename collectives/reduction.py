@@ -1,8 +1,8 @@
-"""Reduction operations and the dtypes they work on."""
+"""Reduction operations and the dtypes they work on, and the dtypes of verbs that only move data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ COMBINE: dict[str, Combine] = {
     "product": torch.mul,
 }
 
+#: The dtypes that can be reduced.
 DTYPES = (
     torch.float16,
     torch.bfloat16,
@@ -34,6 +35,23 @@ DTYPES = (
     torch.int32,
     torch.int64,
     torch.bool,
+)
+
+#: The dtypes that verbs without a reduction also carry.
+MOVED = (
+    *DTYPES,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
 )
 
 _TORCH_OPS = {
@@ -58,10 +76,10 @@ def op_name(rank: int, op: Op) -> str:
     return name
 
 
-def check_dtype(rank: int, dtype: torch.dtype) -> None:
-    """Raise TypeError for a dtype that no collective carries."""
-    if dtype not in DTYPES:
-        raise TypeError(f"rank {rank}: dtype is {dtype}; allowed are {', '.join(map(str, DTYPES))}")
+def check_dtype(rank: int, dtype: torch.dtype, allowed: Sequence[torch.dtype] = DTYPES) -> None:
+    """Raise TypeError, which lists the allowed dtypes, for any other."""
+    if dtype not in allowed:
+        raise TypeError(f"rank {rank}: dtype is {dtype}; allowed are {', '.join(map(str, allowed))}")
 
 
 def check_arithmetic(rank: int, dtype: torch.dtype, op: str, prescale: float = 1.0, postscale: float = 1.0) -> None:

@@ -12,9 +12,10 @@ from Horovod's in these points:
 - `root_rank` is a rank of the world, also in a call with a `process_set`.
 
 Tensors may have any shape (at least one dimension for allgather, alltoall and reducescatter) and the dtypes float16, bfloat16,
-float32, float64, int8, uint8, int16, int32, int64 and bool. The tensors of one grouped call, such as grouped_allreduce(), must
-be on one device. A result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64.
-The result is then truncated toward zero, and so are averages of integers.
+float32, float64, int8, uint8, int16, int32, int64 and bool. Verbs that only move data, such as broadcast(), also take complex,
+float8, float4, uint16, uint32 and uint64 tensors. The tensors of one grouped call, such as grouped_allreduce(), must be on one
+device. A result is on the device of its tensor. prescale_factor and postscale_factor multiply integers in float64. The result
+is then truncated toward zero, and so are averages of integers.
 
 Verbs that are neither in place nor asynchronous are differentiable, with Horovod's gradients; reductions only with op=Average
 or op=Sum. The gradient of allgather, and on the root rank that of broadcast, is the average of all ranks' gradients. The

@@ -182,7 +182,7 @@ class ProcessGroupTransport(Transport):
 
         def posted(start: Callable[..., dist.Work], peer: int, tensor: torch.Tensor, sent_kind: int) -> Pending:
             with _link_errors(peer):
-                message = _GlooPending(start([tensor], peer, tag), peer, tensor)
+                message = _GlooPending(start([tensor.view(torch.uint8)], peer, tag), peer, tensor)
                 if not kind:
                     return message
                 after = torch.tensor([sent_kind], dtype=torch.int64, device="cpu")

@@ -41,6 +41,9 @@ _NOT_RECORDED = nullcontext()
 #: The verbs that are half of another verb, and have its algorithms.
 _WHOLE_OF = {"reduce_shares": "allreduce", "gather_shares": "allreduce"}
 
+#: The verbs that need no arithmetic.
+_MOVES = frozenset({"allgather", "broadcast", "gather", "scatter", "alltoall", "gather_shares"})
+
 
 class Engine:
     """Moves the buffers of one Communicator. timeout_s, stall_warning_s: see Communicator.
@@ -143,7 +146,8 @@ class Engine:
         if device_type != "cpu":
             return None
         if verb != "allreduce":
-            self.prepare_to_reduce(like.dtype)
+            if verb not in _MOVES:
+                self.prepare_to_reduce(like.dtype)
             return None
         program = self.plans.of_buffer(verb, algorithm, root, numel, like.element_size(), grouped=False)
         follow = self._transport.follow(program, like.dtype, "sum" if op == "average" else op)

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
 from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Pending, Transport
-from gradwire.collectives.reduction import DTYPES, carried
+from gradwire.collectives.reduction import MOVED, carried
 from gradwire.collectives.run.operations import Operations
 from gradwire.collectives.run.staging import Buffer
 from gradwire.collectives.run.supervision import LAST_WORDS_S
@@ -46,7 +46,7 @@ class MessageWork:
         self._peers = others if peer is None else frozenset({peer})
         self._sends = sends
         self.sender = None if sends else peer
-        self._tag = (DTYPES.index(buffer.flat.dtype) + 1) << KIND_BITS | (_HIGHEST - tag)
+        self._tag = (MOVED.index(buffer.flat.dtype) + 1) << KIND_BITS | (_HIGHEST - tag)
         self._beginning: Work | None = None
         self._pending: Pending | None = None
         self._is_over = False

@@ -46,6 +46,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    memory = memory.conj() if tensor.is_conj() else memory
     return negative_view(memory) if tensor.is_neg() else memory
 
 
@@ -66,8 +67,8 @@ class Buffer:
     can use.
 
     flat shares the memory of a single tensor if possible. Strided tensors, several tensors, and tensors whose memory holds the
-    negative of their elements (Tensor.is_neg) are copied. With via_host, CUDA tensors are copied to pinned memory on the
-    current stream.
+    negative or the conjugate of their elements (Tensor.is_neg, Tensor.is_conj) are copied. With via_host, CUDA tensors are
+    copied to pinned memory on the current stream.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, via_host: bool, fill: bool = True) -> None:
@@ -79,7 +80,7 @@ class Buffer:
             if fill:
                 self.flat.view(whole.shape).copy_(whole, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
-        elif whole.is_contiguous() and not whole.is_neg():
+        elif whole.is_contiguous() and not whole.is_neg() and not whole.is_conj():
             self.flat = whole.as_strided((whole.numel(),), (1,))  # view(-1) would keep the stride of a single element
         else:
             self.flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)

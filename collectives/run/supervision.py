@@ -19,7 +19,7 @@ from gradwire.collectives.diagnostics.stall import Position, Stalls
 from gradwire.collectives.errors import CollectiveError, LinkError
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
-from gradwire.collectives.reduction import DTYPES
+from gradwire.collectives.reduction import MOVED
 from gradwire.collectives.run.joined import Joined
 
 #: How long an operation may continue after a peer's process has ended: the peer's last messages may have arrived already.
@@ -225,7 +225,7 @@ def _sent(error: LinkError) -> str:
     kind, nbytes = error.found
     if kind == 0:
         return ""
-    dtype = DTYPES[kind - 1]
+    dtype = MOVED[kind - 1]
     return f"send({str(dtype).removeprefix('torch.')}[{nbytes // dtype.itemsize}])"
 
 

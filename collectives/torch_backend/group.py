@@ -21,7 +21,6 @@ from gradwire.collectives.communicator import Communicator, abandon_all, close_a
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.link.attempt import Attempt
 from gradwire.collectives.plan.topology import host_id
-from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
 from gradwire.collectives.torch_backend.work import GradwireWork, at_once
@@ -165,7 +164,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         opts = opts or dist.BroadcastOptions()
         (tensor,) = tensors
         root = opts.rootRank
-        return self._started(tensors, opts, lambda a: [self._communicator.broadcast(_raw(tensor), root, async_op=a)])
+        return self._started(tensors, opts, lambda a: [self._communicator.broadcast(tensor, root, async_op=a)])
 
     @_verb("all_gather")
     def allgather(
@@ -194,7 +193,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         return self._allgather(outputs, inputs, opts)
 
     def _allgather(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> GradwireWork:
-        pairs = [(_each(_raw, output), _raw(given)) for output, given in zip(outputs, inputs, strict=True)]
+        pairs = list(zip(outputs, inputs, strict=True))
         return self._started(
             _tensors(outputs), opts, lambda a: [self._communicator.allgather(*pair, async_op=a) for pair in pairs]
         )
@@ -204,9 +203,9 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         """Gather every rank's tensor into a list on the root, by rank."""
         opts = opts or dist.GatherOptions()
         (given,) = inputs
-        lists, root = [_raw(tensor) for tensor in _tensors(outputs)], opts.rootRank
+        lists, root = _tensors(outputs), opts.rootRank
         return self._started(
-            _tensors(outputs), opts, lambda a: [self._communicator.gather(_raw(given), lists, root, async_op=a)]
+            _tensors(outputs), opts, lambda a: [self._communicator.gather(given, lists, root, async_op=a)]
         )
 
     @_verb("scatter")
@@ -214,10 +213,8 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         """Copy the r-th tensor of the root's list to the output of rank r."""
         opts = opts or dist.ScatterOptions()
         (output,) = outputs
-        lists, root = [_raw(tensor) for tensor in _tensors(inputs)], opts.rootRank
-        return self._started(
-            outputs, opts, lambda a: [self._communicator.scatter(_raw(output), lists, root, async_op=a)]
-        )
+        lists, root = _tensors(inputs), opts.rootRank
+        return self._started(outputs, opts, lambda a: [self._communicator.scatter(output, lists, root, async_op=a)])
 
     @_verb("all_to_all")
     def all_to_all_single(
@@ -229,11 +226,10 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         opts: Any = None,
     ) -> GradwireWork:
         """Send the r-th part of the input to rank r. Splits: the rows of each part; by default, parts are equal."""
-        pair = (_raw(output), _raw(input))
         both: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None)
         if output_splits or input_splits:
             both = self._rows(output, output_splits), self._rows(input, input_splits)
-        return self._started([output], opts, lambda a: [self._communicator.alltoall(*pair, *both, async_op=a)])
+        return self._started([output], opts, lambda a: [self._communicator.alltoall(output, input, *both, async_op=a)])
 
     def _rows(self, tensor: Tensor, splits: Sequence[int]) -> Sequence[int]:
         return splits or [len(tensor) // self.size()] * self.size()
@@ -241,13 +237,12 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     @_verb("all_to_all")
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Send the r-th input to rank r, which has one output per rank. The operation is synchronous."""
-        sent = torch.cat([_raw(tensor).flatten() for tensor in inputs])
-        received_lengths, sent_lengths = ([_raw(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs))
+        sent = torch.cat([tensor.detach().flatten() for tensor in inputs])
+        received_lengths, sent_lengths = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
         received = sent.new_empty(sum(received_lengths))
         self._communicator.alltoall(received, sent, received_lengths, sent_lengths)
         for tensor, part in zip(outputs, received.split(received_lengths), strict=True):
-            moved = _raw(tensor)
-            moved.detach().copy_(part.view(moved.shape))
+            tensor.detach().copy_(part.view(tensor.shape))
         return GradwireWork(outputs)
 
     # Barriers
@@ -269,19 +264,19 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> GradwireWork:
         """Begin to send a tensor to a rank."""
         (tensor,) = tensors
-        return self._message(tensors, self._messages.send(_raw(tensor), peer, tag=tag, async_op=True))
+        return self._message(tensors, self._messages.send(tensor, peer, tag=tag, async_op=True))
 
     @_verb("recv")
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> GradwireWork:
         """Begin to receive a tensor from a rank."""
         (tensor,) = tensors
-        return self._message(tensors, self._messages.recv(_raw(tensor), peer, tag=tag, async_op=True))
+        return self._message(tensors, self._messages.recv(tensor, peer, tag=tag, async_op=True))
 
     @_verb("recvAnySource")
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> GradwireWork:
         """Begin to receive a tensor from any rank. Until it has arrived, later messages of this rank wait."""
         (tensor,) = tensors
-        return self._message(tensors, self._messages.recv(_raw(tensor), None, tag=tag, async_op=True))
+        return self._message(tensors, self._messages.recv(tensor, None, tag=tag, async_op=True))
 
     def _message(self, tensors: Sequence[Tensor], work: Any) -> GradwireWork:
         self._mover.add(work)
@@ -400,12 +395,6 @@ def _tensors(given: Any) -> list[Tensor]:
 def _real(tensor: Tensor) -> Tensor:
     """Return a tensor, or if it is complex, a view of it as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor in a dtype that a Communicator carries: pairs for complex numbers, or bytes."""
-    moved = _real(tensor)
-    return moved if moved.dtype in DTYPES else moved.view(-1).view(torch.uint8)
 
 
 def _each(view: Callable[[Tensor], Tensor], given: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.collectives import arguments
 from gradwire.collectives.plan.spans import Layout, consecutive
-from gradwire.collectives.reduction import Op
+from gradwire.collectives.reduction import Op, check_dtype
 from gradwire.collectives.run.joined import DescribedCall
 from gradwire.collectives.run.operations import Turn
 from gradwire.collectives.run.plans import Shares
@@ -101,6 +101,7 @@ class Halves(Reductions):
     def _shares_of(self, tensor: Tensor) -> Shares:
         """Return the ranks' shares of a tensor. Raises TypeError or ValueError for one that cannot be reduced."""
         arguments.check_written(self._engine, tensor)
+        check_dtype(self.rank, tensor.dtype)
         return self._engine.plans.shares(tensor.numel(), tensor.element_size())
 
     def _halved(self, tensor: Tensor) -> Layout | None:

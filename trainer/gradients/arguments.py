@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from gradwire.collectives.reduction import check_dtype
+from gradwire.collectives.reduction import MOVED, check_dtype
 from gradwire.collectives.run.staging import refusal
 from gradwire.trainer.world.world import here
 
@@ -57,7 +57,7 @@ def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]
     """Return the tensors of a group. Raises TypeError and ValueError unless all can be moved, and are on one device."""
     checked = [check_tensor(tensor) for tensor in tensors]
     for tensor in checked:
-        check_dtype(rank, tensor.dtype)
+        check_dtype(rank, tensor.dtype, MOVED)
         if tensor.device != checked[0].device:
             raise ValueError(
                 f"{here()}{verb} needs all tensors on one device; given are some on {checked[0].device} and on {tensor.device}"
