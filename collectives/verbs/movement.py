@@ -227,10 +227,15 @@ class Movement(Ranks):
             )
         incoming = arguments.split_lengths(engine, "output", output, output_splits)
         outgoing = arguments.split_lengths(engine, "input", input, input_splits)
-        chosen = engine.plans.choose("alltoall", algorithm, input.nbytes, on_gpu=input.is_cuda)
-        whole = engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
-        shape = "splits" if input_splits is not None else arguments.described(input)
-        text = f"alltoall({arguments.dtype_name(input)}, {shape}, {chosen})"
+
+        def planned(nbytes: int) -> tuple[str, Whole | None]:
+            chosen = engine.plans.choose("alltoall", algorithm, nbytes, on_gpu=input.is_cuda)
+            return chosen, engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
+
+        plan = planned(input.nbytes)
+        # With splits, ranks may send different numbers of bytes, so they choose when they know those of all ranks.
+        shape, named = (arguments.described(input), plan[0]) if input_splits is None else ("splits", algorithm)
+        text = f"alltoall({arguments.dtype_name(input)}, {shape}, {named})"
         given: dict[str, Any] = {"algorithm": algorithm}
         if input_splits is not None:  # a joined rank sends nothing
             given["output_splits"] = given["input_splits"] = [0] * engine.size
@@ -242,8 +247,10 @@ class Movement(Ranks):
             return consecutive(outgoing), consecutive(incoming)
 
         def body(turn: Turn) -> None:
+            chosen, whole = plan
             if input_splits is not None:
-                _check_splits(engine, turn, outgoing, incoming)
+                most = _check_splits(engine, turn, outgoing, incoming)
+                chosen, whole = planned(most * mine.element_size())
             _move(engine, turn, "alltoall", chosen, whole, ([mine], [theirs]), layouts)
 
         return engine.submit(call, body, async_op=async_op)
@@ -302,8 +309,9 @@ def _move(
     result.store()
 
 
-def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: list[int]) -> None:
-    """Compare what every rank sends with what every rank expects; the same verdict on all ranks, nothing sent yet."""
+def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: list[int]) -> int:
+    """Compare what every rank sends with what every rank expects; the same verdict on all ranks, nothing sent yet. Return the
+    most elements that a rank sends."""
     size = engine.size
     rows = engine.table(turn, outgoing + incoming)
     wrong = {
@@ -316,3 +324,4 @@ def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: lis
         raise Mismatch(
             wrong, rank=engine.rank, operation=turn.call, places=engine.operations.places(turn.sequence, turn.call)
         )
+    return max(sum(row[:size]) for row in rows)

@@ -161,3 +161,19 @@ def test_table_from_the_environment() -> None:
         assert_exchanges(comm, numel=10_000)
         chosen = [comm.chosen("allreduce", nbytes) for nbytes in (0, 16 * 1024 - 1, 16 * 1024, 1 << 30)]
         assert chosen == ["recursive_doubling"] * 2 + ["tree"] * 2
+
+
+@on_ranks(3, initialized=False)
+def test_splits_that_differ_between_ranks_choose_one_algorithm() -> None:
+    """By the most bytes that a rank sends: at times, some send less than the bound in the table, and some more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLLECTIVES_ALLTOALL", "native:0-1K;direct:1K-max")
+        comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with comm:
+        for scale in (1, 30, 100):
+            counts = [[scale * (1 + sender) * (1 + receiver) for receiver in range(3)] for sender in range(3)]
+            sent = torch.arange(sum(counts[comm.rank]), dtype=torch.float32) + 10_000 * comm.rank
+            incoming = [row[comm.rank] for row in counts]
+            comm.alltoall(landed := torch.zeros(sum(incoming)), sent, incoming, counts[comm.rank])
+            wanted = [torch.arange(sum(row), dtype=torch.float32).split(row)[comm.rank] for row in counts]
+            assert torch.equal(landed, torch.cat([10_000 * sender + part for sender, part in enumerate(wanted)]))
