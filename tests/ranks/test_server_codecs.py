@@ -36,7 +36,8 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
             optimizer.zero_grad()
             loss_of(model, batch_of(step, rank)).backward()
             pushed = senders[rank].encode([parameter.grad for parameter in parameters], step)
-            for total, gradient in zip(totals, packing.flat.views(packing.decode(pushed, step)), strict=True):
+            for total, gradient in zip(totals, packing.decode(pushed, step), strict=True):
+                assert gradient is not None
                 total.add_(gradient, alpha=1 / size)
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total

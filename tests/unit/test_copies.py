@@ -39,6 +39,30 @@ def test_the_copies_of_all_step_as_the_originals_do() -> None:
         assert not torch.equal(copied, unmoved)  # and the optimizer left them alone
 
 
+def test_a_state_that_an_optimizer_makes_in_its_constructor() -> None:
+    """It must not lack a part, as Adagrad notices when it is copied."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    copies = copies_of(parameters[1])
+    made = of_copies(torch.optim.Adagrad(parameters, initial_accumulator_value=0.5), copies)
+    assert [state["sum"].tolist() for state in made.state.values()] == [[0.5, 0.5]]
+    assert list(made.state) == list(copies.values())
+
+
+def test_the_state_moves_with_the_parameters() -> None:
+    """To another device, of which there is one on every machine."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = {
+        "mean": torch.ones(2),
+        "nested": [torch.ones(2)],
+        "there": torch.ones(2, device="meta"),
+    }
+    copied = nn.Parameter(torch.empty(2, device="meta"))
+    state = of_copies(optimizer, {parameter: copied}).state[copied]
+    assert {tensor.device.type for tensor in (state["mean"], *state["nested"], state["there"])} == {"meta"}
+    assert optimizer.state[parameter]["mean"].device.type == "cpu"
+
+
 class NotCopied:
     def __deepcopy__(self, memo: object) -> None:
         raise AssertionError("the state of a parameter without a copy is copied")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback, Policy
-from gradwire.trainer.servers.connection import Flat
 from gradwire.trainer.servers.pushed import Packing, Sender
 
 NAMES = ["matrix", "bias", "other matrix", "wide"]
@@ -25,28 +24,28 @@ def dense(gradients: list[Tensor | None]) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, PARAMETERS, strict=True)]
 
 
-def through(packing: Packing, sender: Sender, step: int) -> list[Tensor]:
+def through(packing: Packing, sender: Sender, gradients: list[Tensor | None], step: int) -> list[Tensor | None]:
     """Return gradients of a step as a server gets them, in buffers that it has made itself."""
-    pushed = sender.encode(gradients_of(step), step)
-    received = packing.empty(step)
+    forms, *pushed = sender.encode(gradients, step)
+    received = packing.empty(packing.empty_forms().copy_(forms), step)
     for source, target in zip(pushed, received, strict=True):
         assert (source.dtype, source.shape) == (target.dtype, target.shape)
         target.copy_(source)
-    return packing.flat.views(packing.decode(received, step))
+    return packing.decode([forms, *received], step)
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "int8", "dgc", "qsgd"])
 def test_small_gradients_travel_as_they_are_and_others_as_codes(compression: str) -> None:
     packing = Packing(NAMES, PARAMETERS, Policy(compression))
-    decoded = through(packing, Sender(packing, 3), 0)
-    exact = [torch.equal(one, other) for one, other in zip(decoded, dense(gradients_of(0)), strict=True)]
+    decoded = through(packing, Sender(packing, 3), gradients_of(0), 0)
+    exact = [torch.equal(one, other) for one, other in zip(dense(decoded), dense(gradients_of(0)), strict=True)]
     if compression == "none":
         assert exact == [True] * 4
     elif compression == "fp16":  # a cast of all that is wider
         assert exact == [False, False, True, False]
     else:
         assert exact == [False, True, False, True]
-        codes = Sender(packing, 3).encode(gradients_of(0), 0)[2:]
+        codes = Sender(packing, 3).encode(gradients_of(0), 0)[3:]
         assert sum(code.nbytes for code in codes) < 4 * (64 * 65 + 70 * 64)
 
 
@@ -57,14 +56,40 @@ def test_with_error_feedback_only_what_is_kept_is_missing(compression: Compresso
     total, given = torch.zeros(64, 65), torch.zeros(64, 65)
     for step in range(STEPS):
         (gradient, *_) = dense(gradients_of(step))
-        pushed = sender.encode([gradient], step)
-        total += Flat(PARAMETERS[:1]).views(packing.decode(pushed, step))[0]
+        (decoded,) = packing.decode(sender.encode([gradient], step), step)
+        assert decoded is not None
+        total += decoded
         given += gradient
         if isinstance(compression, ErrorFeedback) and step < 2:
             assert torch.equal(total, given)
     kept = sender.state_dict()["residual.0"].view(64, 65)
     assert kept.abs().sum() > 0
     torch.testing.assert_close(total + kept, given, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", ErrorFeedback("int4"), "onebit"])
+def test_what_is_absent_or_sparse_is_so_at_the_server_and_nothing_is_lost(compression: Compressor) -> None:
+    """Have a matrix without a gradient in step 1, with a sparse one in step 2, and nothing at all in step 3."""
+    packing = Packing(NAMES, PARAMETERS, Policy(compression))
+    sender = Sender(packing, 3)
+    rows = torch.sparse_coo_tensor(torch.tensor([[3, 5, 3]]), torch.ones(3, 65), (64, 65), check_invariants=True)
+    given, total = torch.zeros(64, 65), torch.zeros(64, 65)
+    for step in range(STEPS):
+        gradients = [None] * 4 if step == 3 else gradients_of(step)
+        gradients[0] = [gradients[0], None, rows, None][step]
+        decoded = through(packing, sender, gradients, step)
+        assert [each is None for each in decoded] == [each is None for each in gradients]
+        if step == 2:
+            assert decoded[0] is not None
+            assert decoded[0].is_sparse
+            assert torch.equal(decoded[0].to_dense(), rows.to_dense())
+        elif step == 0:
+            given += dense(gradients)[0]
+            total += dense(decoded)[0]
+    kept = sender.state_dict().get("residual.0")
+    if kept is not None:
+        total += kept[: given.numel()].view(64, 65)
+    torch.testing.assert_close(total, given, rtol=1e-2 if compression == "fp16" else 1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from gradwire.trainer.servers.connection import QuorumLost
 from gradwire.trainer.servers.key_value.keys import Entry, KeySpec
 from gradwire.trainer.servers.key_value.messages import ROWS, RemoteKeys
 from gradwire.trainer.servers.key_value.messages import answer as key_answer
-from gradwire.trainer.servers.messages import SETTINGS
+from gradwire.trainer.servers.messages import REFUSE
 from gradwire.trainer.servers.serving import LEAVE, OWN, Serving
 from gradwire.trainer.servers.updater import Updater
 
@@ -51,7 +51,7 @@ def test_nobody_waits_when_a_serving_rank_is_lost_and_the_first_is_named(scheme:
     thread.start()
     begin.wait(FAR_S)
     with pytest.raises(PeerLost) as caught:
-        updater.exchange(1, 0, 1.0, updater.flat.empty())
+        updater.exchange(1, 0, 1.0, [None])
     thread.join()
     assert caught.value.ranks == (2,)
 
@@ -63,15 +63,26 @@ def test_a_quorum_that_is_lost_is_told_smaller_by_those_that_have_left(has_left:
         updater.leave(2)
     updater.lose(1, PeerLost([1], rank=0, operation="serving parameters", has_left=False))
     with pytest.raises(QuorumLost, match=f"fewer than the quorum of {3 - has_left}") as caught:
-        updater.exchange(0, 0, 1.0, updater.flat.empty())
+        updater.exchange(0, 0, 1.0, [None])
     assert (caught.value.ranks, caught.value.quorum) == ((1,), 3 - has_left)
 
 
 def test_who_holds_an_update_up_is_named() -> None:
     updater = updater_of(SYNCHRONOUS, timeout_s=0.0)
     with pytest.raises(CollectiveTimeout) as caught:
-        updater.exchange(1, 0, 1.0, updater.flat.empty())
+        updater.exchange(1, 0, 1.0, [None])
     assert caught.value.waiting_for == (0, 2)
+
+
+def test_an_update_on_the_cpu_is_not_captured_in_a_graph() -> None:
+    """As the settings of an optimizer on a GPU may want it, where also the learning rate may be a tensor."""
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.5), capturable=True)
+    alone = Scheme(quorum=1, grace_s=0.0, staleness=None, late="next")
+    updater = Updater(0, range(1), (0,), [parameter], optimizer, alone, FAR_S)
+    version, (values,) = updater.exchange(0, 0, 1.0, [torch.ones(3)])
+    assert version == 1
+    torch.testing.assert_close(values, torch.full((3,), -0.5))
 
 
 def test_the_quorum_of_a_key_that_is_lost_is_smaller_by_those_that_have_left() -> None:
@@ -86,7 +97,7 @@ def test_the_quorum_of_a_key_that_is_lost_is_smaller_by_those_that_have_left() -
 
 def test_a_kind_that_nobody_says_is_not_taken_for_another() -> None:
     nothing: Any = None
-    for answer, last in ((partial(messages.answer, nothing, nothing), SETTINGS), (partial(key_answer, nothing), ROWS)):
+    for answer, last in ((partial(messages.answer, nothing, nothing), REFUSE), (partial(key_answer, nothing), ROWS)):
         with pytest.raises(ValueError, match=f"rank 3 sent {last + 1}, which is n.* PUSH"):
             answer(3, nothing, last + 1, [0.0, 0.0, 0.0])
 

@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradwire.collectives.torch_internals import map_only
+
 
 def of_copies(optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
     """Return a copy of an optimizer for the copies of its parameters; parameters without a copy are left out. It has as many
-    param groups, so some may be empty. Raises TypeError as copied_attributes() does."""
+    param groups, so some may be empty. State on the device of a parameter is moved to that of its copy. Raises TypeError as
+    copied_attributes() does."""
     attributes = copied_attributes(optimizer)
-    groups = optimizer.param_groups
-    known: dict[int, Any] = {id(parameter): parameter for group in groups for parameter in group["params"]}
-    others = [parameter for parameter in known.values() if parameter not in copies and parameter in optimizer.state]
-    not_copied: dict[int, Any] = {id(optimizer.state[parameter]): {} for parameter in others}
-    made = copy.deepcopy(optimizer, known | not_copied | {id(parameter): made for parameter, made in copies.items()})
+    known: dict[int, Any] = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    left_out = [parameter for parameter in known.values() if parameter not in copies]
+    memo = known | {id(parameter): made for parameter, made in copies.items()}
+    kept = optimizer.state.copy()
+    for parameter in left_out:
+        kept.pop(parameter, None)
+    memo[id(optimizer.state)] = copy.deepcopy(kept, memo)
+    made = copy.deepcopy(optimizer, memo)
     wanted = set(copies.values())
     for group in made.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in wanted]
-    for parameter in known.values():  # the originals are no longer parameters of the copy
-        made.state.pop(parameter, None)
+    for parameter, copied in copies.items():
+        if copied.device != parameter.device and copied in made.state:
+            moved = partial(_moved, parameter.device, copied.device)
+            made.state[copied] = map_only(Tensor, moved, made.state[copied])
     for name, value in attributes.items():
         made.__dict__.setdefault(name, value)
     return made
+
+
+def _moved(source: torch.device, target: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(target) if tensor.device == source else tensor
 
 
 def copied_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -174,7 +174,8 @@ class Aggregator(Generic[_Value]):
     def take(self, now: float) -> list[tuple[_Value, float]] | None:
         """Return the contributions of the next update with their factors, ordered by worker; None if no update is due.
 
-        A factor is the contribution's weight / the sum of all weights. With late="weight", it is divided by 1 + age.
+        A factor is the contribution's weight / the sum of all weights, or 0 if this sum is 0. With late="weight", it is divided
+        by 1 + age.
         """
         due_at = self.due_at(now)
         if due_at is None or now < due_at:
@@ -182,7 +183,7 @@ class Aggregator(Generic[_Value]):
         pending, self._pending, self._complete_at = self._pending, [], None
         self.version += 1
         self._updates += 1
-        total = sum(each.weight for each in pending)
+        total = sum(each.weight for each in pending) or 1.0
         return [
             (each.value, each.weight / total * (1 / (1 + each.age) if self._scheme.late == "weight" else 1.0))
             for each in sorted(pending, key=lambda each: each.worker)

@@ -17,7 +17,7 @@ from gradwire.trainer.servers.serving import OWN, Answer, Client, LocalClient
 from gradwire.trainer.servers.updater import Updater
 from gradwire.trainer.world.world import here
 
-PUSH, SETTINGS = range(OWN, OWN + 2)
+PUSH, SETTINGS, REFUSE = range(OWN, OWN + 3)
 
 
 def answer(
@@ -27,13 +27,20 @@ def answer(
     if kind == SETTINGS:
         updater.take_settings(worker, receive(communicator, int(numbers[0]), 0))
         return None
+    if kind == REFUSE:
+        updater.refuse(receive(communicator, int(numbers[0]), 0))
+        return None
     if kind != PUSH:
-        raise ValueError(f"rank {worker} sent {kind}, which is neither PUSH ({PUSH}) nor SETTINGS ({SETTINGS})")
+        raise ValueError(
+            f"rank {worker} sent {kind}, which is none of PUSH ({PUSH}), SETTINGS ({SETTINGS}) and REFUSE ({REFUSE})"
+        )
     weight, version, step = numbers[0], int(numbers[1]), int(numbers[2])
-    pushed = packing.empty(step)
-    for buffer in pushed:
+    forms = packing.empty_forms()
+    communicator.recv(forms, 0)
+    buffers = packing.empty(forms, step)
+    for buffer in buffers:
         communicator.recv(buffer, 0)
-    return lambda: updater.exchange(worker, version, weight, packing.decode(pushed, step))
+    return lambda: updater.exchange(worker, version, weight, packing.decode([forms, *buffers], step))
 
 
 class RemoteUpdater(Client):
@@ -57,7 +64,7 @@ class RemoteUpdater(Client):
         self._sent: Tensor | None = None
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
-        """Send the gradients of a step, in the buffers of Sender.encode()."""
+        """Send the gradients of a step, as Sender.encode() returned them."""
         settings = None if self._settings is None else _settings_of(self._settings)
         with self._reached("step"):
             if settings is not None and (self._sent is None or not torch.equal(settings, self._sent)):
@@ -65,6 +72,12 @@ class RemoteUpdater(Client):
                 self._sent = settings
             self._request(PUSH, weight, version, step, tensors=pushed)
         self.is_answer_due = True
+
+    def refuse(self, reason: str) -> None:
+        """Let the steps of all workers fail for a reason, see Updater.refuse()."""
+        text = to_bytes(reason)
+        with suppress(CollectiveError), self._reached("step"):  # without the server, the other workers fail too
+            self._request(REFUSE, text.numel(), tensors=[text])
 
     def pull(self, timeout_s: float | None = None) -> tuple[int, list[Tensor]]:
         """Wait for the server's answer, and return its version and its buffers of parameters. timeout_s: the limit until the
@@ -88,11 +101,15 @@ class LocalUpdater(LocalClient[Updater]):
     def __init__(self, updater: Updater, packing: Packing) -> None:
         super().__init__(updater)
         self.packing = packing
-        self._pushed: tuple[int, float, list[Tensor]] = (0, 0.0, [])
+        self._pushed: tuple[int, float, list[Tensor | None]] = (0, 0.0, [])
 
     def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
-        """Decode the gradients of a step from the buffers of Sender.encode(), and keep them until pull()."""
+        """Decode the gradients of a step, which Sender.encode() returned, and keep them until pull()."""
         self._pushed = (version, weight, self.packing.decode(pushed, step))
+
+    def refuse(self, reason: str) -> None:
+        """Call Updater.refuse()."""
+        self._served.refuse(reason)
 
     def pull(self) -> tuple[int, list[Tensor]]:
         """Call Updater.exchange() with the kept gradients, and return its result."""

@@ -72,8 +72,9 @@ class ParameterServer(WrappingOptimizer):
     the residuals of error feedback. Parameters are pulled uncompressed.
 
     Replicas must start equal: load or broadcast the parameters (broadcast_parameters) before making the optimizer, since the
-    constructor copies them to the servers. A parameter without a gradient contributes zeros. Runs with a quorum of all are
-    bitwise reproducible. With a smaller quorum, results depend on the order of arrival.
+    constructor copies them to the servers. If only some of the ranks of an update have a gradient of a parameter, the others
+    contribute zeros; if none has one, the update leaves this parameter and its state as they are. Sparse gradients remain
+    sparse. Runs with a quorum of all are bitwise reproducible. With a smaller quorum, results depend on the order of arrival.
 
     If a rank dies, the others continue if at least `quorum` remain and the rank was not a server; otherwise step() raises
     QuorumLost or PeerLost. If a rank of a group dies, the whole group ends. A lost rank cannot return. A rank that pushes
@@ -84,6 +85,9 @@ class ParameterServer(WrappingOptimizer):
 
     The constructor is collective. Raises ValueError or TypeError for invalid arguments.
     """
+
+    _step_supports_amp_scaling = True
+    """Lets torch's GradScaler call step() on ranks whose gradients are not finite too: the others wait for their push."""
 
     def __init__(
         self,
@@ -116,7 +120,7 @@ class ParameterServer(WrappingOptimizer):
         self._updater: Updater | None = None
         self._worker: PushPullWorker | Member | None = None
         self._failure: BaseException | None = None
-        self._taken_over: dict[str, int] | None = None  # hashes of the servers' parameters, until the first step
+        self._hashes: dict[str, int] = {}  # of the parameters that this rank's servers have last copied or sent
         self.optimizer = optimizer
         share_hooks(self, optimizer)
         try:
@@ -142,7 +146,7 @@ class ParameterServer(WrappingOptimizer):
             self._connect(list(self._trained), list(self._trained.values()), encodings, group)
             place = [self._communicator.rank, size]
             self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(self._trained)]
-            self._taken_over = self._hashes()
+            self._hashes = self._hashed()
         except BaseException:
             self._part.break_off()
             raise
@@ -211,16 +215,19 @@ class ParameterServer(WrappingOptimizer):
         closure: a function that clears gradients, calls backward() and returns this rank's loss, which step() returns.
         weight: the weight of these gradients in the average, such as their number of tokens.
 
-        Raises QuorumLost if too few ranks remain, and PeerLost if a server is lost. After any such error or Ctrl-C, every
-        further call raises CollectiveError. The first step() after the constructor or load_state_dict() raises RuntimeError if
-        parameters have changed since the servers copied them. Raises ValueError if a parameter requires a gradient now but did
-        not when this optimizer was made.
+        With a GradScaler: scaler.step() calls this on every rank. A rank whose gradients are not finite contributes none, and the
+        update uses those of the others.
+
+        Raises QuorumLost if too few ranks remain, and PeerLost if a server is lost. If anything but the servers has changed this
+        rank's parameters, raises RuntimeError here, and CollectiveError in the next step of all other ranks. After any such
+        error or Ctrl-C, every further call raises CollectiveError. Raises ValueError if a parameter requires a gradient now but
+        did not when this optimizer was made.
         """
         worker = self._training()
         self._check_unbroken()
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"{here()}weight must be a finite number > 0, not {weight!r}")
-        self._check_unchanged()
+        refusal = self._changes()
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ValueError(
@@ -231,8 +238,10 @@ class ParameterServer(WrappingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        gradients, weight = self._unscaled([parameter.grad for parameter in self._trained.values()], weight)
         try:
-            worker.step(weight)
+            worker.step(gradients, weight, refusal)
+            self._hashes = self._hashed()
         except BaseException as error:  # also Ctrl-C, after which a server's answer may be due
             self._failure = error
             raise
@@ -242,13 +251,16 @@ class ParameterServer(WrappingOptimizer):
         """Serve until all workers have left or are lost, on a rank that does not train.
 
         A worker that pushes nothing for the timeout_s of init() counts as lost. Returns at once if there are fewer parameters
-        than servers, and none is left for this rank. Raises ValueError on a rank that trains, and RuntimeError if parameters
-        have changed since this optimizer was made.
+        than servers, and none is left for this rank. Raises ValueError on a rank that trains; RuntimeError if parameters have
+        changed since this optimizer was made, and the workers then raise CollectiveError.
         """
         self._check_open()
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
-        self._check_unchanged()
+        if (refusal := self._changes()) is not None:
+            if self._updater is not None:
+                self._updater.refuse(refusal)
+            raise RuntimeError(refusal)
         while (server := self._part.serving) is not None and not server.join(time.monotonic() + _SLICE_S):
             pass
 
@@ -316,7 +328,7 @@ class ParameterServer(WrappingOptimizer):
         if self._updater is not None:
             self._updater.load_state_dict(saved["updater"])
         self._training().load_state_dict(saved["worker"], saved["version"])
-        self._taken_over = self._hashes()
+        self._hashes = self._hashed()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Announce that this rank sends nothing more, serve the others until they announce the same or are lost, and end the
@@ -337,21 +349,33 @@ class ParameterServer(WrappingOptimizer):
             message = f"this optimizer is broken by an earlier failure: {text_of(self._failure)}"
             raise CollectiveError(f"{here()}{message}") from self._failure
 
-    def _hashes(self) -> dict[str, int]:
-        """Return hashes of the parameters, by name. (Tensor._version would not suffice: receiving does not change it.)"""
+    def _hashed(self) -> dict[str, int]:
+        """Return hashes of the parameters, by name. (Tensor._version would not suffice: `parameter.data` and broadcasts leave
+        it.)"""
         return {name: hash_of(parameter) for name, parameter in self._trained.items()}
 
-    def _check_unchanged(self) -> None:
-        """Raise RuntimeError if, before the first step, parameters have changed since the servers copied them."""
-        if self._taken_over is None:
-            return
-        changed = [name for name, found in self._hashes().items() if found != self._taken_over[name]]
-        if changed:
-            raise RuntimeError(
-                f"{here()}parameters ({changed[0]!r}, {len(changed)} in all) have changed since this optimizer was made or its "
-                "state loaded, and its servers would overwrite them: load or broadcast parameters before that"
-            )
-        self._taken_over = None
+    def _changes(self) -> str | None:
+        """Return what to raise if parameters have changed since the servers copied or sent them; None if none has."""
+        changed = [name for name, found in self._hashed().items() if found != self._hashes[name]]
+        if not changed:
+            return None
+        return (
+            f"{here()}parameters ({changed[0]!r}, {len(changed)} in all) have changed since the servers copied or sent them, and "
+            "the next pull would undo the change. Load or broadcast parameters before you make this optimizer or load its "
+            "state; let step() of the wrapped optimizer, which the servers call, make changes such as clamp_()"
+        )
+
+    def _unscaled(self, gradients: list[Tensor | None], weight: float) -> tuple[list[Tensor | None], float]:
+        """Return what to push: nothing, with weight 0, if a GradScaler has found gradients that are not finite; otherwise the
+        gradients, divided in place by its scale unless unscale_() has done so."""
+        if getattr(self, "found_inf", 0):
+            return [None] * len(gradients), 0.0
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            with torch.no_grad():
+                for gradient in gradients:
+                    if gradient is not None:
+                        gradient.mul_(1 / scale.item())
+        return gradients, weight
 
     def _training(self) -> PushPullWorker | Member:
         """Return this rank's PushPullWorker or Member. Raises RuntimeError on a rank that only serves, and after

@@ -1,10 +1,12 @@
-"""The gradients that workers push to a parameter server: uncompressed, or as codes with error feedback at the worker."""
+"""The gradients that workers push to a parameter server: dense ones uncompressed or as codes with error feedback at the worker,
+sparse ones as rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,76 +19,105 @@ from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.trainer.gradients.checkpoint_format import check_finite
 from gradwire.trainer.gradients.compression import Compressor, Encoding, Policy, encoding_for
 from gradwire.trainer.servers.connection import Flat
+from gradwire.trainer.servers.rows import DENSE, coalesced, form_of, of_rows
 from gradwire.trainer.world.world import here
+
+_Forms: TypeAlias = list[list[int]]
+"""The form of each parameter's gradient in a message, see form_of()."""
 
 
 @dataclass(frozen=True)
 class _Group:
     """Describes gradients that are sent together: if encoding is None, uncompressed, in one buffer for each dtype; else as one
-    code of float32 values. members: the numbers of their parameters. flat: the layout of the buffers or values."""
+    code of float32 values. members: the numbers of their parameters. tensors: tensors with the shapes and dtypes in which
+    they are sent."""
 
     encoding: Encoding | None
     members: tuple[int, ...]
-    flat: Flat
+    tensors: tuple[Tensor, ...]
+
+    @cached_property
+    def flat(self) -> Flat:
+        """Return the layout of all members."""
+        return Flat(self.tensors)
 
     def codec_at(self, step: int) -> Codec | None:
         """Return the codec of a step; None if the gradients are uncompressed, as during the warm-up."""
         return None if self.encoding is None else self.encoding.codec_at(step)
 
-    def empty(self, step: int) -> list[Tensor]:
-        """Return new buffers into which to receive a worker's gradients of a step."""
-        codec = self.codec_at(step)
-        if codec is None:
-            return self.flat.empty()
-        return [torch.empty(codec.wire_bytes(self.flat.numel), dtype=torch.uint8, device="cpu")]
+    def sent(self, forms: _Forms) -> tuple[Sequence[int], Flat]:
+        """Return the members that a message contains, and their layout: the dense ones; of an encoded group all members, or
+        none if none is dense."""
+        dense = [place for place, number in enumerate(self.members) if forms[number][0] == DENSE]
+        if len(dense) == len(self.members) or (dense and self.encoding is not None):
+            return self.members, self.flat
+        return [self.members[place] for place in dense], Flat([self.tensors[place] for place in dense])
 
-    def pack(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new buffers with this group's members of all gradients, laid out by `flat`."""
-        return self.flat.pack([gradients[number] for number in self.members])
+    def empty(self, forms: _Forms, step: int) -> list[Tensor]:
+        """Return new buffers into which to receive a worker's gradients of a step."""
+        members, flat = self.sent(forms)
+        codec = self.codec_at(step)
+        if codec is None or not members:
+            return flat.empty()
+        return [torch.empty(codec.wire_bytes(flat.numel), dtype=torch.uint8)]
 
 
 class Packing:
-    """Lays out the gradients of some parameters in messages: first the uncompressed ones, in one buffer for each dtype; then a
-    code for each encoding.
+    """Lays out the gradients of some parameters in messages: first the form of each gradient; then the dense uncompressed ones,
+    in one buffer for each dtype; then a code for each encoding; then the indices and values of each sparse one.
 
-    policy: selects the encoding of each parameter by name; no matrix codecs. Attribute flat: the layout of all gradients, and
-    of the parameters, when uncompressed.
+    policy: selects the encoding of each dense gradient by its parameter's name; no matrix codecs. Attribute flat: the layout of
+    the parameters.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], policy: Policy) -> None:
         self.flat = Flat(parameters)
+        self._like = [torch.empty_like(parameter, device="meta") for parameter in parameters]
         members: dict[Encoding | None, list[int]] = {None: []}
         for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
             members.setdefault(encoding_for(policy.encoding(name, parameter), parameter.dtype), []).append(number)
         self.groups: list[_Group] = []
         for encoding, numbers in members.items():
-            given = [parameters[number] for number in numbers]
+            given = [self._like[number] for number in numbers]
             if encoding is not None:
-                given = [torch.empty(parameter.shape, dtype=torch.float32, device="meta") for parameter in given]
+                given = [like.to(torch.float32) for like in given]
                 rehearse(
                     encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback
                 )  # compiles now, not in the first step
-            self.groups.append(_Group(encoding, tuple(numbers), Flat(given)))
+            self.groups.append(_Group(encoding, tuple(numbers), tuple(given)))
 
-    def empty(self, step: int) -> list[Tensor]:
-        """Return new buffers into which to receive a worker's gradients of a step."""
-        return [buffer for group in self.groups for buffer in group.empty(step)]
+    def empty_forms(self) -> Tensor:
+        """Return a new tensor into which to receive the forms of a worker's gradients."""
+        return torch.empty((len(self._like), 2), dtype=torch.int64)
 
-    def decode(self, pushed: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Decode the buffers of a Sender for a step, and return the gradients, laid out by `flat`."""
-        if len(self.groups) == 1:  # all gradients are uncompressed
-            return list(pushed)
-        gradients = self.flat.empty()
-        views = self.flat.views(gradients)
+    def empty(self, forms: Tensor, step: int) -> list[Tensor]:
+        """Return new buffers into which to receive a worker's gradients of these forms."""
+        listed = forms.tolist()
+        buffers = [buffer for group in self.groups for buffer in group.empty(listed, step)]
+        for like, (dimensions, rows) in zip(self._like, listed, strict=True):
+            if dimensions > 0:
+                buffers.append(torch.empty((dimensions, rows), dtype=torch.int64))
+                buffers.append(torch.empty((rows, *like.shape[dimensions:]), dtype=like.dtype))
+        return buffers
+
+    def decode(self, pushed: Sequence[Tensor], step: int) -> list[Tensor | None]:
+        """Return the gradients of a step from what Sender.encode() returned, None for each parameter without one."""
         arrived = iter(pushed)
+        forms = next(arrived).tolist()
+        gradients: list[Tensor | None] = [None] * len(forms)
         for group in self.groups:
-            buffers = [next(arrived) for _ in range(len(group.flat))]
-            if (codec := group.codec_at(step)) is not None:
-                values = group.flat.empty()
+            members, flat = group.sent(forms)
+            buffers = [next(arrived) for _ in range(len(flat))]
+            if members and (codec := group.codec_at(step)) is not None:
+                values = flat.empty()
                 codec.decode(*buffers, *values)
                 buffers = values
-            for number, view in zip(group.members, group.flat.views(buffers), strict=True):
-                views[number].copy_(view)
+            for number, view in zip(members, flat.views(buffers), strict=True):
+                if forms[number][0] == DENSE:
+                    gradients[number] = view.to(self._like[number].dtype)
+        for number, (dimensions, _) in enumerate(forms):
+            if dimensions > 0:
+                gradients[number] = of_rows(next(arrived), next(arrived), self._like[number].shape)
         return gradients
 
 
@@ -108,17 +139,40 @@ class Sender:
             self._states.append(codec.new_state(numel, torch.device("cpu")) if keeps else None)
 
     def encode(self, gradients: Sequence[Tensor | None], step: int) -> list[Tensor]:
-        """Return buffers with the gradients of a step, for Packing.decode()."""
-        pushed = self._plain.pack(gradients)
+        """Return the forms of the gradients of a step, and buffers with the gradients, for Packing.decode()."""
+        gradients = [coalesced(gradient) for gradient in gradients]
+        forms = [form_of(gradient) for gradient in gradients]
+        dense = [gradient if form[0] == DENSE else None for form, gradient in zip(forms, gradients, strict=True)]
+        pushed = [torch.tensor(forms, dtype=torch.int64).reshape(-1, 2)]
+        members, flat = self._plain.sent(forms)
+        pushed += flat.pack([dense[number] for number in members])
         for number, group in enumerate(self._coded):
-            (values,) = group.pack(gradients)
-            if (codec := group.codec_at(step)) is not None:
-                (code,) = group.empty(step)
+            members, flat = group.sent(forms)
+            buffers = flat.pack([dense[member] for member in members])
+            if members and (codec := group.codec_at(step)) is not None:
+                (values,) = buffers
+                (code,) = group.empty(forms, step)
                 seed = rounding_seed(step, 0, number, 0, 0, self._seed)
                 codec.encode(values, code, residual=self._residuals[number], seed=seed, state=self._states[number])
-                values = code
-            pushed.append(values)
+                self._keep(number, [dense[member] is None for member in members], codec, code)
+                buffers = [code]
+            pushed += buffers
+        for (dimensions, _), gradient in zip(forms, gradients, strict=True):
+            if dimensions > 0 and gradient is not None:
+                pushed += [gradient.indices().cpu(), gradient.values().cpu()]
         return pushed
+
+    def _keep(self, number: int, unused: Sequence[bool], codec: Codec, code: Tensor) -> None:
+        """Add to a residual what the code has for members without a dense gradient, which the server does not use."""
+        residual = self._residuals[number]
+        if residual is None or not any(unused):
+            return
+        flat = self._coded[number].flat
+        values = flat.empty()
+        codec.decode(code, *values)
+        for is_unused, kept, view in zip(unused, flat.views([residual]), flat.views(values), strict=True):
+            if is_unused:
+                kept.add_(view.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the residuals and the codec states, by name."""

@@ -15,6 +15,7 @@ from gradwire.collectives import CollectiveError, CollectiveTimeout
 from gradwire.trainer.optimizers.copies import of_copies
 from gradwire.trainer.servers.aggregator import Aggregator, Counts, Scheme
 from gradwire.trainer.servers.connection import Flat, QuorumLost
+from gradwire.trainer.servers.rows import weighted_sum
 
 
 class Updater:
@@ -47,15 +48,17 @@ class Updater:
         self._parameters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in parameters]
         self._optimizer = of_copies(optimizer, dict(zip(parameters, self._parameters, strict=True)))
         self._changed = threading.Condition()
-        self._aggregator: Aggregator[list[Tensor]] = Aggregator(workers, scheme)
+        self._aggregator: Aggregator[list[Tensor | None]] = Aggregator(workers, scheme)
         self._newest = self.flat.pack(self._parameters)
         self._failure: CollectiveError | None = None
 
-    def exchange(self, worker: int, version: int, weight: float, gradients: list[Tensor]) -> tuple[int, list[Tensor]]:
+    def exchange(
+        self, worker: int, version: int, weight: float, gradients: list[Tensor | None]
+    ) -> tuple[int, list[Tensor]]:
         """Add a worker's gradients, wait until the worker may continue, and return the version and the parameters.
 
         Raises QuorumLost if too few workers remain; CollectiveTimeout after timeout_s; CollectiveError if the optimizer has
-        failed; the error of lose() if a rank that serves is lost.
+        failed or a worker has refused a step; the error of lose() if a rank that serves is lost.
         """
         operation = f"step of rank {worker} at the parameter server"
         deadline = time.monotonic() + self._timeout_s
@@ -78,6 +81,13 @@ class Updater:
                 self._update()
             aggregator.went(worker)
             return aggregator.version, self._newest
+
+    def refuse(self, reason: str) -> None:
+        """Let exchange() raise CollectiveError from now on, since a rank cannot continue."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = CollectiveError(reason, rank=self.rank, operation="update at the parameter server")
+            self._changed.notify_all()
 
     def take_settings(self, worker: int, settings: list[dict[str, Any]]) -> None:
         """Keep the settings of a worker's param groups. Updates use the settings of the lowest-numbered remaining
@@ -144,19 +154,23 @@ class Updater:
         if len(self._settings) > 1:
             self._settings.pop(worker, None)
 
-    def _step(self, shares: list[tuple[list[Tensor], float]]) -> None:
+    def _step(self, shares: list[tuple[list[Tensor | None], float]]) -> None:
         settings = self._settings[min(self._settings)] if self._settings else self._users.param_groups
         for theirs, mine in zip(settings, self._optimizer.param_groups, strict=True):
-            mine.update({name: value for name, value in theirs.items() if name != "params"})
-        views = [self.flat.views(gradients) for gradients, _ in shares]
+            mine.update(_on_cpu(theirs))
         for number, parameter in enumerate(self._parameters):
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            total = torch.zeros(parameter.shape, dtype=wide, device="cpu")
-            for (_, factor), gradients in zip(shares, views, strict=True):
-                total.add_(gradients[number].to(wide), alpha=factor)
-            parameter.grad = total.to(parameter.dtype)
+            given = [(gradients[number], factor) for gradients, factor in shares]
+            parameter.grad = weighted_sum(given, parameter.dtype)
         self._optimizer.step()
         self._newest = self.flat.pack(self._parameters)
+
+
+def _on_cpu(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a param group, for parameters on the CPU: tensors are moved there, and a step is not captured in a
+    CUDA graph."""
+    moved = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in settings.items()}
+    moved.pop("params", None)
+    return {**moved, "capturable": False} if "capturable" in moved else moved
 
 
 def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.connection import Flat, from_record, to_record
 from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater
 from gradwire.trainer.servers.pushed import Sender
+from gradwire.trainer.servers.rows import ABSENT, DENSE, coalesced, form_of
 
 
 class PushPullWorker:
@@ -38,12 +40,16 @@ class PushPullWorker:
         self.versions = [0] * len(self._parts)
         self.steps = 0
 
-    def step(self, weight: float) -> None:
-        """Push this rank's gradients, and copy the servers' newest parameters into this rank's parameters."""
-        self.exchange([parameter.grad for parameter in self._parameters], weight)
+    def step(self, gradients: Sequence[Tensor | None], weight: float, refusal: str | None) -> None:
+        """Push gradients of all parameters, and copy the servers' newest parameters into this rank's parameters.
 
-    def exchange(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        """Push gradients of all parameters, and copy the servers' newest parameters into this rank's parameters."""
+        weight: of the gradients; 0 if they are all None. refusal: why this rank cannot take the step: then, nothing is pushed,
+        the other ranks' steps fail, and RuntimeError is raised.
+        """
+        if refusal is not None:
+            for client, _ in self._parts:
+                client.refuse(refusal)
+            raise RuntimeError(refusal)
         for place, (client, numbers) in enumerate(self._parts):
             pushed = self._senders[place].encode([gradients[number] for number in numbers], self.steps)
             client.push(self.versions[place], weight, self.steps, pushed)
@@ -98,32 +104,73 @@ class Member:
         """Return the versions of the parameters, one for each server."""
         return self._versions if self._worker is None else self._worker.versions
 
-    def step(self, weight: float) -> None:
-        """Compute the weighted average of the group's gradients; the first rank exchanges it with the servers, and broadcasts
-        the parameters. Raises the first rank's error on all ranks of the group."""
-        gradients, total = self._average(weight)
+    def step(self, gradients: Sequence[Tensor | None], weight: float, refusal: str | None) -> None:
+        """Compute the weighted average of the group's gradients; the first rank pushes it to the servers, pulls the parameters,
+        and broadcasts them. The arguments are those of PushPullWorker.step(). Raises the first rank's error on all ranks of the
+        group; RuntimeError on all ranks if one has a refusal."""
+        mine = [coalesced(gradient) for gradient in gradients]
+        table = self._gathered([weight, refusal is not None, *chain.from_iterable(map(form_of, mine))])
+        averaged, total = [], table[:, 0].sum().item()
+        if table[:, 1].any():
+            refusal = next(filter(None, self._communicator.allgather_record(refusal)))
+        else:
+            averaged = self._average(mine, table[:, 2:], weight / total if total else 0.0)
         if self._worker is not None:
             try:
-                self._worker.exchange(gradients, total)
+                self._worker.step(averaged, total, refusal)
             except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's record
                 with suppress(CollectiveError):  # if these ranks are lost too, still raise this error
                     self._communicator.allgather_record(to_record(error))
                 raise
+        if refusal is not None:
+            raise RuntimeError(refusal)
         first = self._communicator.allgather_record({"versions": self.versions})[0]
         if "versions" not in first:
             raise from_record(first, self._rank, "step at the parameter server, by rank 0 of the group")
         self._versions = first["versions"]
         self._share()
 
-    def _average(self, weight: float) -> tuple[list[Tensor], float]:
-        """Return the weighted average of all ranks' gradients, on the first rank only, and the sum of the weights."""
-        total = torch.tensor([weight], dtype=torch.float64, device="cpu")
-        self._communicator.allreduce(total)
-        buffers = self._flat.pack([parameter.grad for parameter in self._parameters])
+    def _gathered(self, numbers: Sequence[float]) -> Tensor:
+        """Return the numbers of all ranks, a row for each."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        table = own.new_empty(self._communicator.size, own.numel())
+        self._communicator.allgather(table, own)
+        return table
+
+    def _average(self, mine: Sequence[Tensor | None], forms_by_rank: Tensor, share: float) -> list[Tensor | None]:
+        """Return the weighted average of all ranks' gradients, on the first rank only. It is None where no rank has a gradient,
+        and sparse where all ranks that have one have a sparse one. share: the factor of this rank's gradients."""
+        forms = forms_by_rank.long().unflatten(1, (-1, 2)).transpose(0, 1).tolist()
+        kinds = [{dimensions for dimensions, _ in by_rank} - {ABSENT} for by_rank in forms]
+        averaged: list[Tensor | None] = [None] * len(mine)
+        dense = [number for number, kind in enumerate(kinds) if DENSE in kind or len(kind) > 1]
+        flat = self._flat if len(dense) == len(mine) else Flat([self._parameters[number] for number in dense])
+        buffers = flat.pack([mine[number] for number in dense])
         for buffer in buffers:
-            buffer.mul_(weight / total.item())
+            buffer.mul_(share)
             self._communicator.reduce(buffer, 0)
-        return self._flat.views(buffers), total.item()
+        for number, view in zip(dense, flat.views(buffers), strict=True):
+            averaged[number] = view
+        for number, kind in enumerate(kinds):
+            if len(kind) == 1 and DENSE not in kind:
+                counts = [rows for _, rows in forms[number]]
+                averaged[number] = self._sum_of_rows(self._parameters[number], mine[number], counts, min(kind), share)
+        return averaged
+
+    def _sum_of_rows(
+        self, parameter: Tensor, gradient: Tensor | None, counts: Sequence[int], dimensions: int, share: float
+    ) -> Tensor:
+        """Return the sum of all ranks' sparse gradients of a parameter, each times the share of its rank. counts: the number
+        of rows of each rank. dimensions: the number of sparse dimensions."""
+        indices = torch.empty((sum(counts), dimensions), dtype=torch.int64)
+        values = torch.empty((sum(counts), *parameter.shape[dimensions:]), dtype=parameter.dtype)
+        if len(indices):
+            own_indices, own_values = indices[:0], values[:0]
+            if gradient is not None:
+                own_indices, own_values = gradient.indices().t().cpu().contiguous(), gradient.values().cpu() * share
+            self._communicator.allgather(list(indices.split(list(counts))), own_indices)
+            self._communicator.allgather(list(values.split(list(counts))), own_values)
+        return torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
 
     def _share(self) -> None:
         """Copy the first rank's parameters to the other ranks of the group."""
