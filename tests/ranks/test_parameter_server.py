@@ -160,7 +160,7 @@ def test_parameters_that_change_before_the_first_step_are_refused() -> None:
         nn.init.zeros_(model[0].weight)
     optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    with pytest.raises(RuntimeError, match=r"rank 1: parameters \('0.weight', 1 in all\) have changed since"):
+    with pytest.raises(RuntimeError, match="rank 1: this rank's parameters have changed"):
         optimizer.step()
     optimizer.close()
     optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())

@@ -122,7 +122,7 @@ def test_a_change_of_parameters_between_steps_is_an_error_on_all_ranks(way: str)
         hvd.barrier()
         if hvd.rank() == 1:
             change(model)
-        with pytest.raises((RuntimeError, CollectiveError), match="rank 1: parameters") as caught:
+        with pytest.raises((RuntimeError, CollectiveError), match="rank 1: this rank") as caught:
             train(model, optimizer, range(2, 30))
         assert isinstance(caught.value, CollectiveError) == (hvd.rank() == 0 and way != "in a group")
         for _ in range(2):

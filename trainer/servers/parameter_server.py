@@ -120,7 +120,7 @@ class ParameterServer(WrappingOptimizer):
         self._updater: Updater | None = None
         self._worker: PushPullWorker | Member | None = None
         self._failure: BaseException | None = None
-        self._hashes: dict[str, int] = {}  # of the parameters that this rank's servers have last copied or sent
+        self._hashes: list[int] = []  # of the parameters that this rank's servers have last copied or sent
         self.optimizer = optimizer
         share_hooks(self, optimizer)
         try:
@@ -349,20 +349,23 @@ class ParameterServer(WrappingOptimizer):
             message = f"this optimizer is broken by an earlier failure: {text_of(self._failure)}"
             raise CollectiveError(f"{here()}{message}") from self._failure
 
-    def _hashed(self) -> dict[str, int]:
-        """Return hashes of the parameters, by name. (Tensor._version would not suffice: `parameter.data` and broadcasts leave
-        it.)"""
-        return {name: hash_of(parameter) for name, parameter in self._trained.items()}
+    @torch.no_grad()
+    def _hashed(self) -> list[int]:
+        """Return hashes of the parameters, one for each dtype and device. (Tensor._version would not suffice: `parameter.data`
+        and broadcasts leave it.)"""
+        flat: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter in self._trained.values():
+            flat.setdefault((parameter.dtype, parameter.device), []).append(parameter.reshape(-1))
+        return [hash_of(torch.cat(parameters)) for parameters in flat.values()]
 
     def _changes(self) -> str | None:
         """Return what to raise if parameters have changed since the servers copied or sent them; None if none has."""
-        changed = [name for name, found in self._hashed().items() if found != self._hashes[name]]
-        if not changed:
+        if self._hashed() == self._hashes:
             return None
         return (
-            f"{here()}parameters ({changed[0]!r}, {len(changed)} in all) have changed since the servers copied or sent them, and "
-            "the next pull would undo the change. Load or broadcast parameters before you make this optimizer or load its "
-            "state; let step() of the wrapped optimizer, which the servers call, make changes such as clamp_()"
+            f"{here()}this rank's parameters have changed since the servers copied or sent them, and the next pull would undo "
+            "the change. Load or broadcast parameters before you make this optimizer or load its state; let step() of the "
+            "wrapped optimizer, which the servers call, make changes such as clamp_()"
         )
 
     def _unscaled(self, gradients: list[Tensor | None], weight: float) -> tuple[list[Tensor | None], float]:
