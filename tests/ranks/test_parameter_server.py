@@ -1,5 +1,7 @@
 """The parameter server: against the same training simulated in one process, with backups, asynchronous, and with losses."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.collectives import CollectiveError, PeerLost
+from gradwire.collectives import CollectiveError, CollectiveTimeout, PeerLost
 from tests.harness import ABOVE_TRANSPORTS, World, meet
 from tests.ranks.training import (
     assert_close,
@@ -291,7 +293,8 @@ def test_an_answer_that_is_due_is_not_waited_for_beyond_the_deadline() -> None:
     if hvd.rank() == 1:
         worker: Any = optimizer._worker
         ((server, numbers),) = worker._parts
-        server.push(0, 1.0, 0, worker._senders[0].encode([None] * len(numbers), 0))
+        pushed = worker._senders[0].encode([None] * len(numbers), 0)
+        server.push(0, 1.0, 0, pushed, time.monotonic() + 20)
         begun = time.monotonic()
         optimizer.close(timeout_s=0.5)
         assert time.monotonic() - begun < 20
@@ -356,6 +359,29 @@ def end_while_serving() -> None:
     if hvd.rank() == 0:
         meet("told", [0, 1])
     optimizer.close(timeout_s=20)
+
+
+def stop_while_serving(timeout_s: float) -> tuple[float, tuple[int, ...]]:
+    """Stop rank 0, which serves; return for how long the others waited, and for whom."""
+    hvd.init(timeout_s=timeout_s)
+    model, optimizer = served(servers=[0])
+    train(model, optimizer, range(1))
+    meet("trained")
+    if hvd.rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(CollectiveTimeout) as caught:
+        train(model, optimizer, range(1, 2))
+    optimizer.close(timeout_s=1)
+    return caught.value.seconds, caught.value.waiting_for
+
+
+def test_a_server_that_is_stopped_is_named_after_one_deadline(failing_world: Callable[[int], World]) -> None:
+    timeout_s = 4.0
+    world = failing_world(2)
+    world.start(stop_while_serving, timeout_s)
+    for seconds, awaited in assert_survived(world, [0]):
+        assert awaited == (0,)
+        assert seconds <= timeout_s
 
 
 def test_a_server_that_ends_blames_nobody(failing_world: Callable[[int], World]) -> None:

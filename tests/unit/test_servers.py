@@ -8,9 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, PeerLost
+from gradwire.trainer.gradients.compression import Policy
 from gradwire.trainer.servers import messages
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import QuorumLost
@@ -18,8 +19,10 @@ from gradwire.trainer.servers.key_value.keys import Entry, KeySpec
 from gradwire.trainer.servers.key_value.messages import ROWS, RemoteKeys
 from gradwire.trainer.servers.key_value.messages import answer as key_answer
 from gradwire.trainer.servers.messages import REFUSE
+from gradwire.trainer.servers.pushed import Packing
 from gradwire.trainer.servers.serving import LEAVE, OWN, Serving
 from gradwire.trainer.servers.updater import Updater
+from gradwire.trainer.servers.worker import PushPullWorker
 
 FAR_S = 600.0  # longer than a test may take
 SYNCHRONOUS = Scheme(quorum=3, grace_s=0.0, staleness=None, late="next")
@@ -140,6 +143,30 @@ def test_a_worker_says_that_it_leaves() -> None:
     client.push(KeySpec("w", 0, torch.Size([2]), torch.float32, 1), torch.ones(2), None)
     client.leave()
     assert (kinds_sent(pair)[-1], pair.close.called) == (LEAVE, False)
+
+
+def test_all_servers_together_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the first of two servers answer when almost all time has passed."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    given: list[float] = []
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    clients = []
+    for number, parameter in enumerate(parameters):
+        pair = Mock(timeout_s=FAR_S)
+
+        def receive(tensor: Tensor, rank: int, pair: Mock = pair) -> None:
+            nonlocal now
+            given.append(pair.timeout_s)
+            tensor.zero_()
+            now += 3.0
+
+        pair.recv.side_effect = receive
+        packing = Packing(["name"], [parameter], Policy("none"))
+        clients.append((messages.RemoteUpdater(2, number, packing, pair), [number]))
+    PushPullWorker(2, parameters, clients, timeout_s=8.0).step([None, None], 1.0, None)
+    assert given == [8.0, 8.0, 2.0, 2.0]  # the head of each answer, and the parameters
+    assert pair.timeout_s == FAR_S
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PeerLost([1], rank=0, operation="recv", has_left=False)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -63,10 +62,10 @@ class RemoteUpdater(Client):
         self._settings = settings
         self._sent: Tensor | None = None
 
-    def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
+    def push(self, version: int, weight: float, step: int, pushed: list[Tensor], deadline: float) -> None:
         """Send the gradients of a step, as Sender.encode() returned them."""
         settings = None if self._settings is None else _settings_of(self._settings)
-        with self._reached("step"):
+        with self._reached("step"), self._until(deadline):
             if settings is not None and (self._sent is None or not torch.equal(settings, self._sent)):
                 self._request(SETTINGS, settings.numel(), tensors=[settings])
                 self._sent = settings
@@ -79,19 +78,18 @@ class RemoteUpdater(Client):
         with suppress(CollectiveError), self._reached("step"):  # without the server, the other workers fail too
             self._request(REFUSE, text.numel(), tensors=[text])
 
-    def pull(self, timeout_s: float | None = None) -> tuple[int, list[Tensor]]:
-        """Wait for the server's answer, and return its version and its buffers of parameters. timeout_s: the limit until the
-        answer begins to arrive; None for the Communicator's timeout. Raises the errors of Updater.exchange(), and PeerLost with
-        the server's rank if the server is lost."""
+    def pull(self, deadline: float) -> tuple[int, list[Tensor]]:
+        """Wait for the server's answer, and return its version and its buffers of parameters. Raises the errors of
+        Updater.exchange(), and PeerLost with the server's rank if the server is lost."""
         buffers = self.packing.flat.empty()
-        with self._reached("step"):
-            return int(self._receive(buffers, timeout_s)), buffers
+        with self._reached("step"), self._until(deadline):
+            return int(self._receive(buffers)), buffers
 
     def leave(self, deadline: float = 0.0) -> None:
         """Receive the server's answer, if one is due and begins to arrive before the deadline; then call Client.leave()."""
         if self.is_answer_due:
             with suppress(CollectiveError):
-                self.pull(max(0.0, deadline - time.monotonic()))
+                self.pull(deadline)
         super().leave(deadline)
 
 
@@ -103,7 +101,7 @@ class LocalUpdater(LocalClient[Updater]):
         self.packing = packing
         self._pushed: tuple[int, float, list[Tensor | None]] = (0, 0.0, [])
 
-    def push(self, version: int, weight: float, step: int, pushed: list[Tensor]) -> None:
+    def push(self, version: int, weight: float, step: int, pushed: list[Tensor], deadline: float) -> None:
         """Decode the gradients of a step, which Sender.encode() returned, and keep them until pull()."""
         self._pushed = (version, weight, self.packing.decode(pushed, step))
 
@@ -111,7 +109,7 @@ class LocalUpdater(LocalClient[Updater]):
         """Call Updater.refuse()."""
         self._served.refuse(reason)
 
-    def pull(self) -> tuple[int, list[Tensor]]:
+    def pull(self, deadline: float) -> tuple[int, list[Tensor]]:
         """Call Updater.exchange() with the kept gradients, and return its result."""
         return self._served.exchange(self.server, *self._pushed)
 

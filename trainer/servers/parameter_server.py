@@ -34,10 +34,11 @@ from gradwire.trainer.world.world import current_world, here
 KEY = "gradwire_server"
 """The key of the parameter server's entry in state_dict()."""
 
-_REPORT_S = 3.0
-"""The difference in seconds between the timeouts of waits that depend on each other. From the shortest: a server for a worker,
-an update for all workers, a worker for its server, the members of a group for their first rank. The shortest wait raises first,
-and its error names the rank that does not answer."""
+_REPORT_S, _REPORT = 3.0, 0.1
+"""The difference between the timeouts of waits that depend on each other, in seconds, and the largest fraction of the timeout_s
+of init(). From the shortest: a server for a worker, an update for all workers, a worker for its server, the members of a group
+for their first rank, which wait for timeout_s. The shortest wait raises first, and its error names the rank that does not
+answer."""
 
 _SLICE_S = 1.0
 """How many seconds Ctrl-C takes at most to interrupt serve()."""
@@ -67,7 +68,7 @@ class ParameterServer(WrappingOptimizer):
     workers: the ranks that train; default: all. Other ranks only serve, by serve().
     inner: a process set, such as the ranks of a host, that averages its gradients in every step. Only the first rank of this
     *group* pushes and pulls, and the quorum counts groups (hybrid; Kurth et al. 2017). Each group passes its own process set. A
-    Communicator as inner= keeps its own timeout_s, which should be 10 seconds longer than that of init().
+    Communicator as inner= keeps its own timeout_s, which should not be less than that of init().
     compression: the compression of pushed gradients, as in DistributedOptimizer, except PowerSGD and "auto". The worker keeps
     the residuals of error feedback. Parameters are pulled uncompressed.
 
@@ -78,7 +79,8 @@ class ParameterServer(WrappingOptimizer):
 
     If a rank dies, the others continue if at least `quorum` remain and the rank was not a server; otherwise step() raises
     QuorumLost or PeerLost. If a rank of a group dies, the whole group ends. A lost rank cannot return. A rank that pushes
-    nothing for the timeout_s of init() counts as lost. The others do not wait for a rank that has called close().
+    nothing for almost the timeout_s of init(), at most 9 seconds less, counts as lost; a server that does not answer ends the
+    step within timeout_s. The others do not wait for a rank that has called close().
 
     Each server has a small Communicator and a thread for each worker, which suits a few dozen ranks. Servers compute on the
     CPU; CUDA parameters are copied.
@@ -130,7 +132,7 @@ class ParameterServer(WrappingOptimizer):
             }
             described = {name: repr(ranks) for name, ranks in asked.items()}
             check_settings(self._communicator, "ParameterServer", {**described, "compression": encodings.described[0]})
-            group = None if inner is None else self._open(inner, self._timeout_s + 3 * _REPORT_S)
+            group = None if inner is None else self._open(inner)
             self._roles = roles_of(
                 asked["servers"], asked["workers"], self._communicator.allgather_record(self._numbers(group))
             )
@@ -151,11 +153,11 @@ class ParameterServer(WrappingOptimizer):
             self._part.break_off()
             raise
 
-    def _open(self, process_set: ProcessSetLike, timeout_s: float | None = None) -> Communicator:
-        """Return the Communicator of a process set. timeout_s: used if it is opened here; None for that of init()."""
+    def _open(self, process_set: ProcessSetLike) -> Communicator:
+        """Return the Communicator of a process set."""
         if isinstance(process_set, Communicator):
             return process_set
-        self._part.communicators.append(current_world().open_communicator(process_set, timeout_s))
+        self._part.communicators.append(current_world().open_communicator(process_set))
         return self._part.communicators[-1]
 
     def _numbers(self, group: Communicator | None) -> list[int] | None:
@@ -178,17 +180,18 @@ class ParameterServer(WrappingOptimizer):
         token = self._communicator.allgather_record(secrets.token_hex(8))[0]
         parts: list[tuple[RemoteUpdater | LocalUpdater, Sequence[int]]] = []
         shares = cut(parameters, roles.servers)
+        report_s = min(_REPORT_S, _REPORT * self._timeout_s)
         trains = {member for members in roles.groups for member in members}
         for server, numbers in shares.items():
             part = [parameters[number] for number in numbers]
             packing = Packing([names[number] for number in numbers], part, encodings)
-            patience_s = self._timeout_s + (0 if rank == server else 2 * _REPORT_S)
+            patience_s = self._timeout_s - (3 if rank == server else 1) * report_s
             pairs = open_pairs(
                 f"server {token}", server, roles.workers, rank=rank, world_ranks=ranks, timeout_s=patience_s
             )
             self._part.communicators += pairs.values()
             if server == rank:
-                update_s = self._timeout_s + _REPORT_S
+                update_s = self._timeout_s - 2 * report_s
                 self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
                 answering = functools.partial(answer, self._updater, packing)
                 self._part.serving = Serving("the parameter server", self._updater, answering, pairs)
@@ -198,7 +201,8 @@ class ParameterServer(WrappingOptimizer):
                 settings = None if server in trains else self.optimizer
                 parts.append((RemoteUpdater(rank, server, packing, pairs[rank], settings), numbers))
         self._part.clients += [client for client, _ in parts]
-        worker_here = PushPullWorker(rank, parameters, parts) if rank in roles.workers else None
+        patience_s = self._timeout_s - report_s
+        worker_here = PushPullWorker(rank, parameters, parts, patience_s) if rank in roles.workers else None
         self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
 
     @property
@@ -250,9 +254,9 @@ class ParameterServer(WrappingOptimizer):
     def serve(self) -> None:
         """Serve until all workers have left or are lost, on a rank that does not train.
 
-        A worker that pushes nothing for the timeout_s of init() counts as lost. Returns at once if there are fewer parameters
-        than servers, and none is left for this rank. Raises ValueError on a rank that trains; RuntimeError if parameters have
-        changed since this optimizer was made, and the workers then raise CollectiveError.
+        A worker that pushes nothing for almost the timeout_s of init() counts as lost. Returns at once if there are fewer
+        parameters than servers, and none is left for this rank. Raises ValueError on a rank that trains; RuntimeError if
+        parameters have changed since this optimizer was made, and the workers then raise CollectiveError.
         """
         self._check_open()
         if self._worker is not None:

@@ -45,6 +45,9 @@ that function fails, the worker raises its error."""
 _LET_GO_S = 2.0
 """How many seconds close() waits for a thread to end after it has closed the thread's Communicator."""
 
+_LEAST_S = 0.01
+"""The timeout in seconds of an operation whose deadline has passed: what has arrived by then is still received."""
+
 _log = logging.getLogger("gradwire")
 
 
@@ -172,14 +175,10 @@ class Client:
         for tensor in (torch.tensor(head, dtype=torch.float64, device="cpu"), *tensors):
             self._communicator.send(tensor, 1)
 
-    def _receive(self, tensors: Sequence[Tensor] = (), timeout_s: float | None = None) -> float:
-        """Receive an answer into tensors, and return its number. timeout_s: the limit until the answer begins; None for the
-        Communicator's timeout. Raises _Failed if the server sends an error."""
-        head = torch.empty(2, dtype=torch.float64, device="cpu")
-        if timeout_s is None:
-            self._communicator.recv(head, 1)
-        else:
-            self._communicator.recv(head, 1, async_op=True).wait(timeout_s)
+    def _receive(self, tensors: Sequence[Tensor] = ()) -> float:
+        """Receive an answer into tensors, and return its number. Raises _Failed if the server sends an error."""
+        head = torch.empty(2, dtype=torch.float64)
+        self._communicator.recv(head, 1)
         self.is_answer_due = False
         kind, number = head.tolist()
         if kind == FAILED:
@@ -187,6 +186,17 @@ class Client:
         for tensor in tensors:
             self._communicator.recv(tensor, 1)
         return float(number)
+
+    @contextmanager
+    def _until(self, deadline: float) -> Iterator[None]:
+        """Give each operation in this block the time until a deadline (time.monotonic()), instead of the Communicator's
+        timeout_s."""
+        timeout_s = self._communicator.timeout_s
+        self._communicator.timeout_s = max(_LEAST_S, deadline - time.monotonic())
+        try:
+            yield
+        finally:
+            self._communicator.timeout_s = timeout_s
 
     @contextmanager
     def _reached(self, operation: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
@@ -22,8 +23,10 @@ class PushPullWorker:
     """Pushes gradients to all servers, and pulls parameters.
 
     rank: this rank, which also seeds the codecs. parameters: all parameters. parts: for each server, its client and the numbers
-    of its parameters. Attributes: versions, for each server in the order of parts, the version of the parameters that this rank
-    pulled last; steps, the number of contributions made.
+    of its parameters. timeout_s: the limit of a step.
+
+    Attributes: versions, for each server in the order of parts, the version of the parameters that this rank pulled last;
+    steps, the number of contributions made.
     """
 
     def __init__(
@@ -31,7 +34,9 @@ class PushPullWorker:
         rank: int,
         parameters: Sequence[Tensor],
         parts: Sequence[tuple[RemoteUpdater | LocalUpdater, Sequence[int]]],
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._parameters = list(parameters)
         self._parts = list(parts)
         # Pull from this rank's own server first: LocalUpdater.pull() makes the contribution, for which other ranks may wait.
@@ -50,13 +55,14 @@ class PushPullWorker:
             for client, _ in self._parts:
                 client.refuse(refusal)
             raise RuntimeError(refusal)
+        deadline = time.monotonic() + self._timeout_s
         for place, (client, numbers) in enumerate(self._parts):
             pushed = self._senders[place].encode([gradients[number] for number in numbers], self.steps)
-            client.push(self.versions[place], weight, self.steps, pushed)
+            client.push(self.versions[place], weight, self.steps, pushed, deadline)
         self.steps += 1
         for place in self._pulls:
             client, numbers = self._parts[place]
-            self.versions[place], buffers = client.pull()
+            self.versions[place], buffers = client.pull(deadline)
             with torch.no_grad():
                 for number, newest in zip(numbers, client.packing.flat.views(buffers), strict=True):
                     self._parameters[number].copy_(newest)
