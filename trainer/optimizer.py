@@ -294,9 +294,9 @@ class DistributedOptimizer(WrappingOptimizer):
         """
         if self._was_synchronized and not self._skips:
             warnings.warn(
-                "step() was called after synchronize() and outside of skip_synchronize(), so it looks for gradients to "
-                "exchange a second time: write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that "
-                "completes backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "Write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that completes "
+                "backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
                 UserWarning,
                 stacklevel=4,  # the caller's line: two frames of `uncompiled` lie between
             )

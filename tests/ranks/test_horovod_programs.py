@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import gradwire as hvd
+from gradwire.trainer.horovod.run import run as horovod_run
 from tests.harness import Worlds, wide
 
 PROGRAMS = Path(__file__).parent / "horovod_programs"
@@ -49,6 +51,24 @@ def on_all(ranks: Worlds, size: int, program: str, arguments: Sequence[str]) -> 
     for rank, state in enumerate(ended):
         assert torch.equal(state, ended[0]), f"rank {rank} of {size} ended elsewhere than rank 0"
     return ended[0]
+
+
+def in_a_world(add: float, *, of: str) -> tuple[int, float]:
+    """Return this rank, and a sum over all ranks, by a program's import of Horovod."""
+    module = importlib.import_module(of)
+    module.init()
+    total = module.allreduce(torch.tensor([module.rank() + add]), op=module.Sum)
+    rank = module.rank()
+    module.shutdown()
+    return rank, total.item()
+
+
+def test_horovods_run_returns_what_each_rank_returns() -> None:
+    arguments = {"args": (0.5,), "kwargs": {"of": "horovod.torch"}}
+    assert horovod_run(in_a_world, **arguments, num_proc=2, hosts="localhost:2", verbose=None) == [(0, 2.0), (1, 2.0)]
+    for given in ({"np": 0}, {"hosts": "elsewhere:1"}, {"use_mpi": True}):
+        with pytest.raises(ValueError, match=r"num_proc|hosts|use_mpi"):
+            horovod_run(in_a_world, **given)
 
 
 def test_only_the_import_names_this_project() -> None:

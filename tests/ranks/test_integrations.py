@@ -64,6 +64,7 @@ def test_a_script_is_short(script: str) -> None:
         ("ddp.py", 20),
         pytest.param("timm_train.py", 12, marks=needs("timm")),
         pytest.param("lightning_module.py", 16, marks=needs("lightning")),
+        pytest.param("ignite_engine.py", 20, marks=needs("ignite")),
     ],
 )
 def test_a_script(tmp_path: Path, script: str, exchanges: int) -> None:
@@ -115,6 +116,19 @@ def test_lightning_alone_does_not_use_a_hook_on_cpus(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text(plain)
     for end in run(str(tmp_path / "plain.py"), tmp_path / "out"):
         assert (end["exchanges"], end["bytes_sent"]) == (0, 0)
+
+
+@needs("ignite")
+def test_ignite_alone_does_not_synchronize_over_the_backend(tmp_path: Path) -> None:
+    """Should it do so one day, its page need not warn of it any more."""
+    text = (FOLDER / "ignite_engine.py").read_text().replace('idist.initialize("horovod")', "")
+    text = text.replace(', compression="int8"', "").replace("; {optimizer.stats}", "; 0 exchanges")
+    text += (
+        "\nfrom types import SimpleNamespace\noptimizer = SimpleNamespace(stats=gradwire.ddp_comm_hook('none').stats)\n"
+    )
+    (tmp_path / "plain.py").write_text(BACKEND_FIRST + text)
+    first, second = run(str(tmp_path / "plain.py"), tmp_path / "out")
+    assert not first["weights"].equal(second["weights"])
 
 
 @needs("accelerate")

@@ -172,6 +172,12 @@ THIRD_PARTY = """
     assert global_process_set is gradwire.global_process_set
     assert tuple(map(int, horovod.__version__.split("."))) >= (0, 28)
     assert importlib.util.find_spec("horovod.torch") is not None
+    from horovod import run
+    assert callable(run)
+    try:
+        import horovod.run.runner
+    except ImportError as error:  # ignite then imports the function
+        assert isinstance(error, ModuleNotFoundError)
     try:
         import horovod.tensorflow
     except ModuleNotFoundError as error:

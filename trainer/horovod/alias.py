@@ -11,6 +11,7 @@ import torch
 
 import gradwire
 from gradwire.trainer.horovod import probes
+from gradwire.trainer.horovod.run import run
 from gradwire.trainer.world.process_sets import ProcessSet, global_process_set
 from gradwire.trainer.world.world import add_process_set, init, remove_process_set
 
@@ -28,8 +29,8 @@ def alias_horovod() -> None:
 
     horovod.torch and its modules mpi_ops, compression, functions, optimizer and sync_batch_norm have all names of this package.
     horovod.torch.elastic with its modules sampler and state, and the modules elastic, exceptions, process_sets and util of
-    horovod.common, have those names of Horovod's that apply here. Importing any other part of Horovod raises
-    ModuleNotFoundError. horovod.__version__ is the version of Horovod whose interface gradwire has.
+    horovod.common, have those names of Horovod's that apply here. horovod.run() starts ranks on this host. Importing any other
+    part of Horovod raises ModuleNotFoundError. horovod.__version__ is the version of Horovod whose interface gradwire has.
 
     Raises RuntimeError if Horovod itself has been imported.
     """
@@ -45,7 +46,7 @@ def alias_horovod() -> None:
     names_of_elastic = ("ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TorchState", "run")
     elastic = {name: getattr(gradwire.elastic, name) for name in names_of_elastic}
     modules = {f"horovod.torch.{name}": ours for name in _OF_TORCH} | {
-        "horovod": {},
+        "horovod": {"run": run},
         "horovod.torch": ours,
         "horovod.torch.elastic": elastic,
         "horovod.torch.elastic.sampler": {"ElasticSampler": elastic["ElasticSampler"]},
