@@ -152,7 +152,7 @@ def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:
         broke = f"a connection {_pairs_text(pairs) or 'to a living rank'} broke: {detail}"
         return CollectiveError(broke, rank=rank, operation=mine.call, ranks=there)
     waiting_for, why = _unanswered(findings.reports, rank, findings.cut)
-    return _timeout(findings, waiting_for, rank, [why])
+    return _timeout(findings, waiting_for, rank, [why or ("" if waiting_for else detail)])
 
 
 def _lost(findings: Findings, gone: Set[int], rank: int, *, has_left: bool) -> PeerLost:
@@ -181,9 +181,7 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
     failed = _failed_in({peer: findings.reports[peer] for peer in peers & findings.reports.keys()})
     if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # the wait was ended before its deadline
         return CollectiveError("; ".join([*failed, detail]), rank=rank, operation=mine.call)
-    if lossy := _lossy(findings.reports, findings.cut):
-        return _timeout(findings, set(), rank, lossy)
-    return _timeout(findings, peers, rank, failed)
+    return _timeout(findings, peers, rank, failed if peers else [detail])
 
 
 def _other_message(reports: Mapping[int, Report], rank: int, operation: str) -> Mismatch | None:

@@ -17,8 +17,8 @@ from gradwire.collectives.forks import in_forked_child
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.run.operations import Operations
+from gradwire.collectives.run.queue import WorkQueue
 from gradwire.collectives.run.supervision import weakly
-from gradwire.collectives.run.work import WorkQueue
 
 if TYPE_CHECKING:
     from gradwire.collectives.run.engine import Engine

@@ -17,8 +17,16 @@ from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Call
 from gradwire.collectives.errors import LinkError, Mismatch, PeerJoined
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
-from gradwire.collectives.run.supervision import COMPARED_CALLS, LAST_WORDS_S, InVainError, Supervision, weakly
-from gradwire.collectives.run.work import Work, WorkQueue
+from gradwire.collectives.run.queue import WorkQueue
+from gradwire.collectives.run.supervision import (
+    COMPARED_CALLS,
+    LAST_WORDS_S,
+    InVainError,
+    OverdueError,
+    Supervision,
+    weakly,
+)
+from gradwire.collectives.run.work import Work
 
 _ENDED = "the wait was ended, because another rank no longer takes part"
 
@@ -86,7 +94,7 @@ class Operations(Supervision):
 
     def settle(self) -> None:
         """Wait until all issued operations have ended, with or without an error."""
-        self._enqueue(Work(self._rank, "join", lambda: None, counted=False), False)
+        self._enqueue("join", lambda: None, async_op=False, counted=False)
 
     def submit(
         self,
@@ -104,19 +112,31 @@ class Operations(Supervision):
         self._check(call)
         signature = signature or call
         if not async_op:
-            turn = object()
+            turn = (get_ident(),)
             try:
                 if self._queue.enter(turn):
-                    self._take_turn(call, signature, body, timeout_s, get_ident())
+                    self._take_turn(call, signature, body, timeout_s, turn[0])
                     return None
             finally:
                 self._queue.leave(turn, self._sequence)
         place = whereabouts.of_call(sys._getframe())
         turn_of_queue = partial(self._take_turn, call, signature, body, timeout_s, place)
-        return self._enqueue(Work(self._rank, call, turn_of_queue), async_op)
+        return self._enqueue(call, turn_of_queue, async_op=async_op, timeout_s=timeout_s)
 
-    def _enqueue(self, work: Work, async_op: bool) -> Work | None:
+    def _enqueue(
+        self,
+        call: str,
+        run: Callable[[], None],
+        *,
+        async_op: bool,
+        counted: bool = True,
+        timeout_s: float | None = None,
+    ) -> Work | None:
         """Run a work on the queue's thread; return it, or with async_op=False wait until it is done."""
+        if not async_op:
+            self._queue.check_may_wait(self._rank, call)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        work = Work(self._rank, call, run, counted=counted, timeout_s=timeout_s)
         self._queue.submit(work)
         if async_op:
             return work
@@ -138,11 +158,11 @@ class Operations(Supervision):
         if at_once and self.try_message(call, peers, body):
             return None
         turn_of_queue = partial(self._take_message_turn, call, peers, body)
-        return self._enqueue(Work(self._rank, call, turn_of_queue, counted=False), async_op)
+        return self._enqueue(call, turn_of_queue, async_op=async_op, counted=False)
 
     def try_message(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> bool:
         """Run body(deadline) if no other turn runs or waits; else return False, with nothing done."""
-        turn = object()
+        turn = (get_ident(),)
         try:
             if self._failure is not None or not self._queue.enter(turn, counted=False):
                 return False
@@ -161,7 +181,7 @@ class Operations(Supervision):
     ) -> bool:
         """Run body(first, second, tag, deadline) in the calling thread, with the least overhead. Return False, with nothing
         done, if another operation runs or waits, the Communicator is broken, or the call is new. call_digest: digest(call)."""
-        turn = object()
+        turn = (get_ident(),)
         try:
             if self._failure is not None or not self._queue.enter(turn) or call not in self._known:
                 return False
@@ -172,7 +192,7 @@ class Operations(Supervision):
                 if self._beside_work:
                     self._beside_work = False
                     self._transport.wait_beside_work(False)
-                self._where = get_ident()
+                self._where = turn[0]
                 self._calls[sequence % COMPARED_CALLS] = (sequence, call)
                 self._running = self._sequence = sequence
                 if self._watch.has_news:
@@ -224,6 +244,7 @@ class Operations(Supervision):
             if not is_new:
                 self._calls[sequence % COMPARED_CALLS] = (sequence, call)
             self._running = self._sequence = sequence
+            self._check_overdue()
             if self._watch.has_news:
                 self._check_news(sequence)
             if is_new:
@@ -247,6 +268,7 @@ class Operations(Supervision):
             self._vain_since = math.inf
             self._message = (call, peers)
             end = deadline
+            self._check_overdue()
             if self._watch.has_news:
                 if self._watch.failure:
                     self._check_news(self._sequence)
@@ -259,6 +281,11 @@ class Operations(Supervision):
             raise self._failed(error, call, timeout_s, deadline, peers) from None
         finally:
             self._message = None
+
+    def _check_overdue(self) -> None:
+        """Raise LinkError if the operation has waited for its turn for too long."""
+        if self._queue.overdue:
+            raise OverdueError
 
     def wait_beside_work(self, beside_work: bool) -> None:
         """Set whether waits of the current turn leave the cores to other threads, or poll. Each turn sets this again. A thread

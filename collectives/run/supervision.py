@@ -42,6 +42,14 @@ class InVainError(LinkError):
         super().__init__(None, timed_out=False, detail=why)
 
 
+class OverdueError(LinkError):
+    """The time of an operation passed before its turn came."""
+
+    def __init__(self) -> None:
+        why = "a function that was to be called after an earlier operation has not returned"
+        super().__init__(None, timed_out=True, detail=why)
+
+
 class Supervision:
     """Compares what this rank runs with the news of the other ranks.
 
@@ -196,8 +204,9 @@ class Supervision:
         Operations._failed()."""
         if self._exiting:
             return CollectiveError("this process is exiting", rank=self._rank, operation=call)
+        is_overdue = isinstance(error, OverdueError)
         others = self._watch.others if not isinstance(error, InVainError) else frozenset()
-        awaited = error.awaited or peers or others
+        awaited = frozenset() if is_overdue else error.awaited or peers or others
         sequence = self._sequence + bool(peers)  # after a message this rank takes no part in the next operation
         report = Report(
             sequence,
@@ -205,7 +214,7 @@ class Supervision:
             is_message=bool(peers),
             waiting_for=tuple(sorted(awaited - {self._rank})),
             gave_up=error.timed_out,
-            waited_s=timeout_s - (deadline - time.monotonic()),
+            waited_s=timeout_s if is_overdue else timeout_s - (deadline - time.monotonic()),
             timeout_s=timeout_s,
             before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
             place="" if peers else self._place(),

@@ -195,7 +195,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def _allgather(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> GradwireWork:
         pairs = list(zip(outputs, inputs, strict=True))
         return self._started(
-            _tensors(outputs), opts, lambda a: [self._communicator.allgather(*pair, async_op=a) for pair in pairs]
+            outputs, opts, lambda a: [self._communicator.allgather(*pair, async_op=a) for pair in pairs]
         )
 
     @_verb("gather")
@@ -286,7 +286,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     # Other methods that torch calls
 
-    def _started(self, results: Sequence[Tensor], opts: Any, start: Callable[[bool], Sequence[Any]]) -> GradwireWork:
+    def _started(self, results: Sequence[Any], opts: Any, start: Callable[[bool], Sequence[Any]]) -> GradwireWork:
         """Return one handle for all parts of an operation, whose handles start(is_asynchronous) returns."""
         is_asynchronous = opts is None or getattr(opts, "asyncOp", True)
         parts = start(is_asynchronous)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.run.messages import MessageWork
 
 #: Seconds between two passes over the messages: at first, and at most, after passes in which no message has finished.
@@ -32,7 +33,8 @@ class Mover:
             self._changed.notify()
 
     def when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:
-        """Call a function when a message is done: at once, or later on the Mover's thread."""
+        """Call a function when a message is done: at once, or later on a thread of its own, so that it may wait for other
+        messages."""
         with self._changed:
             if work in self._under_way:
                 self._under_way[work].append(callback)
@@ -75,7 +77,9 @@ class Mover:
                 if work.is_completed():
                     poll_s = _POLL_S
                     for callback in self._finished(work):
-                        callback()
+                        thread = DaemonThread("gradwire-mover callback", or_callers=True)
+                        thread.submit(callback)
+                        thread.close()
             del works
 
     def _finished(self, work: MessageWork) -> list[Callable[[], None]]:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+_Result = torch.Tensor | Sequence[torch.Tensor]
+
 #: A function that calls another function when an operation is done.
 WhenDone = Callable[[Callable[[], None]], object]
 
@@ -30,14 +32,15 @@ def at_once(callback: Callable[[], None]) -> None:
 class GradwireWork(dist.Work):
     """The handle of one operation. If it is deleted, the operation continues. wait() may be called several times.
 
-    results: the tensors that the operation writes, which become the value of get_future(). parts: the handles of its
+    results: the tensors that the operation writes, or lists of them, which become the value of get_future(): a list as one
+    tensor with a row for each rank, as with NCCL, because torch's quantization hooks index it so. parts: the handles of its
     parts, in the order in which they complete; empty if the operation is done. when_done: that of the last part.
     source: for a receive, returns the rank of the sender, or None if it is not known yet.
     """
 
     def __init__(
         self,
-        results: Sequence[torch.Tensor],
+        results: Sequence[_Result],
         parts: Sequence[CommunicatorWork] = (),
         when_done: WhenDone = at_once,
         source: Callable[[], int | None] | None = None,
@@ -47,7 +50,7 @@ class GradwireWork(dist.Work):
         self._parts = parts
         self.when_done = when_done
         self._source = source
-        self._future: Future[list[torch.Tensor]] | None = None
+        self._future: Future[list[_Result]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is done, and return True. timeout: for each part; None or 0, as from C++, for none.
@@ -81,7 +84,7 @@ class GradwireWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that the operation writes."""
-        return self._results
+        return [tensor for each in self._results for tensor in ([each] if isinstance(each, torch.Tensor) else each)]
 
     def source_rank(self) -> int:
         """Return the rank of the sender of a received message. Raises RuntimeError if the operation is no receive, or
@@ -93,18 +96,25 @@ class GradwireWork(dist.Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> Future[list[torch.Tensor]]:
+    def get_future(self) -> Future[list[_Result]]:
         """Return a future of the results. It raises what wait() raises; in C++, a RuntimeError with the same text."""
         if self._future is None:
-            done: Future[list[torch.Tensor]] = Future()
+            done: Future[list[_Result]] = Future()
             self._future = done.then(lambda done: done.value())  # raises inside, which C++ counts as an error
             self.when_done(lambda: self._settle(done))
         return self._future
 
-    def _settle(self, done: Future[list[torch.Tensor]]) -> None:
+    def _settle(self, done: Future[list[_Result]]) -> None:
         try:
             self.wait()
         except Exception as error:
             done.set_exception(error)  # type: ignore[arg-type]  # as torch documents it
         else:
-            done.set_result(self._results)
+            done.set_result([_joined(each) for each in self._results])
+
+
+def _joined(result: _Result) -> _Result:
+    """Return a tensor, or the tensors of a list in one; a list of tensors of several shapes as it is."""
+    if isinstance(result, torch.Tensor) or len({tensor.shape for tensor in result}) != 1:
+        return result
+    return torch.stack(list(result))

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Work
+from gradwire.collectives.environment import LINK
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT
 from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
 from tests.ranks.test_collectives import VERBS, Case, elements
@@ -45,6 +47,10 @@ def in_threads(*functions: Callable[[], object]) -> None:
 
 def assert_all(tensor: torch.Tensor, value: float) -> None:
     assert torch.equal(tensor, torch.full_like(tensor, value))
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(EXCHANGE_TIMEOUT_S)
 
 
 def begin(comm: Communicator, tensor: torch.Tensor, op: str = "sum") -> Work:
@@ -251,3 +257,57 @@ def test_nothing_is_left_of_those_nobody_closed() -> None:
     while (now := count()) > (threads, files) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert now <= (threads, files), f"{now} threads and files instead of {(threads, files)}"
+
+
+@on_ranks(3, initialized=False)
+def test_a_function_that_does_not_return_ends_what_waits_for_it_on_all_ranks() -> None:
+    """Rank 0's function blocks, so that its next operation never begins."""
+    with communicator() as comm:
+        comm.barrier()
+        comm.timeout_s = 1.0
+        may_end = threading.Event()
+        if comm.rank == 0:
+            work = begin(comm, torch.ones(1))
+            work.when_done(partial(assert_set, may_end))
+            let_go(1)
+            let_go(2)
+        else:
+            held_back(0)
+            comm.allreduce(torch.ones(1))
+        with pytest.raises(CollectiveTimeout, match="barrier") as caught:
+            comm.barrier()
+        error = caught.value
+        assert (error.rank, error.seconds) == (comm.rank, 1.0)
+        assert error.ranks == (() if comm.rank == 0 else (0,))
+        may_end.set()
+
+
+@on_ranks(2, initialized=False)
+def test_a_verb_in_a_signal_handler_is_an_error_at_once() -> None:
+    """The operation that was interrupted goes on. An asynchronous call is right."""
+    if os.environ.get(LINK):
+        return  # gloo's waits run no handlers
+    with communicator() as comm:
+        comm.barrier()
+        tensor, errors, works = torch.ones(1), list[CollectiveError](), list[Work]()
+        if comm.rank == 1:
+            held_back(0)
+            comm.allreduce(tensor)
+        else:
+
+            def handler(number: int, frame: object) -> None:
+                works.append(begin(comm, torch.ones(1)))
+                for call in (comm.barrier, works[0].wait, partial(comm.send, torch.ones(1), 1)):
+                    with pytest.raises(CollectiveError, match="signal handler") as caught:
+                        call()
+                    errors.append(caught.value)
+                let_go(1)
+
+            before = signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            comm.allreduce(tensor)
+            signal.signal(signal.SIGALRM, before)
+            assert len(errors) == 3
+        assert_all(tensor, 2)
+        (works[0] if works else begin(comm, torch.ones(1))).wait()
+        comm.barrier()

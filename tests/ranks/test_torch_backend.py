@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_localSGD
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
@@ -424,3 +427,141 @@ def queue_before_barriers(is_asynchronous: bool) -> None:
 @pytest.mark.parametrize("is_asynchronous", [True, *wide(False)])
 def test_the_timeout_of_a_barrier_is_that_of_no_other_operation(ranks: Worlds, is_asynchronous: bool) -> None:
     ranks(2).run(queue_before_barriers, is_asynchronous)
+
+
+LARGE = 4_000_000  # elements, whose exchange takes longer than to register a function
+
+
+def call_from_futures() -> None:
+    """Functions of futures call collectives, wait for them, and wait for those that were called before."""
+    group, rank = dist.new_group(backend="gradwire"), dist.get_rank()
+    first, inner, last = (torch.full((LARGE,), float(rank + each)) for each in range(3))
+
+    def began(tensor: Tensor) -> Any:
+        return dist.all_reduce(tensor, group=group, async_op=True)
+
+    def summed_after(done: Any) -> Tensor:
+        assert_all(done.value()[0], 1.0)
+        dist.broadcast(inner, 0, group=group)
+        return began(inner).get_future().then(lambda done: done.value()[0] * 2).wait()
+
+    inside = began(first).get_future().then(summed_after)
+    later = began(last)  # runs after what the function calls, on all ranks
+    dist.barrier(group)
+    assert later.is_completed()
+    assert_all(inside.wait(), 4.0)
+    assert_all(last, 5.0)
+
+    def awaits(done: Any) -> float:
+        waited.wait()
+        return float(last[0])
+
+    for tensor in (first, last):
+        tensor.fill_(1.0)
+    future, waited = began(first).get_future(), began(last)
+    assert future.then(awaits).wait() == 2.0
+
+    received, other = torch.zeros(1), torch.zeros(1)
+    futures = [dist.irecv(each, group=group, group_src=1 - rank).get_future() for each in (received, other)]  # type: ignore[union-attr]
+    both = futures[0].then(lambda done: futures[1].wait()[0] + done.value()[0])
+    for each in range(2):
+        dist.send(torch.full((1,), float(each + 1)), group=group, group_dst=1 - rank)
+    assert both.wait().tolist() == [3.0]
+    dist.destroy_process_group(group)
+
+
+def assert_all(tensor: Tensor, value: float) -> None:
+    assert torch.equal(tensor, torch.full_like(tensor, value))
+
+
+@ON_EVERY_TRANSPORT
+def test_functions_of_futures_may_call_collectives_and_wait(ranks: Worlds) -> None:
+    ranks(2).run(call_from_futures)
+
+
+def train_by_hook(backend: str, hook: Callable[..., Any], state: Callable[[dist.ProcessGroup], Any]) -> list[Tensor]:
+    """Return the parameters after a few steps by DDP with a hook, in several buckets. Over gloo, one exchange after the other:
+    the order of its exchanges is another on each rank otherwise."""
+    group = dist.new_group(backend=backend)
+
+    def awaited(future: Any) -> Any:
+        future.wait()
+        return future
+
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    one_by_one = lambda state, bucket: awaited(hook(state, bucket))  # noqa: E731  # DDP refuses other annotations
+    ddp.register_comm_hook(state(group), hook if backend == "gradwire" else one_by_one)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        torch.manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    if backend != "gloo":  # see train_by_ddp()
+        dist.destroy_process_group(group)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def power_sgd(group: dist.ProcessGroup) -> powerSGD.PowerSGDState:
+    return powerSGD.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1.0)
+
+
+HOOKS: dict[str, tuple[Callable[..., Any], Callable[[dist.ProcessGroup], Any]]] = {
+    "allreduce": (default_hooks.allreduce_hook, lambda group: group),
+    "fp16": (default_hooks.fp16_compress_hook, lambda group: group),
+    "PowerSGD": (powerSGD.powerSGD_hook, power_sgd),
+    "fp16 in PowerSGD": (default_hooks.fp16_compress_wrapper(powerSGD.powerSGD_hook), power_sgd),
+}
+
+
+def check_quantized(hook: Callable[..., Any], channels: int) -> None:
+    """Compare a quantizing hook with its formula. Over gloo, it fails."""
+    group = dist.new_group(backend="gradwire")
+    gradients = [torch.randn(64, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    model = nn.Linear(64, 64, bias=False)
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(group, hook)
+    ddp(torch.eye(64)).backward(gradients[dist.get_rank()].t())
+    expected = torch.zeros(64 * 64)
+    for gradient in gradients:
+        padding = 0 if channels == 1 else 512  # which the hook adds
+        rows = nn.functional.pad(gradient.view(-1), (0, padding)).view(channels, -1)
+        low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
+        zero = -torch.round(low / scale)
+        expected += ((torch.clamp(torch.round(rows / scale) + zero, 0, 255) - zero) * scale).view(-1)[: 64 * 64] / 2
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad.view(-1), expected)
+    dist.destroy_process_group(group)
+
+
+def compare_hooks() -> None:
+    for name, (hook, state) in HOOKS.items():
+        found, expected = (train_by_hook(backend, hook, state) for backend in ("gradwire", "gloo"))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs), name
+    for hook, channels in (
+        (quantization_hooks.quantization_pertensor_hook, 1),
+        (quantization_hooks.quantization_perchannel_hook, 9),
+    ):
+        check_quantized(hook, channels)
+    group, alone = dist.new_group(backend="gradwire"), dist.new_subgroups(1, backend="gradwire")[0]
+    local = post_localSGD.PostLocalSGDState(group, alone, start_localSGD_iter=1)
+    bf16 = lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)  # noqa: E731  # DDP refuses it on CPUs
+    for hook, state in ((bf16, group), (post_localSGD.post_localSGD_hook, local)):
+        model = nn.Linear(12, 1, bias=False)
+        ddp = DistributedDataParallel(model, process_group=group)
+        ddp.register_comm_hook(state, hook)
+        for step in range(2):
+            model.zero_grad()
+            ddp(numbers(dist.get_rank() + step).view(1, 12)).sum().backward()
+            mean = (numbers(step) + numbers(step + 1)) / 2  # halves of small whole numbers, which bfloat16 has
+            gradient = numbers(dist.get_rank() + step) if state is local and step == 1 else mean
+            assert model.weight.grad is not None
+            assert torch.equal(model.weight.grad.view(-1), gradient), hook
+
+
+def test_the_hooks_of_torch_do_what_they_do_over_gloo(ranks: Worlds) -> None:
+    ranks(2).run(compare_hooks)

@@ -16,7 +16,8 @@ from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Link
 from gradwire.collectives.link.watch import Neighbour, Watch
 from gradwire.collectives.run.closing import ClosableOperations, close_all
 from gradwire.collectives.run.operations import Operations, Turn
-from gradwire.collectives.run.work import Work, WorkQueue
+from gradwire.collectives.run.queue import WorkQueue
+from gradwire.collectives.run.work import Work
 from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
@@ -253,7 +254,7 @@ def test_an_interrupt_before_an_operation_has_begun_leaves_the_queue_usable_and_
     """On the way into the queue, and as its turn begins."""
     enter = WorkQueue.enter
 
-    def interrupted(queue: WorkQueue, turn: object) -> bool:
+    def interrupted(queue: WorkQueue, turn: tuple[int]) -> bool:
         enter(queue, turn)
         raise KeyboardInterrupt
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
-from gradwire.collectives.run import work as work_module
-from gradwire.collectives.run.work import Work, WorkQueue
+from gradwire.collectives.run import queue as queue_module
+from gradwire.collectives.run.queue import WorkQueue
+from gradwire.collectives.run.work import Work
 from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S
 
@@ -41,12 +42,12 @@ class SealedOnTheWay(WorkQueue):
 
 
 def test_a_turn_goes_on_if_a_close_has_promised_it_to_the_others() -> None:
-    queue, turn = SealedOnTheWay(is_counted=True), object()
+    queue, turn = SealedOnTheWay(is_counted=True), (get_ident(),)
     assert queue.enter(turn)
     queue.leave(turn, 0)
-    assert not queue.enter(object())
+    assert not queue.enter((get_ident(),))
     refusing = SealedOnTheWay(is_counted=False)
-    assert not refusing.enter(object())
+    assert not refusing.enter((get_ident(),))
     assert (refusing.number, refusing.busy()) == (-1, False)
 
 
@@ -54,7 +55,7 @@ def test_a_queue_that_is_closed_takes_nothing_more() -> None:
     queue = WorkQueue("test")
     assert queue.seal() == 0
     assert queue.seal() is None
-    assert not queue.enter(object())
+    assert not queue.enter((get_ident(),))
     with pytest.raises(CollectiveError, match="rank 3: allreduce: the Communicator is closed"):
         queue.submit(Work(3, "allreduce", lambda: None))
     assert queue.close(0.0)
@@ -85,21 +86,18 @@ def test_a_wait_runs_what_is_next_in_its_own_thread() -> None:
 
 
 def test_a_wait_leaves_an_operation_to_the_queue() -> None:
-    """With a timeout, with callbacks, behind another one, in another thread, and if none may run it."""
+    """With a timeout, behind another one, in another thread, and if none may run it."""
     queue = WithoutThread()
     first, work = (Work(0, "allreduce", lambda: pytest.fail("it was begun")) for _ in range(2))
     queue.submit(first)
     queue.submit(work)
     with pytest.raises(CollectiveTimeout):
         first.wait(0.01)
-    waits = [threading.Thread(target=first.wait)]
-    threading.Timer(0.01, work._done.set).start()
-    work.wait()
-    first.when_done(lambda: None)
-    waits.append(threading.Thread(target=first._done.set))
+    waits = [threading.Thread(target=first.wait), threading.Timer(0.01, work._done.set)]
     for each in waits:
         each.start()
-    first.wait()
+    work.wait()
+    first._done.set()
     for each in waits:
         each.join(DEADLINE_S)
     alone = WithoutThread()
@@ -111,15 +109,117 @@ def test_a_wait_leaves_an_operation_to_the_queue() -> None:
 
 
 def test_an_interrupt_between_the_parts_of_a_work_completes_it() -> None:
-    called: list[int] = []
     work = Work(0, "allreduce", lambda: None)
     work._run = None  # as if the interrupt had come right after it
-    work.when_done(lambda: called.append(1))
     work.end()
     with pytest.raises(CollectiveError, match="interrupted"):
         work.wait()
-    work.end()
-    assert called == [1]
+
+
+class Recorder:
+    """Submits works that note their names in the order in which they run, and the threads that run them."""
+
+    def __init__(self) -> None:
+        self.queue, self.ran, self.threads = WorkQueue("test"), "", dict[str, int]()
+
+    def work(self, name: str, timeout_s: float = DEADLINE_S) -> Work:
+        work = Work(0, name, lambda: self.note(name), timeout_s=timeout_s)
+        self.queue.submit(work)
+        return work
+
+    def note(self, name: str) -> None:
+        self.ran += name
+        self.threads[name] = get_ident()
+
+
+def test_a_function_may_submit_works_and_wait_for_them() -> None:
+    """They run at once, before the works that were submitted after the function, also before one for which the function does
+    not wait. Neither the turn nor the queue's thread is taken meanwhile. It ends with the queue."""
+    recorder, may_go_on, before = Recorder(), threading.Event(), set(threading.enumerate())
+
+    def wait() -> None:
+        assert may_go_on.wait(DEADLINE_S)
+
+    slow = Work(0, "slow", wait)
+    recorder.queue.submit(slow)
+    found: list[object] = []
+
+    def function() -> None:
+        recorder.note("f")
+        inner = recorder.work("i")
+        found.extend([inner.is_completed(), recorder.queue.enter(turn := (get_ident(),))])
+        recorder.queue.leave(turn, recorder.queue.number)
+        inner.when_done(lambda: recorder.note("n"))
+        earlier.wait()
+        raise ValueError("which is logged, and ends nothing")
+
+    slow.when_done(function)
+    earlier, last = recorder.work("e"), recorder.work("l")
+    assert not recorder.queue.enter((get_ident(),))
+    assert recorder.ran == ""
+    may_go_on.set()
+    last.wait(DEADLINE_S)
+    last.when_done(lambda: recorder.note("d"))
+    assert recorder.ran == "fineld"
+    assert found == [True, True]
+    assert recorder.threads["f"] == recorder.threads["i"] == recorder.threads["e"] != recorder.threads["l"]
+    assert recorder.threads["d"] == get_ident()
+    assert recorder.queue.number == 4  # of five turns; the one that enter() took began nothing
+    assert recorder.queue.close(DEADLINE_S)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_function_that_does_not_return_delays_a_work_for_its_timeout() -> None:
+    """The works then run, and functions that are given later are called."""
+    recorder, blocked = Recorder(), threading.Event()
+
+    def block() -> None:
+        blocked.wait(DEADLINE_S)
+
+    first = recorder.work("a")
+    recorder.queue._changed.acquire()  # so that the function comes before the end of the work
+    late = Work(0, "late", lambda: None)
+    recorder.queue.submit(late)
+    late.when_done(block)
+    works = [recorder.work("b", timeout_s=0.05), recorder.work("c", timeout_s=100.0)]
+    called = threading.Event()
+    works[1].when_done(called.set)
+    recorder.queue._changed.release()
+    for work in (first, *works):
+        work.wait(DEADLINE_S)
+    assert recorder.queue.overdue
+    assert called.wait(DEADLINE_S)
+    assert recorder.ran == "abc"
+    blocked.set()
+    assert recorder.queue.close(DEADLINE_S)
+
+
+def test_what_is_refused_where_a_wait_could_never_end() -> None:
+    """In a thread that has a turn, in the queue's thread, and where the thread is inside the queue."""
+    queue, errors = WorkQueue("test"), list[CollectiveError]()
+
+    def refused() -> None:
+        with pytest.raises(CollectiveError, match="rank 2: barrier: called in a signal handler") as caught:
+            queue.check_may_wait(2, "barrier")
+        errors.append(caught.value)
+
+    turn = (get_ident(),)
+    assert queue.enter(turn)
+    refused()
+    waiting = Work(2, "barrier", lambda: None)
+    queue.submit(waiting)
+    with pytest.raises(CollectiveError, match="rank 2: barrier: called in a signal handler"):
+        waiting.wait()
+    queue.leave(turn, queue.number)
+    waiting.wait()
+    work = Work(0, "allreduce", refused)
+    queue.submit(work)
+    work.wait()
+    with queue._changed:
+        refused()
+    queue.check_may_wait(2, "barrier")
+    assert len(errors) == 3
+    assert queue.close(DEADLINE_S)
 
 
 def test_a_queue_whose_works_were_awaited_at_once_finds_the_next_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +238,12 @@ def test_a_queue_whose_works_were_awaited_at_once_finds_the_next_one_by_itself(m
         lambda work: None,
     ]
     for number, wait in enumerate(waits):
-        monkeypatch.setattr(work_module, "_LOOK_S", 0.005 if number == 2 else DEADLINE_S)
+        monkeypatch.setattr(queue_module, "_LOOK_S", 0.005 if number == 2 else DEADLINE_S)
         for _ in range(1000):  # the thread may be faster at times
             submitted().wait()
-            if queue._at_once >= work_module._MANY:
+            if queue._at_once >= queue_module._MANY:
                 break
-        assert queue._at_once >= work_module._MANY
+        assert queue._at_once >= queue_module._MANY
         ran.clear()
         work = submitted()
         wait(work)
