@@ -46,6 +46,12 @@ def held(tensors: Sequence[torch.Tensor], async_op: bool) -> list[torch.Tensor]:
     return [kept(tensor) for tensor in tensors] if async_op else list(tensors)
 
 
+def check_seconds(rank: int, name: str, seconds: float) -> None:
+    """Raise ValueError for a number of seconds that is no deadline."""
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"rank {rank}: {name}={seconds} must be positive and finite")
+
+
 def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
     """Raise TypeError for what is no tensor that can be moved, ValueError for a mixture or a wrong device."""
     for tensor in tensors:

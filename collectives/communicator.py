@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gradwire.collectives.absence import Absence
+from gradwire.collectives.arguments import check_seconds
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.diagnostics.journal import OperationTally
@@ -198,6 +199,7 @@ class Communicator(Tuned):
 
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
+        check_seconds(self._engine.rank, "timeout_s", seconds)
         self._engine.operations.timeout_s = seconds
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 from torch.utils import _pytree
@@ -140,9 +140,9 @@ def end_coalescing(backend: Backend) -> dist.Work:
     return work
 
 
-def allgather(backend: Backend, output: torch.Tensor, source: torch.Tensor) -> dist.Work:
+def allgather(backend: Backend, output: torch.Tensor, source: torch.Tensor, options: AllgatherOptions) -> dist.Work:
     """Collect every rank's source, one after the other, in one tensor."""
-    work: dist.Work = backend._allgather_base(output, source, AllgatherOptions())
+    work: dist.Work = backend._allgather_base(output, source, options)
     return work
 
 

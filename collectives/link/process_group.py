@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Message, Pending, Posted, Request, Transport, Whole
 from gradwire.collectives.link.membership import ROUNDING_S, Membership
+from gradwire.collectives.link.nccl import NEVER, NcclConnections
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.reduction import finish
 from gradwire.collectives.torch_internals import Backend
@@ -46,6 +48,7 @@ _OPTIONS: dict[str, Callable[[], Any]] = {
     "reduce": dist.ReduceOptions,
     "reduce_scatter": dist.ReduceScatterOptions,
     "broadcast": dist.BroadcastOptions,
+    "allgather": torch_internals.AllgatherOptions,
     "gather": dist.GatherOptions,
     "scatter": dist.ScatterOptions,
     "alltoall": dist.AllToAllOptions,
@@ -73,8 +76,8 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
         backends["cpu"] = torch_internals.left_to_parent(gloo)
     if "cuda" in membership.device_types:
         store = PrefixStore("nccl", membership.store)
-        backends["cuda"] = torch_internals.nccl_backend(store, rank, size, timeout)
-    return ProcessGroupTransport(backends)
+        backends["cuda"] = torch_internals.nccl_backend(store, rank, size, NEVER)
+    return ProcessGroupTransport(backends, timeout_s)
 
 
 @contextmanager
@@ -89,11 +92,13 @@ def _link_errors(peer: int | None = None, deadline: float = math.inf) -> Iterato
 
 @dataclass(eq=False, slots=True)
 class _GlooPending:
-    """A message of gloo, whose wait takes a timeout. When it passes, gloo breaks all connections of the group."""
+    """A message of gloo, whose wait takes a timeout. When it passes, gloo breaks all connections of the group. waits: those of
+    threads, which is_done() adds."""
 
     work: dist.Work
     peer: int | None
     tensor: torch.Tensor | None  # the backend reads or writes it until the wait is over
+    waits: set[Future[bool]] = field(default_factory=set)
     waiting: Future[bool] | None = None
 
     def wait(self, deadline: float) -> None:
@@ -109,7 +114,9 @@ class _GlooPending:
     def is_done(self) -> bool:
         if self.waiting is None:  # gloo answers only a wait
             thread = DaemonThread("gradwire-gloo")
-            self.waiting = thread.submit(self.work.wait)
+            self.waiting = thread.submit(partial(self.work.wait, NEVER))
+            self.waits.add(self.waiting)
+            self.waiting.add_done_callback(self.waits.discard)
             thread.close()
         return self.waiting.done()
 
@@ -154,16 +161,23 @@ class _StreamPending:
 
 
 class ProcessGroupTransport(Transport):
-    """A Transport over backends that nothing else uses. backends: by device type."""
+    """A Transport over backends that nothing else uses. backends: by device type. timeout_s: for which the first operation on
+    each CUDA device may connect NCCL.
+
+    Operations have their own deadlines. The backends' timeouts, which end the whole process with NCCL, never come first."""
 
     algorithms = dict.fromkeys(PLANNERS, ("native",))
 
-    def __init__(self, backends: dict[str, Backend]) -> None:
+    def __init__(self, backends: dict[str, Backend], timeout_s: float) -> None:
         self._backends = backends
+        self._timeout_s = timeout_s
+        self._is_aborted = False
+        self._waits: set[Future[bool]] = set()
         any_backend = next(iter(backends.values()))
         self.rank, self.size = any_backend.rank(), any_backend.size()
         self.device_types = tuple(backends)
         if "cuda" in backends:
+            self._nccl = NcclConnections(backends["cuda"], lambda: self._is_aborted)
             self.posts_together = ("cuda",)
             # NCCL needs one kernel; the executor launches kernels for each message.
             self.preferred_on_gpu = {"allreduce": "native"}
@@ -182,11 +196,11 @@ class ProcessGroupTransport(Transport):
 
         def posted(start: Callable[..., dist.Work], peer: int, tensor: torch.Tensor, sent_kind: int) -> Pending:
             with _link_errors(peer):
-                message = _GlooPending(start([tensor.view(torch.uint8)], peer, tag), peer, tensor)
+                message = _GlooPending(start([tensor], peer, tag), peer, tensor, self._waits)
                 if not kind:
                     return message
-                after = torch.tensor([sent_kind], dtype=torch.int64, device="cpu")
-                pending = _GlooPending(start([after], peer, tag), peer, after)
+                after = torch.tensor([sent_kind])
+                pending = _GlooPending(start([after], peer, tag), peer, after, self._waits)
             return _Checked((message, pending), after, kind, peer, tensor.nbytes)
 
         received = [posted(gloo.recv, peer, tensor, 0) for peer, tensor in receives]
@@ -196,6 +210,7 @@ class ProcessGroupTransport(Transport):
         """Launch the sends and receives of a round as one group, without which NCCL deadlocks; return one handle for all.
         Tensors are sent as bytes, because NCCL does not support every dtype."""
         nccl = self._backends["cuda"]
+        self._nccl.connect((receives or sends)[0][1].device, time.monotonic() + self._timeout_s)
         with _link_errors():
             torch_internals.begin_coalescing(nccl)
             try:
@@ -211,6 +226,8 @@ class ProcessGroupTransport(Transport):
         """See Transport. gloo's collectives need a barrier before: a longer message than expected ends the process."""
 
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            if request.device_type == "cuda":
+                self._nccl.connect(source.device, deadline)
             _perform(request, self._backends[request.device_type], source, destination, deadline)
 
         return Whole(run, needs_meeting=request.device_type != "cuda")
@@ -218,6 +235,7 @@ class ProcessGroupTransport(Transport):
     def abort(self) -> None:
         """Let a gloo receive time out: gloo then closes every connection of the group, and the peers detect it at
         once. One such receive is enough, unless the connection to its peer is closed already."""
+        self._is_aborted = True
         for device, backend in self._backends.items():
             if device == "cuda":
                 backend.abort()
@@ -232,6 +250,8 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """Release the backends. gloo's connections close when their last user, such as a work in flight, releases them
         too. NCCL's backend is shut down, because it would otherwise warn at the end of the process."""
+        if self._waits:  # for messages that never arrived
+            self.abort()
         if "cuda" in self._backends:
             self._backends["cuda"].shutdown()
         self._backends = {}
@@ -244,7 +264,7 @@ def _perform(
 
     def complete(moved: torch.Tensor, landed: torch.Tensor) -> None:
         with _link_errors():
-            work = _start(request, backend, moved, landed)
+            work = _start(request, backend, moved, landed, deadline)
         if work is not None:
             on_cuda = request.device_type == "cuda"
             (_StreamPending(work) if on_cuda else _GlooPending(work, None, None)).wait(deadline)
@@ -288,12 +308,14 @@ def _reordered(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
-def _start(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor) -> Any:
+def _start(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor, deadline: float) -> Any:
     """Start a verb; return its Work."""
-    options: Any = _OPTIONS[request.verb]() if request.verb in _OPTIONS else None
-    for field, value in (("reduceOp", _OPS[request.op]), ("rootRank", request.root)):
-        if hasattr(options, field):
-            setattr(options, field, value)
+    options: Any = _OPTIONS[request.verb]()
+    if request.device_type != "cuda":  # gloo would end it at the group's timeout, before or after the deadline
+        options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    for name, value in (("reduceOp", _OPS[request.op]), ("rootRank", request.root)):
+        if hasattr(options, name):
+            setattr(options, name, value)
 
     def parts(buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         return [list(buffer.view(backend.size(), -1))] if backend.rank() == request.root else []
@@ -304,7 +326,7 @@ def _start(request: Request, backend: Backend, source: torch.Tensor, destination
         case "reduce_scatter":
             return torch_internals.reduce_scatter(backend, destination, source, options)
         case "allgather":
-            return torch_internals.allgather(backend, destination, source)
+            return torch_internals.allgather(backend, destination, source, options)
         case "gather":
             return backend.gather(parts(destination), [source], options)
         case "scatter":

@@ -6,6 +6,7 @@ in older versions of torch: the class defines the newer name, and makes the olde
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.communicator import Communicator, abandon_all, close_all
 from gradwire.collectives.environment import TORCH_BACKEND
-from gradwire.collectives.link.attempt import Attempt
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
+from gradwire.collectives.link.membership import membership_in
+from gradwire.collectives.link.nccl import NcclConnections
 from gradwire.collectives.plan.topology import host_id
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
@@ -45,8 +48,8 @@ def _verb(name: str) -> Callable[[_Method], _Method]:
     def decorate(method: _Method) -> _Method:
         @wraps(method)
         def call(self: GradwireGroup, *arguments: Any, **options: Any) -> GradwireWork:
-            if any(tensor.is_cuda for tensor in _tensors(arguments)):
-                nccl, verb = self.nccl(), method.__name__
+            if (device := _device_of(arguments)) is not None:
+                nccl, verb = self.nccl(device), method.__name__
                 theirs = verb if hasattr(nccl, verb) else _OLDER_NAMES[verb]
                 return getattr(nccl, theirs)(*arguments, **options)  # type: ignore[no-any-return]
             with profiling(f"{TORCH_BACKEND}:{name}"):
@@ -91,10 +94,20 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         finally:
             membership.close()
 
-    def nccl(self) -> dist.ProcessGroup:
-        """Return the NCCL group for CUDA tensors. The first call is collective."""
+    def nccl(self, device: torch.device | None = None) -> dist.ProcessGroup:
+        """Return the NCCL group for CUDA tensors. The first call for each device is collective. Raises CollectiveError if NCCL
+        does not connect the ranks on the device within the group's timeout."""
         if self._nccl is None:
             self._nccl = nccl_group(PrefixStore("nccl", self._own_store), self.rank(), self.size(), self._timeout)
+            self._connections = NcclConnections(self._nccl._get_backend(torch.device("cuda")))
+        if device is not None:
+            seconds, call = self._timeout.total_seconds(), f"the first operation on {device}"
+            try:
+                self._connections.connect(device, time.monotonic() + seconds)
+            except LinkError as error:
+                if error.timed_out:
+                    raise CollectiveTimeout(seconds, (), rank=self.rank(), operation=call, detail=str(error)) from None
+                raise CollectiveError(str(error), rank=self.rank(), operation=call) from None
         return self._nccl
 
     # Reductions
@@ -296,7 +309,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type == "cuda":
-            self.nccl()._start_coalescing(device)
+            self.nccl(device)._start_coalescing(device)
         else:
             self._coalesced = []
 
@@ -346,8 +359,10 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of CPU operations that begin from now on, and of an NCCL group that is made later."""
+        """Set the timeout of operations that begin from now on."""
         self._timeout = timeout
+        if self._nccl is not None:
+            self._nccl._get_backend(torch.device("cuda"))._set_default_timeout(timeout)
         self._communicator.timeout_s = self._messages.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -390,6 +405,11 @@ def _tensors(given: Any) -> list[Tensor]:
     if isinstance(given, Tensor):
         return [given]
     return [tensor for each in given for tensor in _tensors(each)] if isinstance(given, list | tuple) else []
+
+
+def _device_of(arguments: Any) -> torch.device | None:
+    """Return the CUDA device of the first CUDA tensor in nested lists or tuples; None without one."""
+    return next((tensor.device for tensor in _tensors(arguments) if tensor.is_cuda), None)
 
 
 def _real(tensor: Tensor) -> Tensor:

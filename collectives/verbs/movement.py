@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -267,8 +266,8 @@ class Movement(Ranks):
         """Wait until every rank has called this. timeout_s: seconds that this barrier may take from its start; None: the
         Communicator's timeout_s."""
         engine = self._engine
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise ValueError(f"rank {engine.rank}: barrier: timeout_s={timeout_s} must be positive and finite")
+        if timeout_s is not None:
+            arguments.check_seconds(engine.rank, "barrier: timeout_s", timeout_s)
         chosen = engine.plans.choose("barrier", algorithm, 1, on_gpu=False)
         call = DescribedCall(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
         nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)

@@ -85,6 +85,12 @@ def test_making_one() -> None:
     for arguments in (*({"timeout_s": wrong} for wrong in (0, -1.0, float("nan"), float("inf"))), {"segment_bytes": 0}):
         with pytest.raises(ValueError, match="positive"):
             Communicator(**arguments)  # type: ignore[arg-type]
+    with communicator() as comm:
+        before = comm.timeout_s
+        for wrong in (0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="positive and finite"):
+                comm.timeout_s = wrong
+        assert comm.timeout_s == before
     with pytest.raises(TypeError, match=r"segment_bytes=1\.5.*whole number"):
         Communicator(segment_bytes=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="group"):

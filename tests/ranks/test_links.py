@@ -185,7 +185,7 @@ def posted_in_a_ring(posts_together: tuple[str, ...]) -> set[tuple[int, int]]:
     """What is posted at once in a ring of several segments, over a link that says so of itself."""
 
     def noting(membership: Membership, timeout_s: float) -> Transport:
-        transport = Noting(process_group(membership, timeout_s)._backends)
+        transport = Noting(process_group(membership, timeout_s)._backends, timeout_s)
         transport.posts_together, transport.posted = posts_together, set()
         made.append(transport)
         return transport
@@ -452,3 +452,23 @@ def test_a_forked_child_does_no_harm(link: str) -> None:
                         os._exit(1)
                 assert os.waitpid(child, 0)[1] == 0
         assert link == "tcp" or without_a_copy(comm)
+
+
+@on_ranks(2, initialized=False)
+def test_a_timeout_that_is_raised_later_reaches_gloo() -> None:
+    """Rank 1 comes later than the first timeout allows, to a collective and to a message."""
+    with Communicator(timeout_s=1.0, link="process_group") as comm:
+        comm.allreduce(torch.ones(1), algorithm="native")
+        comm.timeout_s = EXCHANGE_TIMEOUT_S
+        received = comm.recv(torch.ones(1), 1, async_op=True) if comm.rank == 0 else None
+        if received is not None:
+            assert not received.is_completed()
+        time.sleep(1.5 * comm.rank)
+        tensors = [torch.full((100,), float(comm.rank + 1)) for _ in range(2)]
+        for verb in (comm.allreduce, comm.broadcast):
+            verb(tensors[verb == comm.broadcast], algorithm="native")  # type: ignore[operator, arg-type]
+        assert [float(tensor[0]) for tensor in tensors] == [3.0, 1.0]
+        if received is None:
+            comm.send(torch.ones(1), 0)
+        else:
+            received.wait()

@@ -7,17 +7,23 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
 from gradwire.collectives.link.watch import Neighbour, Watch
 from gradwire.collectives.run.closing import ClosableOperations, close_all
+from gradwire.collectives.run.messages import Messages, MessageWork
 from gradwire.collectives.run.operations import Operations, Turn
 from gradwire.collectives.run.queue import WorkQueue
+from gradwire.collectives.run.staging import Buffer
 from gradwire.collectives.run.work import Work
+from gradwire.collectives.torch_backend.mover import Mover
+from gradwire.collectives.torch_backend.work import GradwireWork
 from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
@@ -119,6 +125,30 @@ def test_messages_are_not_counted_and_wait_for_their_turn() -> None:
         assert numbers == [0, -1, -1, 2]
         mine.submit("allreduce", operation, async_op=False)
         assert numbers[-1] == 3
+
+
+def test_an_exception_in_a_message_ends_its_future_and_those_of_later_messages() -> None:
+    """A link may raise other errors than LinkError."""
+
+    class Broken:
+        def is_done(self) -> bool:
+            raise ZeroDivisionError("in the link")
+
+    with operations(2) as (mine, transport, _):
+        transport.post = lambda sends, receives, tag: ([], [Broken()])  # type: ignore[attr-defined]
+        messages, mover = Messages(transport, mine), Mover()  # type: ignore[arg-type]
+        works = [
+            messages.receive("recv", Buffer([torch.empty(1)], via_host=False), 1, 0, async_op=True) for _ in range(2)
+        ]
+        for work in works:
+            assert isinstance(work, MessageWork)
+            mover.add(work)
+        for work in works:
+            future = GradwireWork([], [work], partial(mover.when_done, work)).get_future()  # type: ignore[arg-type, list-item]
+            wait_until(future.done)
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                future.wait()
+        mover.stop()
 
 
 def test_an_operation_with_its_own_timeout_leaves_those_of_the_others_alone() -> None:

@@ -1,12 +1,20 @@
 """How messages are handed to a backend, shown by one that only notes what it is asked for."""
 
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from gradwire.collectives import torch_internals
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.process_group import ProcessGroupTransport
+from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.link.nccl import NcclConnections
+from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
+from tests.harness import wait_until
 
 
 class _Work:
@@ -23,6 +31,9 @@ class _Nccl:
     def __init__(self, fails: int = -1) -> None:
         self.calls: list[str] = []
         self._fails = fails
+
+    def eager_connect_single_device(self, device: str) -> None:
+        self.calls.append(f"connect {device}")
 
     def rank(self) -> int:
         return 0
@@ -44,13 +55,13 @@ class _Nccl:
         self._message(f"receive {peer}")
 
     def _message(self, said: str) -> None:
-        if len(self.calls) - 1 == self._fails:
+        if len(self.calls) - 2 == self._fails:
             raise RuntimeError("refused")
         self.calls.append(said)
 
 
 class _OnCuda:
-    is_cuda = True
+    is_cuda, device = True, "cuda:0"
 
     def view(self, dtype: torch.dtype) -> "_OnCuda":
         return self
@@ -62,8 +73,8 @@ MESSAGES: list[Any] = [(1, _OnCuda()), (2, _OnCuda())]
 def test_a_round_is_one_group_of_calls_with_a_handle_for_every_message() -> None:
     for sends, receives in ((MESSAGES, MESSAGES[:1]), (MESSAGES, []), ([], MESSAGES)):
         nccl = _Nccl()
-        sent, received = ProcessGroupTransport({"cuda": nccl}).post(sends, receives, 0)
-        assert (nccl.calls[0], nccl.calls[-1]) == ("start", "end")
+        sent, received = ProcessGroupTransport({"cuda": nccl}, 1.0).post(sends, receives, 0)
+        assert (*nccl.calls[:2], nccl.calls[-1]) == ("connect cuda:0", "start", "end")
         assert (len(sent), len(received)) == (len(sends), len(receives))
         for pending in (*sent, *received):
             pending.wait(0.0)
@@ -73,15 +84,61 @@ def test_a_round_is_one_group_of_calls_with_a_handle_for_every_message() -> None
 def test_a_group_of_calls_is_not_left_open_by_an_error(fails: int) -> None:
     nccl = _Nccl(fails)
     with pytest.raises(LinkError, match="refused"):
-        ProcessGroupTransport({"cuda": nccl}).post(MESSAGES, MESSAGES, 0)
+        ProcessGroupTransport({"cuda": nccl}, 1.0).post(MESSAGES, MESSAGES, 0)
     assert nccl.calls[-1] == "end"
 
 
 def test_both_ends_of_a_message_are_posted_together_over_nccl_alone() -> None:
-    assert ProcessGroupTransport({"cuda": _Nccl()}).posts_together == ("cuda",)
-    assert ProcessGroupTransport({"cpu": _Nccl()}).posts_together == ()
+    assert ProcessGroupTransport({"cuda": _Nccl()}, 1.0).posts_together == ("cuda",)
+    assert ProcessGroupTransport({"cpu": _Nccl()}, 1.0).posts_together == ()
 
 
 def test_nccl_reduces_cuda_tensors_by_itself() -> None:
-    assert ProcessGroupTransport({"cuda": _Nccl()}).preferred_on_gpu == {"allreduce": "native"}
-    assert not ProcessGroupTransport({"cpu": _Nccl()}).preferred_on_gpu
+    assert ProcessGroupTransport({"cuda": _Nccl()}, 1.0).preferred_on_gpu == {"allreduce": "native"}
+    assert not ProcessGroupTransport({"cpu": _Nccl()}, 1.0).preferred_on_gpu
+
+
+class _Unconnected:
+    """Connects once it may."""
+
+    def __init__(self) -> None:
+        self.may_connect, self.devices = threading.Event(), list[Any]()
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        assert self.may_connect.wait(10)
+        self.devices.append(device)
+        if device == "broken":
+            raise RuntimeError("no such device")
+
+
+def test_the_first_operation_on_a_device_has_a_deadline() -> None:
+    nccl, is_over = _Unconnected(), threading.Event()
+    connections = NcclConnections(nccl, is_over.is_set)
+    with pytest.raises(LinkError) as caught:
+        connections.connect("cuda:0", time.monotonic() + 0.05)  # type: ignore[arg-type]
+    assert caught.value.timed_out
+    is_over.set()  # as when another rank has ended
+    with pytest.raises(LinkError) as caught:
+        connections.connect("cuda:0", time.monotonic() + 60)  # type: ignore[arg-type]
+    assert not caught.value.timed_out
+    nccl.may_connect.set()
+    is_over.clear()
+    with pytest.raises(LinkError, match="no such device"):
+        connections.connect("broken", time.monotonic() + 60)  # type: ignore[arg-type]
+    wait_until(lambda: len(nccl.devices) == 3)  # those that nobody awaited
+    for device in ("cuda:1", "cuda:1", "cuda:0"):
+        connections.connect(device, time.monotonic() + 60)  # type: ignore[arg-type]
+    assert nccl.devices[3:] == ["cuda:1", "cuda:0"]
+
+
+def test_the_timeout_of_nccl_never_comes_before_that_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else NCCL would end the process at the first timeout, though a longer one was set later."""
+    given: list[timedelta] = []
+
+    def made(store: object, rank: int, size: int, timeout: timedelta) -> _Nccl:
+        given.append(timeout)
+        return _Nccl()
+
+    monkeypatch.setattr(torch_internals, "nccl_backend", made)
+    process_group(Membership(0, 3, ((0, 1, 2),), dist.HashStore(), ("cuda",), b""), 1.0)
+    assert given[0] > timedelta(days=30)

@@ -27,7 +27,7 @@ class Cuda(torch.Tensor):
 def test_nccl_is_called_by_the_name_that_this_torch_has(verb: str, older: str, is_older: bool) -> None:
     called = older if is_older else verb
     nccl = SimpleNamespace(**{called: lambda *tensors: f"{called} of {len(tensors)}"})
-    group = cast(Any, SimpleNamespace(nccl=lambda: nccl))
+    group = cast(Any, SimpleNamespace(nccl=lambda device: nccl))
     tensor = torch.ones(1).as_subclass(Cuda)  # type: ignore[no-untyped-call]
     assert getattr(GradwireGroup, verb)(group, tensor, tensor) == f"{called} of 2"
     assert getattr(GradwireGroup, older) is getattr(GradwireGroup, verb)

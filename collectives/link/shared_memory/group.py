@@ -173,13 +173,15 @@ class LocalGroup:
             status = kernel(*arguments)
             if status >= self._pending:
                 lost: set[int] = set()
-                while status >= self._pending:
-                    lost = self.check(status, deadline, lost)
-                    if (beside := self._beside()) is not None:
-                        beside()
-                    self.context[self.kernels.PATIENT] = 1
-                    status = kernel(*arguments)
-                self.context[self.kernels.PATIENT] = 0
+                try:
+                    while status >= self._pending:
+                        lost = self.check(status, deadline, lost)
+                        if (beside := self._beside()) is not None:
+                            beside()
+                        self.context[self.kernels.PATIENT] = 1
+                        status = kernel(*arguments)
+                finally:  # the deadline may be that of a slice, after which this rank waits again
+                    self.context[self.kernels.PATIENT] = 0
         return bool(status == self.kernels.FINISHED_WITH_NEWS)
 
     def ensure_open(self) -> None:
