@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.algorithms_for import shot_of
-from gradwire.collectives.run.work import Work
 from tests.ranks.exact import Checks
 from tests.ranks.test_collectives import VERBS, Case, elements
 from tests.ranks.test_compressed import COMPRESSING
@@ -21,18 +21,56 @@ from tests.ranks.test_compressed import inputs as uneven_magnitudes
 from tests.shot_model import ShotModel
 from tests.soak.operations import OBJECT_VERBS, Operation, Session
 
+CALLED_S = 60.0  # longer than the deadlines of operations
 UNTOUCHED = 7  # what lies between and around the elements of a tensor
 NOT_FINITE = (float("nan"), float("inf"), float("-inf"), -0.0)
 RELATIVE_ERROR_OF_CASTS = {"fp16": 2.0**-10, "bf16": 2.0**-7}
+
+
+class Waitable(Protocol):
+    """What has a wait()."""
+
+    def wait(self) -> None: ...
 
 
 class Started(NamedTuple):
     """An operation that has been issued. check: compares its results, once it is done; replicas: what must then be the same
     on all ranks to the bit."""
 
-    work: Work | None
+    work: Waitable | None
     check: Callable[[Checks], None]
     replicas: Sequence[torch.Tensor] = ()
+
+
+class _Inside:
+    """An operation that a function issues, which is called after another operation. replicas: of the operation."""
+
+    def __init__(self, issue: Callable[[], Started]) -> None:
+        self._issue = issue
+        self._called = threading.Event()
+        self._started: Started | None = None
+        self._error: BaseException | None = None
+        self.replicas: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        try:
+            self._started = self._issue()
+            self.replicas.extend(self._started.replicas)
+        except BaseException as error:  # wait() raises it
+            self._error = error
+        self._called.set()
+
+    def wait(self) -> None:
+        assert self._called.wait(CALLED_S), "a function was not called"
+        if self._error is not None:
+            raise self._error
+        assert self._started is not None
+        if self._started.work is not None:
+            self._started.work.wait()
+
+    def check(self, checks: Checks) -> None:
+        assert self._started is not None
+        self._started.check(checks)
 
 
 class Laid(NamedTuple):
@@ -104,6 +142,15 @@ class Exchange:
 
     def start(self, position: int, operation: Operation, *, asynchronous: bool) -> Started:
         """Issue an operation; position: in its session."""
+        if not operation.inside:
+            return self._issue(position, operation, asynchronous=asynchronous)
+        inside = _Inside(partial(self._issue, position, operation, asynchronous=asynchronous))
+        self._comm.allreduce(torch.ones(1000), async_op=True).when_done(inside.run)
+        if not asynchronous:
+            inside.wait()
+        return Started(inside, inside.check, inside.replicas)
+
+    def _issue(self, position: int, operation: Operation, *, asynchronous: bool) -> Started:
         o, memory = operation, _Memory(self._comm, operation.layout, self._shared)
         kind = "ordinary" if o.layout == "contiguous" else "transposed"  # of what has rows
         case = _Drawn(self._comm, o.algorithm, o.dtype, o.op, o.numel, kind, o.root, o, memory)

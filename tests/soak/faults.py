@@ -183,6 +183,7 @@ def draw_fault(seed: int, transport: str, index: int, *, on_hosts: bool) -> Faul
             random.choice(("auto", "auto", "native", *PLANNERS["allreduce"])),
             numel=random.choice(LARGE_NUMELS),
             asynchronous=True,
+            inside=random.random() < 0.25,
         ),
         segment_bytes=random.choice((None, None, 64 << 10)),
         communicators=random.randint(1, 3),

@@ -32,7 +32,8 @@ class Operation:
     takes one per rank; parts: of each rank's, where they differ. counts: rows from rank i to rank j, of alltoall with splits.
     together: the tensors of grouped_allreduce. values: 'exact' numbers, or 'any': not all of them finite. steps: with error
     feedback from one to the next, where there are several. repeats: how often the same tensor is reduced.
-    waits: earlier operations of the session, by position, that are waited for once this one has been issued.
+    inside: whether a function that is called after another operation issues it. waits: earlier operations of the session, by
+    position, that are waited for once this one has been issued.
     """
 
     verb: str
@@ -51,6 +52,7 @@ class Operation:
     steps: int = 1
     repeats: int = 1
     asynchronous: bool = False
+    inside: bool = False
     waits: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -106,7 +108,8 @@ def draw_operations(session: Session, count: int, algorithms: Mapping[str, tuple
         if pending and (len(pending) == PENDING or random.random() < 0.25):
             waits = random.sample(pending, random.randint(1, len(pending)))
             pending = [waiting for waiting in pending if waiting not in waits]
-        drawn.append(replace(operation, asynchronous=asynchronous, waits=tuple(waits)))
+        inside = random.random() < 0.15
+        drawn.append(replace(operation, asynchronous=asynchronous, inside=inside, waits=tuple(waits)))
     return drawn[:count]
 
 
