@@ -181,6 +181,8 @@ def _of_message(findings: Findings, rank: int, detail: str) -> CollectiveError:
     failed = _failed_in({peer: findings.reports[peer] for peer in peers & findings.reports.keys()})
     if not mine.gave_up or mine.waited_s < mine.timeout_s / 2:  # the wait was ended before its deadline
         return CollectiveError("; ".join([*failed, detail]), rank=rank, operation=mine.call)
+    if lossy := _lossy(findings.reports, findings.cut):
+        return _timeout(findings, set(), rank, lossy)
     return _timeout(findings, peers, rank, failed if peers else [detail])
 
 

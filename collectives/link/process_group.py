@@ -196,10 +196,10 @@ class ProcessGroupTransport(Transport):
 
         def posted(start: Callable[..., dist.Work], peer: int, tensor: torch.Tensor, sent_kind: int) -> Pending:
             with _link_errors(peer):
-                message = _GlooPending(start([tensor], peer, tag), peer, tensor, self._waits)
+                message = _GlooPending(start([tensor.view(torch.uint8)], peer, tag), peer, tensor, self._waits)
                 if not kind:
                     return message
-                after = torch.tensor([sent_kind])
+                after = torch.tensor([sent_kind], dtype=torch.int64, device="cpu")
                 pending = _GlooPending(start([after], peer, tag), peer, after, self._waits)
             return _Checked((message, pending), after, kind, peer, tensor.nbytes)
 

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradwire.collectives.communicator import Communicator, abandon_all, close_all
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
-from gradwire.collectives.link.membership import membership_in
+from gradwire.collectives.link.attempt import Attempt
 from gradwire.collectives.link.nccl import NcclConnections
 from gradwire.collectives.plan.topology import host_id
 from gradwire.collectives.torch_backend.mover import Mover

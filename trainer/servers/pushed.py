@@ -59,7 +59,7 @@ class _Group:
         codec = self.codec_at(step)
         if codec is None or not members:
             return flat.empty()
-        return [torch.empty(codec.wire_bytes(flat.numel), dtype=torch.uint8)]
+        return [torch.empty(codec.wire_bytes(flat.numel), dtype=torch.uint8, device="cpu")]
 
 
 class Packing:
@@ -88,7 +88,7 @@ class Packing:
 
     def empty_forms(self) -> Tensor:
         """Return a new tensor into which to receive the forms of a worker's gradients."""
-        return torch.empty((len(self._like), 2), dtype=torch.int64)
+        return torch.empty((len(self._like), 2), dtype=torch.int64, device="cpu")
 
     def empty(self, forms: Tensor, step: int) -> list[Tensor]:
         """Return new buffers into which to receive a worker's gradients of these forms."""
@@ -96,8 +96,8 @@ class Packing:
         buffers = [buffer for group in self.groups for buffer in group.empty(listed, step)]
         for like, (dimensions, rows) in zip(self._like, listed, strict=True):
             if dimensions > 0:
-                buffers.append(torch.empty((dimensions, rows), dtype=torch.int64))
-                buffers.append(torch.empty((rows, *like.shape[dimensions:]), dtype=like.dtype))
+                buffers.append(torch.empty((dimensions, rows), dtype=torch.int64, device="cpu"))
+                buffers.append(torch.empty((rows, *like.shape[dimensions:]), dtype=like.dtype, device="cpu"))
         return buffers
 
     def decode(self, pushed: Sequence[Tensor], step: int) -> list[Tensor | None]:
@@ -143,7 +143,7 @@ class Sender:
         gradients = [coalesced(gradient) for gradient in gradients]
         forms = [form_of(gradient) for gradient in gradients]
         dense = [gradient if form[0] == DENSE else None for form, gradient in zip(forms, gradients, strict=True)]
-        pushed = [torch.tensor(forms, dtype=torch.int64).reshape(-1, 2)]
+        pushed = [torch.tensor(forms, dtype=torch.int64, device="cpu").reshape(-1, 2)]
         members, flat = self._plain.sent(forms)
         pushed += flat.pack([dense[number] for number in members])
         for number, group in enumerate(self._coded):

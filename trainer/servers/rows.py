@@ -28,7 +28,7 @@ def coalesced(gradient: Tensor | None) -> Tensor | None:
 
 def of_rows(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     """Return the coalesced sparse tensor of these indices and values."""
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, shape, device="cpu", is_coalesced=True, check_invariants=False)
 
 
 def weighted_sum(gradients: Sequence[tuple[Tensor | None, float]], dtype: torch.dtype) -> Tensor | None:
@@ -45,8 +45,10 @@ def weighted_sum(gradients: Sequence[tuple[Tensor | None, float]], dtype: torch.
     if len(dimensions) == 1 and 0 not in dimensions:
         indices = torch.cat([gradient.indices() for gradient, _ in present], 1)
         values = torch.cat([gradient.values().to(wide) * factor for gradient, factor in present])
-        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce().to(dtype)
-    total = torch.zeros(shape, dtype=wide)
+        return (
+            torch.sparse_coo_tensor(indices, values, shape, device="cpu", check_invariants=False).coalesce().to(dtype)
+        )
+    total = torch.zeros(shape, dtype=wide, device="cpu")
     for gradient, factor in present:
         total.add_(gradient.to(wide), alpha=factor)
     return total.to(dtype)

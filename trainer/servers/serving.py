@@ -177,7 +177,7 @@ class Client:
 
     def _receive(self, tensors: Sequence[Tensor] = ()) -> float:
         """Receive an answer into tensors, and return its number. Raises _Failed if the server sends an error."""
-        head = torch.empty(2, dtype=torch.float64)
+        head = torch.empty(2, dtype=torch.float64, device="cpu")
         self._communicator.recv(head, 1)
         self.is_answer_due = False
         kind, number = head.tolist()

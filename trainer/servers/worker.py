@@ -138,7 +138,7 @@ class Member:
 
     def _gathered(self, numbers: Sequence[float]) -> Tensor:
         """Return the numbers of all ranks, a row for each."""
-        own = torch.tensor(numbers, dtype=torch.float64)
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         table = own.new_empty(self._communicator.size, own.numel())
         self._communicator.allgather(table, own)
         return table
@@ -168,15 +168,17 @@ class Member:
     ) -> Tensor:
         """Return the sum of all ranks' sparse gradients of a parameter, each times the share of its rank. counts: the number
         of rows of each rank. dimensions: the number of sparse dimensions."""
-        indices = torch.empty((sum(counts), dimensions), dtype=torch.int64)
-        values = torch.empty((sum(counts), *parameter.shape[dimensions:]), dtype=parameter.dtype)
+        indices = torch.empty((sum(counts), dimensions), dtype=torch.int64, device="cpu")
+        values = torch.empty((sum(counts), *parameter.shape[dimensions:]), dtype=parameter.dtype, device="cpu")
         if len(indices):
             own_indices, own_values = indices[:0], values[:0]
             if gradient is not None:
                 own_indices, own_values = gradient.indices().t().cpu().contiguous(), gradient.values().cpu() * share
             self._communicator.allgather(list(indices.split(list(counts))), own_indices)
             self._communicator.allgather(list(values.split(list(counts))), own_values)
-        return torch.sparse_coo_tensor(indices.t(), values, parameter.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            indices.t(), values, parameter.shape, device="cpu", check_invariants=False
+        ).coalesce()
 
     def _share(self) -> None:
         """Copy the first rank's parameters to the other ranks of the group."""
