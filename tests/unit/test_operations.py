@@ -50,6 +50,9 @@ class StuckTransport:
     def is_busy(self) -> bool:
         return False
 
+    def lossy_paths(self) -> dict[int, str]:
+        return {}
+
 
 def echo(watch: Watch) -> None:
     """Let a rank say at once that it calls what rank 0 says that it does."""

@@ -328,14 +328,19 @@ def test_the_adapter_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_adapter_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: dict[int, dict[str, float]] = {}
-    wandb = SimpleNamespace(log=lambda numbers, step: logged.update({step: numbers}))
+    logged: dict[str, float] = {}
+    axes: dict[str, str] = {}
+    wandb = SimpleNamespace(  # log() takes no step: W&B would drop what is logged for an earlier one
+        log=lambda numbers: logged.update(numbers),
+        define_metric=lambda name, step_metric: axes.update({name: step_metric}),
+    )
     monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
     adapt(1, "to_wandb")
-    assert set(logged) == {7}
-    assert logged[7]["exchange/bytes_uncompressed"] == 400
-    assert logged[7]["exchange/slowest_rank"] == 1
-    assert not {"exchange/buckets", "exchange/compression_error"} & logged[7].keys()
+    assert axes == {"exchange/*": "exchange/step"}
+    assert logged["exchange/step"] == 7
+    assert logged["exchange/bytes_uncompressed"] == 400
+    assert logged["exchange/slowest_rank"] == 1
+    assert not {"exchange/buckets", "exchange/compression_error"} & logged.keys()
 
 
 # Local updates
