@@ -110,8 +110,13 @@ def link_shape(rate: str) -> str:
     return f"root tbf rate {rate} burst {burst_bytes} limit {burst_bytes + int(bytes_per_s * QUEUE_S)}"
 
 
-def host_table() -> str:
-    """Return the text of /etc/hosts: the address of every host, as IPv4 and as dual-stack sockets show it (mapped to IPv6)."""
+def host_table(alone: str | None = None) -> str:
+    """Return the text of /etc/hosts: the address of every host, as IPv4 and as dual-stack sockets show it (mapped to IPv6).
+
+    alone: the name of a host whose table is the one that Debian installs: it contains only this name, with a loopback address.
+    """
+    if alone is not None:
+        return f"127.0.0.1 localhost\n127.0.1.1 {alone}"
     names = [f"{prefix}{address(host)} host{host}" for prefix in ("", "::ffff:") for host in range(MAX_HOSTS)]
     return "\n".join(["127.0.0.1 localhost", *names])
 
@@ -153,9 +158,10 @@ def plan_ranks(ranks: int, hosts: int, network: str) -> list[Rank]:
 class Namespace:
     """Hold the namespaces of one host open by an idle process, which dies with its parent."""
 
-    def __init__(self, hostname: str) -> None:
+    def __init__(self, hostname: str, table: str) -> None:
+        """table: the text of /etc/hosts."""
         unshare = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "sh", "-ec", HOLD]
-        environment = {**os.environ, "HOST_NAME": hostname, "HOST_TABLE": host_table()}
+        environment = {**os.environ, "HOST_NAME": hostname, "HOST_TABLE": table}
         self.process = subprocess.Popen(
             unshare, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
         )
@@ -183,10 +189,15 @@ class Namespace:
 
 
 class Cluster:
-    """Connect `hosts` namespaces to one switch by links that are limited each way. A context manager. rate: see rates_of()."""
+    """Connect `hosts` namespaces to one switch by links that are limited each way. A context manager.
 
-    def __init__(self, hosts: int, rate: str) -> None:
+    rate: see rates_of(). knows_names: whether each host resolves the names of all hosts. Otherwise it resolves only its own name,
+    to a loopback address.
+    """
+
+    def __init__(self, hosts: int, rate: str, *, knows_names: bool = True) -> None:
         self._stack = ExitStack()
+        self._knows_names = knows_names
         try:
             self.switch = self._namespace("switch")
             self.hosts = [self._namespace(f"host{host}") for host in range(hosts)]
@@ -199,7 +210,7 @@ class Cluster:
             raise
 
     def _namespace(self, hostname: str) -> Namespace:
-        namespace = Namespace(hostname)
+        namespace = Namespace(hostname, host_table(None if self._knows_names else hostname))
         self._stack.callback(namespace.close)
         return namespace
 

@@ -15,15 +15,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.environment import TABLE_PREFIX, TUNING
+from gradwire.collectives.link.membership import Membership, membership_in
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import TuningError
 from gradwire.collectives.plan.selection import Table
+from gradwire.collectives.plan.topology import host_id
 from gradwire.collectives.precompile import precompile
 from gradwire.collectives.torch_internals import store_of_one
+
+#: How long the ranks of a command may take to find each other.
+_MEETING_S = 300.0
 
 
 def _version(name: str) -> str:
@@ -102,7 +108,6 @@ def _tune(out: Path) -> None:
             alone = "; for more ranks, start gradwire tune under torchrun" if communicator.size == 1 else ""
             saved = f"saved in {out}; to use it, copy it to every host and set {TUNING}={out}{alone}"
             print("\n".join([*_costs(communicator), saved]))
-    dist.destroy_process_group()
 
 
 def _info() -> None:
@@ -110,15 +115,18 @@ def _info() -> None:
     with _communicator() as communicator:
         if communicator.rank == 0:
             print(_report(communicator))
-    dist.destroy_process_group()
 
 
 def _communicator() -> Communicator:
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=store_of_one(), rank=0, world_size=1)
-    return Communicator()
+    """Return a Communicator of the ranks that torchrun has started; without torchrun, of this process."""
+    if "RANK" not in os.environ:
+        return Communicator(Membership(0, 1, ((0,),), store_of_one(), ("cpu",), b"", global_ranks=(0,)))
+    store, rank, size = next(rendezvous("env://"))
+    membership = membership_in(store, "gradwire", rank, tuple(range(size)), ("cpu",), host_id(), _MEETING_S)
+    try:
+        return Communicator(membership)
+    finally:
+        membership.close()
 
 
 def main() -> None:

@@ -11,8 +11,11 @@ TABLE_PREFIX = "COLLECTIVES_"
 #: Overrides what `topology.host_id` finds out.
 HOST_ID = "COLLECTIVES_HOST_ID"
 
+#: The network interfaces of gloo, separated by commas. torch reads it whenever it makes gloo.
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
 #: Variables that name the network interface at which this rank is reached: ours, and gloo's. The first that is set counts.
-INTERFACE_VARIABLES = ("COLLECTIVES_INTERFACE", "GLOO_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("COLLECTIVES_INTERFACE", GLOO_INTERFACE)
 
 #: The name of the link of Communicators that are made without one.
 LINK = "COLLECTIVES_LINK"

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import HashStore as HashStore
-from torch.distributed.distributed_c10d import Store, _get_default_store, _world
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 from torch.utils import _pytree
 
 from gradwire.collectives.forks import in_forked_child
@@ -110,6 +111,23 @@ def store_of_one() -> Store:
 def default_store() -> Store:
     """Return the store of the default group."""
     return _get_default_store()
+
+
+def server_of(store: Store) -> str | None:
+    """Return the host to which a store connects; None if it is no TCPStore."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None
+
+
+def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Backend:
+    """Return a backend over gloo. address: that of this host at which it listens; None: that of GLOO_SOCKET_IFNAME."""
+    if address is None:
+        return left_to_parent(dist.ProcessGroupGloo(store, rank, size, timeout))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return left_to_parent(dist.ProcessGroupGloo(store, rank, size, options))
 
 
 def nccl_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:

@@ -22,7 +22,7 @@ from gradwire.collectives.link.membership import (
 )
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.plan.topology import machine_id
-from gradwire.collectives.torch_internals import default_store, store_of_one
+from gradwire.collectives.torch_internals import default_store, server_of, store_of_one
 
 #: How long withdraw() waits for the store.
 _WITHDRAW_S = 5.0
@@ -59,7 +59,7 @@ class Attempt:
         with coming_together(self._rank, timeout_s):
             try:
                 store = self._count(deadline)
-                card = card_of(self._rank, host, machine_id(), os.environ, deadline)
+                card = card_of(self._rank, host, machine_id(), os.environ, deadline, server_of(self._store))
                 presence = arrive(store, size, card, deadline, keepers=self._keepers)
             except LinkError:  # the other ranks know, or find the same
                 raise

@@ -41,7 +41,8 @@ class Membership:
     """The ranks that are to be connected. A torch ProcessGroup is one way to get one.
 
     rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. device_types:
-    those whose tensors they exchange. secret: authenticates them when they connect. lost: returns the members whose
+    those whose tensors they exchange. secret: authenticates them when they connect. address: that at which the others
+    reach this rank. lost: returns the members whose
     process is known to have ended. noted: returns, without waiting, the members whose end a launcher has noted,
     possibly before a connection ends; None if it notes nothing. global_ranks: their ranks in torch.distributed's
     default group; empty if they have none. beside_others: whether other ranks of the host compute while these wait for
@@ -57,6 +58,7 @@ class Membership:
     store: Store
     device_types: tuple[str, ...]
     secret: bytes = field(repr=False)
+    address: str = "127.0.0.1"
     lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
     noted: Callable[[], Collection[int]] | None = field(repr=False, default=None)
     global_ranks: tuple[int, ...] = ()
@@ -232,6 +234,7 @@ def membership_from(
         PrefixStore(presence.key, store),
         device_types,
         bytes.fromhex(presence.secret),
+        presence.cards[presence.rank]["address"],
         lost=presence.gone,
         global_ranks=global_ranks,
         presence=presence,

@@ -25,35 +25,50 @@ _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
 _NOWHERE = ("192.0.2.1", "2001:db8::1")
 
 
-def own_address(environment: Mapping[str, str], deadline: float) -> str:
-    """Return the numeric address, IPv4 or IPv6, at which the other ranks reach this process. deadline: time.monotonic()
-    seconds.
+def own_address(environment: Mapping[str, str], deadline: float, peer: str | None = None) -> str:
+    """Return the numeric address, IPv4 or IPv6, at which the other ranks reach this process.
 
-    It is the address of the interface that COLLECTIVES_INTERFACE names, else GLOO_SOCKET_IFNAME; else of the interface
-    that reaches MASTER_ADDR, else of the one with the default route, else of the loopback interface. Raises ValueError
-    if a variable names an interface without an address; LinkError if the look-up of MASTER_ADDR has not returned by the
-    deadline.
+    It is the address of the interface that COLLECTIVES_INTERFACE names, else GLOO_SOCKET_IFNAME. Without these, it is
+    the address from which this host reaches `peer`, else MASTER_ADDR; else that of the interface with the default
+    route, else of the first other interface, else of the loopback interface.
+
+    deadline: time.monotonic() seconds. peer: the host that serves the ranks' store, or another host of the job; None if
+    none is known. Raises ValueError if a variable names an interface without an address; LinkError if the look-up of a
+    host has not returned by the deadline.
     """
     for variable, interface in _named(environment):
         return _address_of(interface, variable)
     master = environment.get("MASTER_ADDR")
-    if master is not None and (found := _source_towards(master, deadline)) is not None:
-        meant = master in ("localhost", found) or master.startswith("127.")
-        if meant or not ipaddress.ip_address(found).is_loopback:
+    for host in filter(None, dict.fromkeys((peer, master))):
+        if (found := _source_towards(host, deadline)) is None:
+            continue
+        # A host may resolve its own name to a loopback address (Debian: 127.0.1.1), which no other host reaches.
+        is_meant = host == master and (host in ("localhost", found) or host.startswith("127."))
+        if is_meant or not ipaddress.ip_address(found).is_loopback:
             return found
-    # A host may resolve its own name to a loopback address (Debian: 127.0.1.1), which no other host reaches.
-    return next(filter(None, (_source_towards(each, deadline) for each in _NOWHERE)), "127.0.0.1")
+    sources = (_source_towards(each, deadline) for each in _NOWHERE)
+    others = (_ipv4_of(name) or _ipv6_of(name) for _, name in socket.if_nameindex())
+    reachable = (each for each in (*sources, *others) if each and not ipaddress.ip_address(each).is_loopback)
+    return next(reachable, "127.0.0.1")
 
 
-def card_of(rank: int, host: str, machine: str, environment: Mapping[str, str], deadline: float) -> dict[str, Any]:
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address; None if no interface of this host has it as its first one."""
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address in (_ipv4_of(name), _ipv6_of(name))), None)
+
+
+def card_of(
+    rank: int, host: str, machine: str, environment: Mapping[str, str], deadline: float, peer: str | None = None
+) -> dict[str, Any]:
     """Return this process's address, with the data that check_addresses needs.
 
     host: the same on all ranks of a host. machine: the same on all ranks of a machine, which may be several hosts.
-    deadline: see own_address. Raises LinkError as own_address.
+    deadline, peer: see own_address. Raises LinkError as own_address.
     """
     card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
     try:
-        address = own_address(environment, deadline)
+        address = own_address(environment, deadline, peer)
         return card | {"address": address, "loopback": _loopback(address, environment), "problem": ""}
     except ValueError as error:
         return card | {"address": "", "loopback": "", "problem": str(error)}

@@ -7,6 +7,7 @@ one that a backend can reduce, and `_settle` converts the result back. Verbs tha
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from gradwire.collectives import torch_internals
 from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.environment import GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.base import DONE_POLL_S, KIND_BITS, Message, Pending, Posted, Request, Transport, Whole
 from gradwire.collectives.link.membership import ROUNDING_S, Membership
@@ -72,8 +74,10 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
     if "cpu" in membership.device_types:
         gloo_store = PrefixStore("gloo", membership.store)
         deadline = time.monotonic() + timeout_s
-        gloo = membership.ask(lambda: dist.ProcessGroupGloo(gloo_store, rank, size, timeout), deadline)
-        backends["cpu"] = torch_internals.left_to_parent(gloo)
+        address = None if os.environ.get(GLOO_INTERFACE) else membership.address
+        backends["cpu"] = membership.ask(
+            lambda: torch_internals.gloo_backend(gloo_store, rank, size, timeout, address), deadline
+        )
     if "cuda" in membership.device_types:
         store = PrefixStore("nccl", membership.store)
         backends["cuda"] = torch_internals.nccl_backend(store, rank, size, NEVER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,6 @@ from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.handshake import give_up_on_silence
 from gradwire.collectives.link.listener import Listener, neighbours
 from gradwire.collectives.link.membership import Membership, coming_together
-from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.process_group import process_group
 from gradwire.collectives.link.tcp import tcp
 from gradwire.collectives.link.watch import Watch
@@ -116,10 +114,10 @@ def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watc
     card: dict[str, Any] = {"settings": settings, "address": "", "refusal": "", "machine": asdict(Machine.here())}
     with ExitStack() as made:
         try:
-            listener = Listener(own_address(os.environ, deadline), small_segments=True)
+            listener = Listener(membership.address, small_segments=True)
             made.callback(listener.close)
             card["address"] = listener.card
-        except (ValueError, OSError) as error:  # reported, because the others would otherwise wait for this rank
+        except OSError as error:  # reported, because the others would otherwise wait for this rank
             card["refusal"] = str(error)
         cards = membership.exchange("settings", card, deadline)
         given = [each["settings"] for each in cards]

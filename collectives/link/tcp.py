@@ -19,7 +19,6 @@ from gradwire.collectives.kernels import cpu_sockets
 from gradwire.collectives.link.base import KIND_BITS, CodedWork, Transport, WholeRun
 from gradwire.collectives.link.listener import Listener
 from gradwire.collectives.link.membership import Membership
-from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import check_paths, lossy_paths
 from gradwire.collectives.link.programs import Programs
 from gradwire.collectives.link.rows import Table
@@ -49,7 +48,7 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     rank, check = membership.rank, membership.check
     peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
     with ExitStack() as made:
-        listener = made.enter_context(closing(Listener(own_address(os.environ, deadline))))
+        listener = made.enter_context(closing(Listener(membership.address)))
         cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
         connections = listener.join(rank, peers, cards, membership.secret, deadline, check)
         for connection in connections.values():

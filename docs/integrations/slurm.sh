@@ -10,7 +10,7 @@ set -euo pipefail
 ranks_per_node=${RANKS_PER_NODE:-2}
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / ranks_per_node))
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not inherit --cpus-per-task from sbatch
-# If the nodes have several networks, select one:
+# To use another network than that of the first node's name:
 # export GLOO_SOCKET_IFNAME=ib0
 
 # The rendezvous is on the first node, at a port that depends on the job, so that two jobs on one node use different ports.

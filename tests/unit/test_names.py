@@ -140,11 +140,8 @@ def test_what_check_finds(looked_up: list[str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("elastic", [[], ["--min-np", "1"]])
-def test_a_launcher(
-    looked_up: list[str], elastic: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher(looked_up: list[str], elastic: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One whose ranks on other hosts need the address of this host."""
-    monkeypatch.setenv("MASTER_ADDR", NAME)
-    hosts = ["-np", "2", "-H", "localhost:1,node09:1", "--start-timeout", "1"]
+    hosts = ["-np", "2", "-H", f"localhost:1,{NAME}:1", "--start-timeout", "1"]
     assert main(["run", *hosts, *elastic, "true"]) == 2
     assert f"gradwire: the look-up of '{NAME}'" in capsys.readouterr().err

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
-from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.cli.agent import READY, REPORT
 from gradwire.trainer.cli.failure import JobFailure, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
 from gradwire.trainer.cli.output import Output
-from gradwire.trainer.cli.reach import AgentProcess, command_on
+from gradwire.trainer.cli.reach import AgentProcess, address_for, address_of, command_on
 from gradwire.trainer.cli.signals import signals_heard
 
 #: The longest time between two checks of signals and deadlines.
@@ -151,9 +150,7 @@ def _command(job: Job, node: int, environment: Mapping[str, str]) -> list[str]:
 def _master(job: Job, environment: Mapping[str, str]) -> str:
     """Return the address of the first host for all hosts."""
     first = job.hosts[0]
-    address = first.name
-    if first.is_here:
-        address = own_address({**environment, **job.settings}, time.monotonic() + job.start_timeout_s)
+    address = address_for(job.hosts, job, environment) if first.is_here else address_of(first, job)
     return f"[{address}]" if ":" in address else address
 
 
@@ -161,6 +158,6 @@ def run_job(job: Job) -> int:
     """Run a job to its end, and return its exit status.
 
     Raises ValueError if the output folder cannot be made, if a variable of -x is not set, or, with other hosts, if this
-    host has no address for them; LinkError if it cannot look up MASTER_ADDR in time.
+    host has no address for them; LinkError if the look-up of a host takes too long.
     """
     return _JobRun(job).run()

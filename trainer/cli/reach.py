@@ -6,11 +6,14 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import IO
 
 from gradwire.collectives.environment import HOST_ID
+from gradwire.collectives.link.names import look_up
+from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.cli.failure import LastWords
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
@@ -110,6 +113,22 @@ def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
         raise ValueError(f"-x {missing}: it is not set here; write -x {missing}=VALUE")
     names = {name for name in environment if name.startswith(_PREFIXES)} | {*_NAMES, *job.names}
     return {name: environment[name] for name in sorted(names - {HOST_ID}) if name in environment} | job.settings
+
+
+def address_for(hosts: Iterable[Host], job: Job, environment: Mapping[str, str]) -> str:
+    """Return the numeric address of this host for the others of `hosts`: that from which it reaches the first of them, unless a
+    variable names an interface. Raises ValueError and LinkError as own_address()."""
+    other = next((host.name for host in hosts if not host.is_here), None)
+    return own_address({**environment, **job.settings}, time.monotonic() + job.start_timeout_s, other)
+
+
+def address_of(host: Host, job: Job) -> str:
+    """Return the numeric address at which this host reaches another one. The other hosts may not know its name, and itself may
+    know the name as a loopback address. Return the name if only ssh knows it. Raises LinkError if the look-up takes too long."""
+    try:
+        return look_up(host.name, time.monotonic() + job.start_timeout_s)[0]
+    except (OSError, UnicodeError):
+        return host.name
 
 
 def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str, str]) -> list[str]:

@@ -267,7 +267,7 @@ class World:
             endings += [lambda: abandon_all(self.communicators, failure)]
         endings += [process_set.unregister for process_set in self.process_sets]
         if self._owns_process_group:
-            endings += [destroy_group]
+            endings += [partial(destroy_group, None if self.meeting is None else self.meeting.interface)]
         if self._launched is not None:
             endings += [self._launched.close]
         return endings

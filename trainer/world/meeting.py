@@ -38,7 +38,7 @@ from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of
 from gradwire.trainer.world.launch import Launch, meeting_point
-from gradwire.trainer.world.torch_group import destroy_group, init_group
+from gradwire.trainer.world.torch_group import destroy_group, init_group, name_interface
 
 #: How long torch may take after its deadline to raise its own error, which names the missing ranks.
 _GRACE_S = 2.0
@@ -58,10 +58,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Meeting:
-    """Holds the connections of the launched processes. store: that of the meeting point, shared with earlier and later worlds."""
+    """Holds the connections of the launched processes. store: that of the meeting point, shared with earlier and later worlds.
+    interface: see name_interface()."""
 
     store: Store
     membership: Membership
+    interface: str | None
 
 
 def meet(
@@ -99,7 +101,7 @@ def meet(
     with coming_together(launch.rank, arrival_s, operation="init"):
         # Of earlier worlds, and of this worker of an elastic job to the launcher: they stay open.
         others = connections(address, port, arrive_by)
-        card = card_of(launch.rank, host_id(), machine_id(), os.environ, arrive_by)
+        card = card_of(launch.rank, host_id(), machine_id(), os.environ, arrive_by, address)
         card["identity"] = identity_of(os.environ, launch)
         with _meeting_at(place):
             store, keeps_hub, number = _bounded(open_store, arrive_by + _GRACE_S, hang_up)
@@ -127,15 +129,16 @@ def meet(
     def make_group() -> None:
         init_group(backend, timeout_s, group_store, launch.rank, launch.size)
 
+    interface = name_interface(membership.address)
     try:
         with coming_together(launch.rank, timeout_s, membership, "init"):
             _bounded(make_group, deadline + _GRACE_S, hang_up, membership.check)
             membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting
             group = dist.group.WORLD
             assert group is not None
-            return Meeting(store, replace(membership, device_types=device_types_of(group)))
+            return Meeting(store, replace(membership, device_types=device_types_of(group)), interface)
     except BaseException:
-        destroy_group()  # else the next init() would fail, or adopt a group with a rank that is lost
+        destroy_group(interface)  # else the next init() would fail, or adopt a group with a rank that is lost
         membership.close()
         raise
 

@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from gradwire.collectives.environment import GLOO_INTERFACE
+from gradwire.collectives.link.own_address import interface_of
 from gradwire.collectives.torch_internals import forget_failed_groups
 from gradwire.trainer.world.epochs import WORKER
 
@@ -22,9 +24,24 @@ def init_group(backend: str, timeout_s: float, store: Store, rank: int, size: in
         sys.excepthook = hook
 
 
-def destroy_group() -> None:
+def name_interface(address: str) -> str | None:
+    """Let gloo use the interface of an address of this host, in the default group and in groups that the user makes beside it.
+    Without this, gloo would use the address to which the name of this host resolves, which may be a loopback address.
+
+    Return the name of the interface, for destroy_group(); None if GLOO_SOCKET_IFNAME names one already, or if no interface has
+    the address as its first one. torch passes nothing to gloo except this variable, and gloo takes an interface's first address.
+    """
+    if os.environ.get(GLOO_INTERFACE) or (interface := interface_of(address)) is None:
+        return None
+    os.environ[GLOO_INTERFACE] = interface
+    return interface
+
+
+def destroy_group(interface: str | None = None) -> None:
     """Destroy the default group. If init_group() has failed to make it, remove what that left in torch. Afterwards, all ranks can
-    make another one."""
+    make another one. interface: what name_interface() returned."""
+    if interface is not None and os.environ.get(GLOO_INTERFACE) == interface:
+        del os.environ[GLOO_INTERFACE]
     if dist.is_initialized():
         dist.destroy_process_group()
     else:

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _checks(host: str | None, port: int) -> Iterator[Finding]:
-    yield from machine(os.environ)
+    yield from machine(os.environ, host)
     yield from gpus()
     yield from two_ranks()
     if host is not None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from gradwire.collectives.environment import INTERFACE_VARIABLES
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.names import look_up
 from gradwire.collectives.link.own_address import own_address
@@ -186,9 +187,14 @@ def _both_directions(line: _JsonLines, host: str, address: str, port: int) -> It
     yield _direction(f"from {host}", open_here, blocked, do)
     seen = answer["seen"]
     with suppress(LinkError, ValueError):  # the test of this machine reports it
-        given = own_address({**os.environ, "MASTER_ADDR": host}, time.monotonic() + _ANSWER_S)
+        given = own_address(os.environ, time.monotonic() + _ANSWER_S, host)
         if given != seen and not ipaddress.ip_address(seen).is_loopback:
-            do = "name the interface towards it: export COLLECTIVES_INTERFACE=... GLOO_SOCKET_IFNAME=..."
+            variable = next((name for name in INTERFACE_VARIABLES if os.environ.get(name)), None)
+            do = (
+                f"correct or unset {variable}"
+                if variable
+                else "use a network that translates no addresses, such as a VPN"
+            )
             yield Finding("note", f"{host} sees this host as {seen}, but ranks here would announce {given}", do)
 
 

@@ -8,14 +8,16 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
+from gradwire.collectives.environment import GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_cache, cpu_kernels, cpu_sockets
 from gradwire.collectives.link.names import look_up
-from gradwire.collectives.link.own_address import own_address
+from gradwire.collectives.link.own_address import interface_of, own_address
 from gradwire.trainer.cli.check.finding import Finding
 from gradwire.trainer.world.launch import ALONE, meeting_point, read_launch, slurm_hint
 
@@ -24,12 +26,12 @@ _NAME_S = 5.0
 _FEW_FILES = 1024
 
 
-def machine(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Run one test after the other."""
+def machine(environment: Mapping[str, str], peer: str | None = None) -> Iterator[Finding]:
+    """Run one test after the other. peer: the other host, if the network to one is to be tested."""
     yield _torch()
     yield _numba()
-    yield own_name(environment)
-    yield interface(environment)
+    yield own_name(environment, peer)
+    yield interface(environment, peer)
     yield launcher(environment)
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
@@ -55,32 +57,32 @@ def _numba() -> Finding:
     return Finding("ok", f"{what}, saves its kernels in {folder}")
 
 
-def own_name(environment: Mapping[str, str]) -> Finding:
-    """Return whether this host's name resolves to an address that other hosts can use, as gloo and torchrun expect."""
+def own_name(environment: Mapping[str, str], peer: str | None = None) -> Finding:
+    """Return whether this host's name resolves to an address that other hosts can use, as gloo expects if the user makes it.
+    peer: see machine()."""
     name, deadline = socket.gethostname(), time.monotonic() + _NAME_S
-    towards = _interface_of(own_address({}, deadline)) or "eth0"
-    do = f"on more than one host: export GLOO_SOCKET_IFNAME={towards}, or correct /etc/hosts"
+    do = f'only for an init_process_group("gloo") of your own on several hosts: {_gloo_interface(peer, deadline)}'
     try:
         addresses = sorted(set(look_up(name, deadline)))
     except (LinkError, OSError, UnicodeError) as error:
         return Finding("note", f"this host's name, {name}, does not resolve: {error}", do)
     what = f"this host's name, {name}, resolves to {', '.join(addresses)}"
-    if environment.get("GLOO_SOCKET_IFNAME"):
-        return Finding("ok", f"{what}; GLOO_SOCKET_IFNAME={environment['GLOO_SOCKET_IFNAME']} takes precedence")
+    if environment.get(GLOO_INTERFACE):
+        return Finding("ok", f"{what}; {GLOO_INTERFACE}={environment[GLOO_INTERFACE]} takes precedence")
     if any(ipaddress.ip_address(address).is_loopback for address in addresses):
         return Finding("note", f"{what}, which other hosts do not reach", do)
     return Finding("ok", what)
 
 
-def interface(environment: Mapping[str, str]) -> Finding:
-    """Return which address of this host the other ranks use."""
+def interface(environment: Mapping[str, str], peer: str | None = None) -> Finding:
+    """Return which address of this host the other ranks use. peer: see machine()."""
     try:
-        address = own_address(environment, time.monotonic() + _NAME_S)
+        address = own_address(environment, time.monotonic() + _NAME_S, peer)
     except LinkError as error:
-        return Finding("failed", f"MASTER_ADDR: {error}", "write its address, or add it to /etc/hosts")
+        return Finding("failed", str(error), "write its address, or add it to /etc/hosts")
     except ValueError as error:
         return Finding("failed", str(error), "correct or unset that variable")
-    named = _interface_of(address)
+    named = interface_of(address)
     what = f"ranks here are reached at {address}" + (f", interface {named}" if named else "")
     if ipaddress.ip_address(address).is_loopback:
         do = "for more than one host: connect this one to a network, or name an interface in COLLECTIVES_INTERFACE"
@@ -113,11 +115,10 @@ def open_files(limit: int) -> Finding:
     return Finding("ok", f"a process may open {'any number of' if limit == resource.RLIM_INFINITY else limit} files")
 
 
-def _interface_of(address: str) -> str | None:
-    for _, name in socket.if_nameindex():
-        try:
-            if own_address({"COLLECTIVES_INTERFACE": name}, deadline=0.0) == address:  # looks up no name
-                return name
-        except ValueError:  # it has no address
-            continue
-    return None
+def _gloo_interface(peer: str | None, deadline: float) -> str:
+    """Return how to name the interface that other hosts reach in gloo's variable. peer: see machine()."""
+    with suppress(LinkError):
+        address = own_address({}, deadline, peer)
+        if (name := interface_of(address)) is not None and not ipaddress.ip_address(address).is_loopback:
+            return f"export {GLOO_INTERFACE}={name}"
+    return f"export {GLOO_INTERFACE}=... with the interface that the other hosts reach"

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.environment import AGENT_STORE
-from gradwire.collectives.link.own_address import own_address
+from gradwire.collectives.errors import LinkError
 from gradwire.trainer.cli.elastic import agent as agent_script
 from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
 from gradwire.trainer.cli.elastic.discovery import Discovery
@@ -27,7 +27,7 @@ from gradwire.trainer.cli.failure import JobFailure, exit_status, failure_lines
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Elastic, Job
 from gradwire.trainer.cli.output import Output
-from gradwire.trainer.cli.reach import AgentProcess, command_on, handed_on
+from gradwire.trainer.cli.reach import AgentProcess, address_for, command_on, handed_on
 from gradwire.trainer.cli.signals import signals_heard
 from gradwire.trainer.world.epochs import WORKER, Epochs
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
@@ -53,15 +53,13 @@ class _ElasticJobRun:
         outside = {name: value for name, value in os.environ.items() if name not in _OF_OTHERS}
         self._environment = {name: value for name, value in outside.items() if not name.startswith(_OF_TORCHRUN)}
         handed_on(job, os.environ)  # raises for a missing variable before any process starts
-        address = "127.0.0.1"
-        if wanted.discovery_script is not None or len(job.hosts) > 1 or not job.hosts[0].is_here:
-            address = own_address({**os.environ, **job.settings}, time.monotonic() + job.start_timeout_s)
+        self._is_here = wanted.discovery_script is None and all(host.is_here for host in job.hosts)
+        address = "127.0.0.1" if self._is_here else address_for(job.hosts, job, os.environ)
         self._output = Output(job.output_folder, digits=1, name="worker")
         self._store = _store(address, job.master_port)
         self._epochs = Epochs(self._store)
         self._epochs.limit_wait(wanted.timeout_s)
         self._of_all = {
-            MASTER_ADDR: address,
             MASTER_PORT: str(self._store.port),
             "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
             AGENT_STORE: "True",
@@ -69,6 +67,7 @@ class _ElasticJobRun:
         self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)
         self._policy = JobPolicy(wanted, time.monotonic() + job.start_timeout_s)
         self._known: dict[str, Host] = {}
+        self._addresses: dict[str, str] = {}
         self._agents: dict[int, AgentProcess] = {}
         self._late_at: dict[int, float] = {}
         self._exit_codes: dict[int, int] = {}
@@ -166,8 +165,13 @@ class _ElasticJobRun:
     def _start(self, worker: int, node: int, slot: int) -> None:
         if not self._policy.workers.of[worker].is_running:
             return  # the host was lost when another worker was started there
+        host = self._known[self._policy.workers.hosts[node].name]
+        try:
+            variables = {MASTER_ADDR: self._address_at(host), WORKER: str(worker), _LOCAL_RANK: str(slot)}
+        except (LinkError, ValueError) as error:
+            self._lose(node, str(error))
+            return
         if node not in self._agents:
-            host = self._known[self._policy.workers.hosts[node].name]
             script = [sys.executable, "-I", "-S", agent_script.__file__, *self._job.command]
             command = command_on(host, self._job, script, os.environ)
             if self._job.verbose:
@@ -178,7 +182,16 @@ class _ElasticJobRun:
                 self._lose(node, f"cannot start {command[0]}: {error.strerror}")
                 return
             self._late_at[node] = time.monotonic() + self._job.start_timeout_s
-        self._tell(worker, f"start {worker} {json.dumps(self._of_all | {WORKER: str(worker), _LOCAL_RANK: str(slot)})}")
+        self._tell(worker, f"start {worker} {json.dumps(self._of_all | variables)}")
+
+    def _address_at(self, host: Host) -> str:
+        """Return the address of this host for the workers of a host. Raises as address_for()."""
+        if self._is_here:
+            return "127.0.0.1"
+        if host.name not in self._addresses:
+            others = self._known.values() if host.is_here else [host]
+            self._addresses[host.name] = address_for(others, self._job, os.environ)
+        return self._addresses[host.name]
 
     def _tell(self, worker: int, line: str) -> None:
         agent = self._agents.get(self._policy.workers.of[worker].node)
@@ -237,8 +250,8 @@ def run_elastic_job(job: Job, wanted: Elastic) -> int:
     """Run an elastic job to its end, and return its exit status.
 
     Raises ValueError if this host has no address for other hosts, the port is taken, a variable of -x is not set, the
-    output folder cannot be made, or the discovery script cannot be started; LinkError if this host cannot look up
-    MASTER_ADDR in time.
+    output folder cannot be made, or the discovery script cannot be started; LinkError if the look-up of a host
+    takes too long.
     """
     return _ElasticJobRun(job, wanted).run()
 
