@@ -7,27 +7,20 @@ variable names an interface.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from gradwire.bench.hosts import Cluster, HostsError, address, check_machine
+from gradwire.bench.hosts import address
 from gradwire.collectives.environment import INTERFACE_VARIABLES
+from tests.debian_hosts import DEADLINE_S, Hosts, debian_hosts, found
 from tests.harness import wait_until
 from tests.interpreter import python
-from tests.pages import ROOT
 
-DEADLINE_S = 60.0
 STEPS = 3
-SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 #: Trains, beside gloo that the user makes, and prints the weights and the sum over ranks.
 TRAINS = f"""
@@ -114,80 +107,20 @@ def joint() -> list[list[float]]:
     return weights
 
 
-class Hosts:
-    """Two hosts, and a third one, from which a user starts jobs and which knows the names of the two."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.folder = folder
-        self._cluster = cluster
-        self._networks = {os.readlink(f"/proc/{host.pid}/ns/net") for host in cluster.hosts}
-        self._environment = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def start(self, host: int, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command on a host, in the folder of the scripts. Its standard error is that of pytest."""
-        inside = self._cluster.hosts[host].enter(["env", "--chdir", str(self.folder), *command])
-        return subprocess.Popen(inside, env=self._environment, stdout=subprocess.PIPE, text=True)
-
-    def outputs(self, *commands: tuple[int, Sequence[str]]) -> list[str]:
-        """Return what commands print that run at the same time, each on a host. Raises AssertionError if one fails."""
-        started = [self.start(host, command) for host, command in commands]
-        try:
-            printed = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        assert [process.returncode for process in started] == [0] * len(commands)
-        return printed
-
-    def end(self) -> None:
-        """End all processes on the hosts, in whatever session they are."""
-        wait_until(lambda: not [each for each in Path("/proc").glob("[0-9]*") if self._kill(each)])
-
-    def _kill(self, process: Path) -> bool:
-        with suppress(OSError):
-            if os.readlink(process / "ns" / "net") in self._networks:
-                os.kill(int(process.name), signal.SIGKILL)
-                return " Z " not in (process / "stat").read_text()
-        return False
-
-
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """The hosts, with an sshd in each of the two; whatever runs there at the end is killed."""
-    try:
-        check_machine()
-    except HostsError as error:
-        pytest.skip(str(error))
+    """The two hosts, and a third one, from which a user starts jobs and which knows the names of the two."""
     folder = tmp_path_factory.mktemp("hosts")
     for name, text in {"trains.py": TRAINS, "elastic.py": TRAINS_ELASTIC, "backend.py": BACKEND}.items():
         (folder / name).write_text(text)
-    with ExitStack() as stack:
-        try:
-            cluster = stack.enter_context(Cluster(3, "10gbit", knows_names=False))
-            made = Hosts(cluster, folder)
-            stack.callback(made.end)
-            (folder / "resolv.conf").touch()
-            for number, host in enumerate(cluster.hosts):
-                host.run(f"mount --bind {folder}/resolv.conf /etc/resolv.conf")  # no host waits for a name server
-                host.run("ip link add uplink type veth peer name nowhere")
-                host.run(f"ip address add 192.168.77.{number + 1}/24 dev uplink")
-                host.run("ip link set nowhere up")
-                host.run("ip link set uplink up")
-                host.run("ip route add default dev uplink")
-        except HostsError as error:
-            pytest.skip(str(error))
+    with debian_hosts(3, folder) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def ssh(hosts: Hosts) -> Hosts:
     """The hosts, which reach each other by ssh."""
-    if SSHD is None or shutil.which("ssh") is None:
+    if (sshd := found("sshd")) is None or found("ssh") is None:
         pytest.skip("there is no sshd (Debian: apt-get install openssh-server)")
     folder = hosts.folder / "ssh"
     folder.mkdir()
@@ -208,7 +141,7 @@ def ssh(hosts: Hosts) -> Hosts:
         hosts.outputs((host, ["sh", "-c", f"{prepare} && printf '{names}' >> /etc/hosts"]))
     for host in range(2):
         log = hosts.folder / f"sshd.{host}"
-        hosts.start(host, [SSHD, "-D", "-E", str(log)])
+        hosts.start(host, [sshd, "-D", "-E", str(log)])
         wait_until(lambda log=log: log.exists() and "listening" in log.read_text())  # type: ignore[misc]
     try:
         hosts.outputs((0, ["ssh", "-o", "BatchMode=yes", address(1), "true"]))
