@@ -19,7 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.environment import TABLE_PREFIX, TUNING
-from gradwire.collectives.link.membership import Membership, membership_in
+from gradwire.collectives.link.attempt import Attempt
+from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import TuningError
@@ -122,7 +123,7 @@ def _communicator() -> Communicator:
     if "RANK" not in os.environ:
         return Communicator(Membership(0, 1, ((0,),), store_of_one(), ("cpu",), b"", global_ranks=(0,)))
     store, rank, size = next(rendezvous("env://"))
-    membership = membership_in(store, "gradwire", rank, tuple(range(size)), ("cpu",), host_id(), _MEETING_S)
+    membership = Attempt(store, "gradwire", rank, tuple(range(size))).meet(("cpu",), host_id(), _MEETING_S)
     try:
         return Communicator(membership)
     finally:
