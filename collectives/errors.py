@@ -5,12 +5,13 @@ A wrong argument raises a ValueError or TypeError instead, before anything is se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch.distributed import DistBackendError
 
 _Value = TypeVar("_Value")
+_Raised = TypeVar("_Raised", bound=BaseException)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -27,7 +28,22 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     return ranks
 
 
-class CollectiveError(DistBackendError):
+class _Portable(Exception):
+    """The base class of exceptions whose constructors need more than a message: they can be pickled and copied, as process
+    pools do with an exception of a worker."""
+
+    def __reduce__(self) -> tuple[Callable[..., BaseException], tuple[object, ...], dict[str, Any]]:
+        return _remade, (type(self), *self.args), vars(self)
+
+
+def _remade(kind: type[_Raised], *args: object) -> _Raised:
+    """Return an exception with these args and no attributes, without a call of its constructor."""
+    error = (OSError if issubclass(kind, OSError) else BaseException).__new__(kind)  # CollectiveTimeout is an OSError
+    error.args = args
+    return error
+
+
+class CollectiveError(_Portable, DistBackendError):
     """A collective operation failed. Its Communicator is usually broken from then on. This error is a RuntimeError and
     torch's DistBackendError.
 
@@ -43,10 +59,8 @@ class CollectiveError(DistBackendError):
 
     def again(self, message: str, operation: str) -> CollectiveError:
         """Return an error of the same kind, with the same attributes, for another operation that fails as a result."""
-        kind = type(self)
-        error = (OSError if issubclass(kind, OSError) else RuntimeError).__new__(kind)  # CollectiveTimeout is both
+        error = _remade(type(self), f"rank {self.rank}: {operation}: {message}")
         error.__dict__.update(vars(self))
-        error.args = (f"rank {self.rank}: {operation}: {message}",)
         error.operation = operation
         return error
 
@@ -183,7 +197,7 @@ def _hash_text(hashed: int | None) -> str:
     return "none" if hashed is None else f"one with hash {hashed:016x}"
 
 
-class LinkError(Exception):
+class LinkError(_Portable):
     """An error of a transport, which diagnostics.postmortem turns into one of the errors above.
 
     peer: the rank at the other end; None if the transport does not know. timed_out: a deadline passed (False: the connection is

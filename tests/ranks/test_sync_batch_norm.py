@@ -1,6 +1,8 @@
 """SyncBatchNorm on several ranks against torch's BatchNorm on the whole batch."""
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +115,29 @@ def test_refusals() -> None:
 @on_ranks(2)
 def test_a_copy_works_as_the_layer_does() -> None:
     model = hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    twin = copy.deepcopy(model)
     inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(hvd.rank()))
-    assert torch.equal(model(inputs), twin(inputs))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    expected = model(inputs)
+    for twin in copies:
+        assert torch.equal(twin(inputs), expected)
+
+
+@on_ranks(2)
+def test_a_copy_keeps_the_set_of_its_ranks() -> None:
+    """A layer of a set other than the global one works where the set that was loaded with it is registered."""
+    some = hvd.add_process_set([1])
+    layers = pickle.dumps([hvd.SyncBatchNorm(4, process_set=some), hvd.SyncBatchNorm(4, process_set=some)])
+    first, second = pickle.loads(layers)
+    assert first.process_set is second.process_set
+    assert (first.process_set.ranks, first.process_set.included()) == ([1], None)
+    with pytest.raises(ValueError, match="is not registered"):
+        first(torch.randn(5, 4))
+    hvd.remove_process_set(some)
+    hvd.add_process_set(first.process_set)
+    if first.process_set.included():
+        inputs = torch.randn(5, 4)
+        assert_close([first(inputs)], [nn.BatchNorm1d(4)(inputs)])
+    hvd.remove_process_set(first.process_set)

@@ -75,6 +75,10 @@ class ProcessSet:
         """Return this set itself: a copy of an object that refers to it, such as a model, uses the same set."""
         return self
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle the global set by its name, and another set by its ranks, so that it must be registered where it is loaded."""
+        return "global_process_set" if self is global_process_set else (ProcessSet, (self.ranks,))
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
