@@ -85,9 +85,16 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 
 
 def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Let a wrapper use the hooks of the optimizer inside it, in place of those that torch's __init__ would make."""
+    """Let a wrapper use the hooks of the optimizer inside it, in place of those that torch's __init__ would make. Some optimizers
+    around others do not call torch's __init__: the wrapper lacks the hooks that they lack."""
     for hooks in _HOOKS:
-        setattr(wrapper, hooks, getattr(optimizer, hooks))
+        if hasattr(optimizer, hooks):
+            setattr(wrapper, hooks, getattr(optimizer, hooks))
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has all of torch's hooks, and torch runs them in its step()."""
+    return getattr(type(optimizer).step, "hooked", False) and all(hasattr(optimizer, hooks) for hooks in _HOOKS)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

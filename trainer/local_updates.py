@@ -13,7 +13,7 @@ from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.combination import ExchangeStats
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.optimizers.wrapped import check_optimizer, tensors_of
 from gradwire.trainer.rules.fragments import is_one_shot
 from gradwire.trainer.rules.local_steps import Locality, LocalSteps
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
@@ -117,8 +117,7 @@ class LocalUpdates(DistributedOptimizer):
         process_set: ProcessSetLike = global_process_set,
         bucket_bytes: int | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        check_optimizer(optimizer)
         parameters = tensors_of(optimizer.param_groups)
         _check(every, warmup_steps, fragments, delay, alpha, len(parameters))
         if not isinstance(outer, torch.optim.Optimizer | None):

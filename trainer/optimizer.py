@@ -43,7 +43,8 @@ class DistributedOptimizer(WrappingOptimizer):
     When backward() returns, the gradients of this optimizer's parameters are averaged (or summed) over the ranks. Clipping,
     GradScaler, LR schedulers, step(closure) and hooks work as with one process, and replicas that start equal
     (broadcast_parameters) stay bitwise equal. The attribute `optimizer` is the wrapped optimizer. The DistributedOptimizer has
-    the param_groups, state, defaults and hooks of the wrapped optimizer, and the same format of state_dict().
+    the param_groups, state, defaults and hooks of the wrapped optimizer, and the same format of state_dict(). Public attributes
+    and methods that only the wrapped optimizer has, such as first_step() of SAM, can be used as if they were its own.
     docs/guides/optimizer.md is the guide, and has the special cases.
 
     - `parameter.grad` is a view of a bucket. Clone it to keep it beyond the next backward().
@@ -62,8 +63,9 @@ class DistributedOptimizer(WrappingOptimizer):
     - With activation checkpoints of use_reentrant=True, gradients are exchanged once per checkpointed segment of the model.
       Prefer use_reentrant=False; with op=Sum or backward_passes_per_step > 1, use_reentrant=True is not supported.
 
-    optimizer: any torch optimizer. Its parameters that require gradients are of dtype float16, bfloat16, float32 or float64.
-    Move them to their device first: if all are on the CPU now, later gradients on a GPU are copied through the host.
+    optimizer: any torch optimizer, or an object with the same methods. Its parameters that require gradients are of dtype
+    float16, bfloat16, float32 or float64. Move them to their device first: if all are on the CPU now, later gradients on a GPU
+    are copied through the host.
     named_parameters: pairs (name, parameter) for all parameters of the optimizer, the same on all ranks. `policy` and error
     messages use the names.
     compression: an attribute of gradwire.Compression or its name ("int8"), a codec of gradwire.collectives.compression, or
@@ -333,6 +335,11 @@ class DistributedOptimizer(WrappingOptimizer):
         if not norm_type > 0:
             raise ValueError(f"{here()}norm_type must be a number > 0, not {norm_type!r}")
         return self._rule.clip_grad_norm_(max_norm, norm_type)
+
+    @uncompiled
+    def _before_method(self, name: str) -> None:
+        """See Rule.before_method()."""
+        self._rule.before_method(name)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Return a context manager in which step() after synchronize() raises no warning, for programs written for Horovod.

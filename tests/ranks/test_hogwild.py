@@ -242,7 +242,7 @@ def test_state_is_each_ranks_own() -> None:
 def test_what_cannot_be_meant_is_refused() -> None:
     model = perceptron()
     for wrong in (model, hvd.DistributedOptimizer(sgd_of(model)), hvd.Hogwild(sgd_of(model))):
-        with pytest.raises(TypeError, match=f"rank {hvd.rank()}: optimizer must be a torch.optim.Optimizer, and none"):
+        with pytest.raises(TypeError, match=f"rank {hvd.rank()}: optimizer "):
             hvd.Hogwild(wrong)  # type: ignore[arg-type]
     sparse, meta = nn.Parameter(torch.eye(3).to_sparse()), nn.Parameter(torch.ones(1, device="meta"))
     other = nn.Parameter(torch.ones(2 + hvd.rank()))

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from gradwire.collectives.reduction import MOVED, check_dtype
 from gradwire.collectives.run.staging import refusal
+from gradwire.trainer.optimizers.wrapped import check_optimizer
 from gradwire.trainer.world.world import here
 
 Average: Final = "average"
@@ -67,8 +67,7 @@ def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]
 
 def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int | None) -> None:
     """Raise TypeError or ValueError, with what was given and what is allowed, for invalid arguments."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    check_optimizer(optimizer)
     check_passes(passes)
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"{here()}op must be {Average!r}, {Sum!r} or {Adasum!r}, not {op!r}")

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import CollectiveError
-from gradwire.collectives.torch_internals import has_step_hooks
+from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks
 from gradwire.trainer.gradients.deferred import DeferredExchange, is_awaited
 from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.exchange import Weakly
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
@@ -63,6 +64,11 @@ class NextForward(Synchronous):
                 f"{here()}overlap='next_forward' is for optimizers that update each parameter by itself; LBFGS does not: use "
                 "overlap='backward'"
             )
+        if not runs_hooks(setup.optimizer):
+            raise ValueError(
+                f"{here()}overlap='next_forward' needs torch's optimizer hooks, which {type(setup.optimizer).__name__} does not "
+                "run, as it does not call the __init__ of torch.optim.Optimizer: use overlap='backward'"
+            )
         super().__init__(setup)
         self.moments = None  # waits end when this rank needs a result, so ranks' waits cannot be compared
         self.exchange.settle = Weakly.of(self.settle)
@@ -101,15 +107,16 @@ class NextForward(Synchronous):
 
     def take_step(self) -> Any:
         """Record that an update is due, if it can be deferred. Raises TypeError if the optimizer's step changes the settings of
-        its param groups, so that it cannot step some parameters later than others."""
+        its param groups, or numbers among its attributes, so that it cannot step some parameters later than others."""
         groups = self.setup.optimizer.param_groups
         if not self._can_defer():
-            before = [dict(group) for group in groups]
+            before = [dict(group) for group in groups], _numbers(self.setup.optimizer)
             result = super().take_step()
-            if before != [dict(group) for group in groups]:
+            if before != ([dict(group) for group in groups], _numbers(self.setup.optimizer)):
                 raise TypeError(
                     f"{here()}overlap='next_forward' is for optimizers that keep what changes in a step in the state of each "
-                    f"parameter; {type(self.setup.optimizer).__name__} changes its param groups: use overlap='backward'"
+                    f"parameter; {type(self.setup.optimizer).__name__} changes its param groups or attributes: use "
+                    "overlap='backward'"
                 )
             return result
         self._find_needed()
@@ -123,6 +130,9 @@ class NextForward(Synchronous):
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         self.settle()
         return super().evaluate(closure)
+
+    def before_method(self, name: str) -> None:
+        Rule.before_method(self, name)  # gradients are not those of all ranks when backward() returns
 
     def after_step(self) -> None:
         super().after_step()
@@ -253,6 +263,15 @@ class NextForward(Synchronous):
         finally:
             for group, settings in zip(groups, now, strict=True):
                 group.update(settings)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the attributes of an optimizer that are numbers, such as a count of its steps."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _kept(value: Any) -> Any:

@@ -14,6 +14,10 @@ from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.combination import ExchangeStats
 from gradwire.trainer.gradients.moments import Moments
 from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.world.world import here
+
+_SWITCHES = ("train", "eval")
+"""The methods of an optimizer that change parameters for evaluation, and back, as those of Schedule-Free do."""
 
 
 class Rule:
@@ -98,6 +102,22 @@ class Rule:
         groups = self.setup.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def before_method(self, name: str) -> None:
+        """Prepare for the call of a method that only the wrapped optimizer has, such as train() of Schedule-Free or first_step()
+        of SAM. Raises RuntimeError if the method could use gradients of this rank alone, or step past this rule. train() and
+        eval() are taken to do neither: by convention they change parameters for evaluation, and back."""
+        self.settle()
+        if type(self) is not Rule and name not in _SWITCHES:
+            raise self._refused(name, "step() and step(closure) alone take steps in which the ranks exchange data")
+
+    def _refused(self, name: str, why: str) -> RuntimeError:
+        """Return the error for a call of a method of the wrapped optimizer."""
+        optimizer = self.setup.optimizer
+        return RuntimeError(
+            f"{here()}{name}() of the wrapped {type(optimizer).__name__} is not supported here: {why} "
+            f"({type(self).__name__}). optimizer.optimizer.{name}() calls it on the optimizer of this rank alone"
+        )
 
     def after_step(self) -> None:
         """Do the rule's work that follows a step of the optimizer."""

@@ -107,6 +107,9 @@ class Sharded(Synchronous):
         with self._pieces.in_place_of_parameters():
             yield
 
+    def before_method(self, name: str) -> None:
+        raise self._refused(name, "with shard_states=True this rank's optimizer has pieces of the parameters only")
+
     def after_step(self) -> None:
         begin = time.perf_counter()
         self._pieces.gather(self.exchange.step - 1)

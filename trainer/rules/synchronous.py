@@ -67,6 +67,12 @@ class Synchronous(Rule):
         self.communicator.allreduce(total, self.setup.combination.op)
         return total if isinstance(loss, Tensor) else total.item()
 
+    def before_method(self, name: str) -> None:
+        """Allow all methods: after backward(), parameters have the gradients of all ranks. Raises RuntimeError while they have
+        those of this rank."""
+        if self.exchange.has_unreduced:
+            raise self._refused(name, "gradients of this rank have not been exchanged yet: call synchronize() before")
+
     def after_step(self) -> None:
         self.start()
 

@@ -14,7 +14,7 @@ from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings
 from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.gradients.bucket import dense_strides
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, check_optimizer, tensors_of, uncompiled
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, here
 
@@ -54,11 +54,9 @@ class Hogwild(WrappingOptimizer):
         *,
         process_set: ProcessSetLike = global_process_set,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, WrappingOptimizer):
-            raise TypeError(
-                f"{here()}optimizer must be a torch.optim.Optimizer, and none that is distributed already, not "
-                f"{type(optimizer).__name__}"
-            )
+        check_optimizer(optimizer)
+        if isinstance(optimizer, WrappingOptimizer):
+            raise TypeError(f"{here()}optimizer is distributed already: it is a {type(optimizer).__name__}")
         parameters = tensors_of(optimizer.param_groups)
         named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         self._parameters = {
@@ -101,6 +99,11 @@ class Hogwild(WrappingOptimizer):
 
         Raises RuntimeError if a parameter is no longer in the shared memory, as after model.to().
         """
+        self._before_method("step")
+        return self.optimizer.step(closure)
+
+    def _before_method(self, name: str) -> None:
+        """Raise RuntimeError if a parameter is no longer in the shared memory."""
         if self._is_closed:
             raise RuntimeError(f"{here()}this optimizer is closed")
         for name, parameter in self._parameters.items():
@@ -109,7 +112,6 @@ class Hogwild(WrappingOptimizer):
                     f"{here()}{name!r} is no longer in the memory that the ranks share: something, such as model.to() or "
                     "parameter.data = ..., has given it memory of its own. Copy into it instead, by copy_()"
                 )
-        return self.optimizer.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: the shared memory is laid out when the optimizer is made."""

@@ -19,7 +19,7 @@ from gradwire.trainer.gradients.arguments import check_named_parameters
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.gradients.replicas import hash_of
 from gradwire.trainer.optimizers.copies import copied_attributes
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, check_optimizer, uncompiled
 from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
 from gradwire.trainer.servers.connection import open_pairs, text_of
 from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, answer
@@ -106,8 +106,7 @@ class ParameterServer(WrappingOptimizer):
         compression: Compressor = Compression.none,
         process_set: ProcessSetLike = global_process_set,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        check_optimizer(optimizer)
         copied_attributes(optimizer)  # checked before ranks connect
         for each in (process_set, inner):
             if isinstance(each, ProcessSet) and each.included() is False:
@@ -250,6 +249,14 @@ class ParameterServer(WrappingOptimizer):
             self._failure = error
             raise
         return loss
+
+    def _before_method(self, name: str) -> None:
+        """Raise RuntimeError: the servers step copies of the wrapped optimizer."""
+        raise RuntimeError(
+            f"{here()}{name}() of the wrapped {type(self.optimizer).__name__} would have no effect on the servers, which step "
+            f"copies of it. Call it before making the {type(self).__name__}; optimizer.optimizer.{name}() calls it on the "
+            "optimizer of this rank alone"
+        )
 
     def serve(self) -> None:
         """Serve until all workers have left or are lost, on a rank that does not train.
