@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.arguments import check_optimizer
 from gradwire.trainer.gradients.combination import ExchangeStats
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.optimizers.wrapped import check_optimizer, tensors_of
+from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.rules.fragments import is_one_shot
 from gradwire.trainer.rules.local_steps import Locality, LocalSteps
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradwire.collectives.reduction import MOVED, check_dtype
 from gradwire.collectives.run.staging import refusal
-from gradwire.trainer.optimizers.wrapped import check_optimizer
 from gradwire.trainer.world.world import here
 
 Average: Final = "average"
@@ -25,6 +24,8 @@ Adasum: Final = "adasum"
 OPS: Final = (Average, Sum, Min, Max, Product, Adasum)
 OPS_BY_ELEMENT: Final = (Average, Sum, Min, Max, Product)
 """The reductions in which an element of the result depends on that element alone, so that ranks can compute parts of it."""
+
+_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
 def resolve_op(op: str | None, average: bool | None = None, allowed: Sequence[str] = OPS) -> str:
@@ -63,6 +64,17 @@ def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]
                 f"{here()}{verb} needs all tensors on one device; given are some on {checked[0].device} and on {tensor.device}"
             )
     return checked
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Raise TypeError unless an object is an optimizer of torch, or has the attributes of one, as ScheduleFreeWrapper does."""
+    is_like_one = hasattr(optimizer, "state") and isinstance(getattr(optimizer, "param_groups", None), list)
+    if (
+        isinstance(optimizer, type)
+        or not is_like_one
+        or not all(callable(getattr(optimizer, name, 0)) for name in _METHODS)
+    ):
+        raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
 def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int | None) -> None:

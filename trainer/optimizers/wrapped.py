@@ -11,8 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.trainer.world.world import here
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -74,20 +72,6 @@ class WrappingOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: save its state_dict()")
-
-
-_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Raise TypeError unless an object is an optimizer of torch, or has the attributes of one, as ScheduleFreeWrapper does."""
-    is_like_one = hasattr(optimizer, "state") and isinstance(getattr(optimizer, "param_groups", None), list)
-    if (
-        isinstance(optimizer, type)
-        or not is_like_one
-        or not all(callable(getattr(optimizer, name, 0)) for name in _METHODS)
-    ):
-        raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
 def tensors_of(param_groups: list[dict[str, Any]]) -> list[Tensor]:

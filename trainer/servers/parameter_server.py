@@ -15,11 +15,11 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings, on_all_ranks
-from gradwire.trainer.gradients.arguments import check_named_parameters
+from gradwire.trainer.gradients.arguments import check_named_parameters, check_optimizer
 from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
 from gradwire.trainer.gradients.replicas import hash_of
 from gradwire.trainer.optimizers.copies import copied_attributes
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, check_optimizer, uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
 from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
 from gradwire.trainer.servers.connection import open_pairs, text_of
 from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, answer
