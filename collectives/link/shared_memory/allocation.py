@@ -12,6 +12,7 @@ import ctypes
 import logging
 import math
 import threading
+import weakref
 from collections import deque
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ class Allocations:
         self._closed = False
         self._announced = np.zeros(group.size, dtype=np.int64)
         group.context[group.kernels.ANNOUNCED] = self._announced.ctypes.data
+        weakref.finalize(self, _give_up, self._own, self._theirs).atexit = False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor that the other ranks will map. Its memory is freed with it. Return None if the tensor is
@@ -82,7 +84,7 @@ class Allocations:
             self._mine[slot, _DESCRIPTOR:] = (segment.descriptor, nbytes, 0)
             self.group.kernels.publish(self._mine[slot, _GENERATION:].ctypes.data, version)
             self._publish(version)
-        return segment.tensor(shape, dtype, self._free, slot, segment, segment.address)
+        return segment.tensor(shape, dtype, _free, weakref.ref(self), slot, segment)
 
     def place(self, tensor: torch.Tensor) -> TensorPlace:
         """Return the TensorPlace of a contiguous tensor of this rank."""
@@ -112,25 +114,17 @@ class Allocations:
             self._closed = True
             if not self.group.stop():
                 return
-            for _, segment in self._theirs.values():
-                if segment is not None:
-                    segment.close()
-            self._theirs.clear()
-            for segment in self._own.values():
-                segment.seal_off()
+            _give_up(self._own, self._theirs)
 
-    def _free(self, slot: int, segment: Segment, address: int) -> None:
-        """Free a tensor's memory. Its slot stays in use until _reap(), because a finalizer may run at any point, and
-        cannot announce versions in order."""
-        if not self.group.is_ours:
-            return  # in a forked child: the parent still uses the memory
+    def withdraw(self, slot: int, address: int) -> None:
+        """Remove a tensor whose memory is about to be freed from the table. Its slot stays in use until _reap(), because a
+        finalizer may run at any point, and cannot announce versions in order."""
         with self._lock:
             del self._by_address[address]
             if not self._closed:
                 self._mine[slot, _GENERATION] = 0
                 self.group.bases[self.group.index * SLOTS + slot] = 0
                 self._freed.append(slot)
-            segment.close()
 
     def _reap(self) -> None:
         """Free the slots of freed tensors, and announce the new version of the table."""
@@ -168,3 +162,24 @@ class Allocations:
             group.bases[base] = segment.address
             return generation, segment
         return 0, None
+
+
+def _give_up(own: dict[int, Segment], theirs: dict[tuple[int, int], tuple[int, Segment | None]]) -> None:
+    """Unmap the others' tensors, and close the descriptors through which others map this rank's tensors: when the Allocations
+    are closed, or deleted without a close()."""
+    for _, segment in theirs.values():
+        if segment is not None:
+            segment.close()
+    theirs.clear()
+    for segment in own.values():
+        segment.seal_off()
+
+
+def _free(allocations: weakref.ref[Allocations], slot: int, segment: Segment) -> None:
+    """Free a tensor's memory. It keeps no Allocations alive: a gradient may be used for longer than its Communicator."""
+    found = allocations()
+    if found is not None and not found.group.is_ours:
+        return  # in a forked child: the parent still uses the memory
+    if found is not None and segment.address is not None:
+        found.withdraw(slot, segment.address)
+    segment.close()
