@@ -203,8 +203,17 @@ def _keep_for_ever(made: object) -> None:
     keep(made)
 
 
+def is_of_parent(group: dist.ProcessGroup) -> bool:
+    """Return whether this process has been forked from the one that made a group of torch.distributed."""
+    return any(group is each for each in _of_parent)
+
+
+_of_parent: list[dist.ProcessGroup] = []
+
+
 def _keep_groups(world: Any) -> None:
     """Never destroy the groups of torch.distributed in this process."""
+    _of_parent.extend(world.pg_map)
     for group, (_, store) in list(world.pg_map.items()):
         for made in (group, store, *(group._get_backend(device) for device in group._device_types)):
             _keep_for_ever(made)

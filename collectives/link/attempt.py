@@ -22,7 +22,7 @@ from gradwire.collectives.link.membership import (
 )
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.plan.topology import machine_id
-from gradwire.collectives.torch_internals import default_store, server_of, store_of_one
+from gradwire.collectives.torch_internals import default_store, is_of_parent, server_of, store_of_one
 
 #: How long withdraw() waits for the store.
 _WITHDRAW_S = 5.0
@@ -41,7 +41,12 @@ class Attempt:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Attempt:
         """Return an attempt of a group's ranks. The default group's store counts them, because torch.distributed uses the names
-        of destroyed sub-groups again."""
+        of destroyed sub-groups again. Raises ValueError for a group of the process from which this one was forked."""
+        if is_of_parent(group):
+            raise ValueError(
+                f"rank {group.rank()}: this process was forked from the one that made the group, and cannot use its connections: "
+                "start processes with the method 'spawn' or 'forkserver', or fork before torch.distributed is initialized"
+            )
         ranks = tuple(dist.get_process_group_ranks(group))
         name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
         return cls(default_store(), name, group.rank(), ranks)

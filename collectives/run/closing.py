@@ -30,6 +30,12 @@ MEET_S = 2.0
 #: How long a backend may take to end the waits of an operation after abort().
 _LET_GO_S = 2.0
 
+#: What the errors of other ranks say of a rank that deletes a Communicator while they use it.
+_DELETED = (
+    "deleted its Communicator without close(), as when an optimizer goes out of scope: keep it until close(), join() or "
+    "shutdown()"
+)
+
 #: How long the other hosts may take to acknowledge the news that this rank leaves. After that they count as unreachable.
 _ACKNOWLEDGE_S = 0.3
 
@@ -155,9 +161,11 @@ def abandon_all(engines: Iterable[Engine], error: BaseException) -> None:
 
 def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:
     """End the threads and connections of a Communicator that is deleted without having been closed, but not in a forked
-    child."""
+    child. Report to the other ranks that this one leaves, and wait for none of them."""
     if os.getpid() != owner:
         return
     atexit.unregister(at_exit)
+    if (promised := queue.seal()) is not None:
+        watch.report_leaving(promised, _DELETED)
     queue.close(0.0)
     watch.close()

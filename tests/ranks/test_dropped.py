@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 from torch import nn
 
 import gradwire as hvd
-from gradwire.collectives import Communicator
-from tests.harness import ON_EVERY_TRANSPORT, assert_holds, held, wait_until
-from tests.ranks.training import on_ranks
+from gradwire.collectives import Communicator, PeerLost
+from gradwire.trainer.world.world import current_world
+from tests.harness import ON_EVERY_TRANSPORT, Worlds, assert_holds, held, wait_until
+from tests.ranks.training import in_world, on_ranks
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -83,3 +86,50 @@ def test_memory_threads_and_descriptors_are_freed() -> None:
     assert model[1].weight.grad is not None
     del model, tensor
     assert_freed()
+
+
+def take_equal_steps(count: int) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = hvd.DistributedOptimizer(plain(model))
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+@ON_EVERY_TRANSPORT
+@on_ranks(2)
+def test_join_after_the_same_steps() -> None:
+    """One rank has dropped its optimizer, of which no other rank needs anything more."""
+    model = nn.Linear(4, 3)
+    kept = hvd.DistributedOptimizer(plain(model))
+    if hvd.rank() == 1:
+        del kept
+    hvd.barrier()
+    take_equal_steps(2)
+    if hvd.rank() == 1:
+        wait_until(lambda: 0 in current_world().communicator().absence.firsts)  # rank 0 waits in join()
+    assert hvd.allgather_object(hvd.join()) == [1, 1]
+
+
+@ON_EVERY_TRANSPORT
+def test_join_after_fewer_steps(ranks: Worlds) -> None:
+    """A rank whose optimizer is gone cannot take part in the steps of the others: the errors of all ranks say so."""
+    world = ranks.fresh(2)
+    try:
+        stepping, joined = world.run(errors_of_fewer_steps)
+    finally:
+        world.kill()
+    assert "1 distributed optimizer of this rank, deleted without close()" in joined
+    assert "rank 1 deleted its Communicator without close()" in stepping
+
+
+@in_world
+def errors_of_fewer_steps() -> str:
+    try:
+        take_equal_steps(3 - hvd.rank())
+        hvd.join()
+    except PeerLost as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as at the end of a script
+        return "".join(traceback.format_exception(error))
+    return "no error"

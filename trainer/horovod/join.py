@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import torch
 
-from gradwire.collectives import CollectiveTimeout, Communicator
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator
 from gradwire.collectives.absence import WantedOperation
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.horovod.state import share_optimizer_state
@@ -32,6 +32,9 @@ def join(device: int = -1) -> int:
     missed a step are cleared. LR schedulers, GradScaler and buffers of the model are for the caller to broadcast, from the
     returned rank. See docs/guides/optimizer.md.
 
+    Keep every optimizer that other ranks may still step until join() has returned. If this rank has deleted one, as when it
+    went out of scope, the other ranks' steps raise PeerLost, which says so.
+
     device: the index of the CUDA device for the zeros, if the other ranks' tensors are on CUDA devices; -1 for the current
     one. For tensors on the CPU, the zeros are on the CPU.
 
@@ -41,7 +44,16 @@ def join(device: int = -1) -> int:
     if isinstance(device, bool) or not isinstance(device, int) or device < -1:
         raise ValueError(f"{here()}device must be the index of a CUDA device, or -1, not {device!r}")
     place = torch.device("cpu") if device == -1 else torch.device("cuda", device)
-    return _Join(current_world(), place).run()
+    world = current_world()
+    try:
+        return _Join(world, place).run()
+    except CollectiveError as error:
+        if deleted := world.deleted_optimizers:
+            error.add_note(
+                f"{here()}{deleted} distributed optimizer{'s' if deleted > 1 else ''} of this rank, deleted without close(), "
+                "could not take part in the steps of the other ranks: keep each optimizer until join() has returned"
+            )
+        raise
 
 
 #: How long to wait for news before checking for it.

@@ -68,6 +68,7 @@ class World:
         self.settings = settings
         self.meeting = meeting
         self._owns_process_group = owns_process_group
+        self._process = os.getpid()
         self._launched: Membership | None = None
         self.process_sets: list[ProcessSet] = []
         self._registered = 0
@@ -75,6 +76,7 @@ class World:
         """Records a timeline of the operations of this world's Communicators."""
         self._opened: WeakValueDictionary[int, Communicator] = WeakValueDictionary()
         self._optimizers: WeakValueDictionary[int, Enrolled] = WeakValueDictionary()
+        self._enrolled = 0
         self._numbers = count()  # the keys of these two dictionaries, in the order of creation
         self._communicators: dict[ProcessSet | dist.ProcessGroup, Communicator] = {}
         self._times_opened: Counter[int] = Counter()
@@ -197,6 +199,11 @@ class World:
         return [place.get(launched) for launched in communicator.global_ranks]
 
     @property
+    def is_of_this_process(self) -> bool:
+        """Return False in a process that was forked from the one that joined this world."""
+        return os.getpid() == self._process
+
+    @property
     def communicators(self) -> list[Communicator]:
         """Return the Communicators of this world that are still referenced, in the order in which they were opened."""
         return list(self._opened.values())
@@ -209,12 +216,19 @@ class World:
     def enrol(self, optimizer: Enrolled) -> None:
         """Register a distributed optimizer for join(), broadcast_parameters() and shutdown()."""
         self._optimizers[next(self._numbers)] = optimizer
+        self._enrolled += 1
 
     def withdraw(self, optimizer: Enrolled) -> None:
         """Undo enrol(), for an optimizer that is closed."""
         for number, enrolled in list(self._optimizers.items()):
             if enrolled is optimizer:
                 del self._optimizers[number]
+                self._enrolled -= 1
+
+    @property
+    def deleted_optimizers(self) -> int:
+        """Return how many distributed optimizers of this rank were deleted without close()."""
+        return self._enrolled - len(self._optimizers)
 
     def start_timeline(self, file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Start recording on this rank for a timeline that rank 0 will write to a file; see gradwire.start_timeline."""

@@ -84,10 +84,16 @@ def init(
     logger `gradwire` on rank 0 names the variables that are used and those that are ignored.
 
     Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
-    CollectiveError if the ranks do not find each other in time; in an elastic job, TimeoutError if the launcher begins no world
-    with this process in time, and RuntimeError if the job has ended.
+    RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if the ranks do not find each
+    other in time; in an elastic job, TimeoutError if the launcher begins no world with this process in time, and RuntimeError if
+    the job has ended.
     """
     if _holder.world is not None:
+        if not _holder.world.is_of_this_process:
+            raise RuntimeError(
+                f"{here()}this process was forked from that rank, whose world it cannot use: start processes with the method "
+                "'spawn' or 'forkserver', or fork before init()"
+            )
         return
     settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
     if isinstance(process_sets, str) and process_sets != "dynamic":
@@ -162,10 +168,11 @@ def _hint() -> None:
 
 
 def shutdown() -> None:
-    """Leave the world: close all of its Communicators, and torch.distributed if init() initialized it. Never hangs."""
+    """Leave the world: close all of its Communicators, and torch.distributed if init() initialized it. Never hangs. In a process
+    that was forked from a rank, the rank's world remains open."""
     world, _holder.world = _holder.world, None
     atexit.unregister(shutdown)
-    if world is not None:
+    if world is not None and world.is_of_this_process:
         world.close()
 
 
