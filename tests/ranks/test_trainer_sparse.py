@@ -1,6 +1,7 @@
 """Sparse gradients of embeddings: what one process has of the whole batch, and the same bits on all ranks."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,3 +165,71 @@ def test_accumulation_and_freezing() -> None:
         run()
         assert [rows(table) for table in tables] == [[0.5, 0, 0.5, 0]] * 2
         optimizer.step()
+
+
+class Large(nn.Module):
+    """A table of more than four megabytes, and what else uses it: nothing, its rows, or all of it."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use = use
+        self.words = nn.EmbeddingBag(70_000, 16, sparse=True) if use == "bag" else nn.Embedding(70_000, 16, sparse=True)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        found = self.words(samples) if self.use == "bag" else self.words(samples).mean(1)
+        loss = self.out(found).square().sum(1).mean()
+        return loss + self.words.weight.square().sum() if self.use == "all of it" else loss
+
+
+def mapped_bytes() -> int:
+    """Return the size of the largest segment of shared memory that this process has mapped."""
+    maps = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "gradwire-" in line
+    ]
+    return max((int(end, 16) - int(begin, 16) for begin, end in maps), default=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use", ["bag", "its rows", "all of it"])
+def test_a_large_table_is_never_exchanged_as_a_dense_one(use: str) -> None:
+    """Unless all of it has a gradient, as where weights are tied."""
+    model, alone = Large(use), Large(use)
+    before = mapped_bytes()
+    optimizer = distributed(model.parameters(), lr=0.1)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    table_bytes = model.words.weight.nbytes
+    for step in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        model(words(step).chunk(2)[hvd.rank()]).backward()
+        alone(words(step)).backward()
+        optimizer.step()
+        plain.step()
+        assert model.words.weight.grad is not None
+        assert model.words.weight.grad.is_sparse is (use != "all of it")
+        if use != "all of it":
+            assert optimizer.stats.bytes_sent < table_bytes / 10
+            assert mapped_bytes() <= max(before, table_bytes / 10)
+    assert_same_on_all_ranks(model.parameters())
+    assert_close(model.parameters(), alone.parameters(), rtol=1e-4, atol=1e-5)
+    if use == "all of it":  # from the second step on without indices, as any dense gradient
+        assert optimizer.stats.bytes_sent < 4 * table_bytes
+
+
+@on_ranks(2)
+def test_large_tables_that_are_added_or_found_dense() -> None:
+    first, second = Large("its rows"), Large("all of it")
+    optimizer = distributed(first.parameters(), op=hvd.Sum)
+    optimizer.add_param_group({"params": list(second.parameters())})
+    samples = words(0).chunk(2)[hvd.rank()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        (first(samples) + second(samples)).backward()
+        optimizer.step()
+    assert first.words.weight.grad is not None
+    assert second.words.weight.grad is not None
+    assert (first.words.weight.grad.is_sparse, second.words.weight.grad.is_sparse) == (True, False)
+    with pytest.raises(RuntimeError, match="accumulated onto one already summed"):
+        second(samples).backward()

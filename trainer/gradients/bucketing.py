@@ -23,7 +23,7 @@ from gradwire.trainer.gradients.layout import (
     plan_buckets,
 )
 from gradwire.trainer.gradients.setup import Setup
-from gradwire.trainer.gradients.sparse import SparseGradients
+from gradwire.trainer.gradients.sparse import SparseGradients, large_tables, of_sparse_modules
 from gradwire.trainer.world.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -35,7 +35,8 @@ class Bucketing:
     At first, the buckets follow the reverse order of the parameters, in which backward usually reaches them. They are rebuilt
     once in the order in which gradients arrived on rank 0, and again when parameters have been frozen, unfrozen or added. The
     residuals of old buckets move to the new ones; the residuals of a frozen parameter wait until it is unfrozen. Parameters
-    whose gradients are found to be sparse move from the buckets to `sparse`.
+    whose gradients are found to be sparse move from the buckets to `sparse`, and back if they are found to be dense. Large tables
+    of embeddings with sparse=True begin in `sparse`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -53,7 +54,8 @@ class Bucketing:
         self.is_learning = True
         """Whether learn() records the order in which gradients arrive in the next exchange."""
         self.known_sparse: set[int] = set()
-        """Parameters whose gradients are known to be sparse; the next update() removes them from their buckets."""
+        """Parameters whose gradients are known to be sparse; the next update() moves them out of their buckets, or back."""
+        self._searched: set[int] = set()
         self.parameters: list[Tensor] = []
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
@@ -99,7 +101,7 @@ class Bucketing:
     @property
     def is_due(self) -> bool:
         """Return whether update() would rebuild the buckets."""
-        in_buckets = self.known_sparse & self.places.keys()
+        in_buckets = self.known_sparse & self.places.keys() or set(self.sparse.items) - self.known_sparse
         is_other = self._is_stale or self._laid_out() != set(self._trainable())
         return bool(self._arrivals is not None or in_buckets or is_other)
 
@@ -115,9 +117,24 @@ class Bucketing:
         newcomers = [index for index in reversed(self._trainable()) if index not in known]
         if newcomers:
             _check_dtypes((self.names[index], self.parameters[index]) for index in newcomers)
+            self.known_sparse |= self._sparse_among(self._new_tables(newcomers))
+            tables = [index for index in newcomers if index in self.known_sparse]
+            self.sparse = self.sparse_gradients([*self.sparse.items, *tables])
+            newcomers = [index for index in newcomers if index not in self.known_sparse]
             self._order += newcomers
             self._take_in(self._made(newcomers, len(self.buckets)))
             self.is_learning = True
+
+    def _new_tables(self, trainable: Sequence[int]) -> dict[Tensor, int]:
+        """Return the parameters that may be large tables with sparse gradients, without those of earlier calls."""
+        new = {self.parameters[index]: index for index in trainable if index not in self._searched}
+        self._searched.update(trainable)
+        needs_dense = self._setup.sparse_as_dense or self._combination.in_shares
+        return {} if needs_dense else {table: new[table] for table in large_tables(new)}
+
+    def _sparse_among(self, tables: dict[Tensor, int]) -> set[int]:
+        """Return the tables whose modules say that their gradients are sparse."""
+        return {tables[table] for table in of_sparse_modules(tables)} if tables else set()
 
     def update(self) -> None:
         """Rebuild the buckets if that is due, and move the gradients into them. Collective when due.
@@ -139,6 +156,11 @@ class Bucketing:
         parameters = [self.parameters[index] for index in index_of.values()]
         names = agree_on_parameters(self._combination.communicator, list(index_of), parameters)
         agreed = [index_of[name] for name in names]
+        if tables := self._new_tables(agreed):
+            expected = sorted(self.names[index] for index in self._sparse_among(tables))
+            everyones = map(set, self._combination.communicator.allgather_record(expected))
+            self.known_sparse |= {index_of[name] for name in set.intersection(*everyones)}
+        dense = [index for index in self.sparse.items if index not in self.known_sparse]
         self._order = [index for index in agreed if index not in self.known_sparse]
         self.sparse = self.sparse_gradients([index for index in agreed if index in self.known_sparse])
         for buffer in self.coded:
@@ -146,6 +168,11 @@ class Bucketing:
                 index: carried for index, carried in zip(buffer.items, buffer.take(), strict=True) if carried
             }
         self._replace(self._made(self._order))
+        for index in dense:
+            result = self._sparse_results.pop(index, None)
+            if result is not None and result is self.parameters[index].grad:
+                number, slot = self.places[index]
+                self.buckets[number].collect(slot)
 
     def follow(self, step: int, *, counts: bool) -> None:
         """Correct the choice of codecs by the time of the last step; the next update() applies the correction. Collective in

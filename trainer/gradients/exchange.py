@@ -269,6 +269,7 @@ class GradientExchange:
         self._found.start(self.step)
         self._found.complete()
         self._bucketing.known_sparse.update(found)
+        self._bucketing.known_sparse -= self._bucketing.sparse.found_dense
 
     def _finish(self) -> None:
         """Wait for all buckets, assign the gradients, and close the window."""

@@ -49,10 +49,11 @@ def join(device: int = -1) -> int:
         return _Join(world, place).run()
     except CollectiveError as error:
         if deleted := world.deleted_optimizers:
-            error.add_note(
-                f"{here()}{deleted} distributed optimizer{'s' if deleted > 1 else ''} of this rank, deleted without close(), "
+            why = (
+                f"{deleted} distributed optimizer{'s' if deleted > 1 else ''} of this rank, deleted without close(), "
                 "could not take part in the steps of the other ranks: keep each optimizer until join() has returned"
             )
+            raise error.again(f"{why}: {error}", "join()") from error
         raise
 
 
