@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree
 
 from gradwire.collectives.forks import in_forked_child
@@ -97,9 +98,25 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(type(optimizer).step, "hooked", False) and all(hasattr(optimizer, hooks) for hooks in _HOOKS)
 
 
+_GLOBAL_STEP_HOOKS: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has hooks before or after its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Return whether hooks run before or after the steps of an optimizer: its own, or those of all optimizers."""
+    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_GLOBAL_STEP_HOOKS))
+
+
+@contextmanager
+def without_global_step_hooks() -> Iterator[None]:
+    """Run no hooks of register_optimizer_step_pre_hook() and register_optimizer_step_post_hook() in the with block."""
+    kept = [dict(hooks) for hooks in _GLOBAL_STEP_HOOKS]
+    for hooks in _GLOBAL_STEP_HOOKS:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(_GLOBAL_STEP_HOOKS, kept, strict=True):
+            hooks.update(before)
 
 
 def profiling(name: str) -> AbstractContextManager[object]:

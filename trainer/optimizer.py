@@ -158,6 +158,7 @@ class DistributedOptimizer(WrappingOptimizer):
         warn_of_wrapped(names)
         checked = Policy(wanted(compression, allow), policy).checked(None if named_parameters is None else names)
         numbers = check_groups(num_groups, groups, parameters)
+        tried: set[Tensor] = set()  # kept in rebind(), since release() clears the state that some optimizers begin with
 
         self.shard_states = shard_states
         """Whether this rank keeps only the optimizer state of its share of the parameters."""
@@ -170,7 +171,9 @@ class DistributedOptimizer(WrappingOptimizer):
 
         def setup_on(communicator: Communicator) -> Setup:
             combination = Combination(communicator, op, gradient_predivide_factor)
-            return Setup(optimizer, combination, checked, bucket_bytes, passes, numbers, sparse_as_dense, returning)
+            return Setup(
+                optimizer, combination, checked, bucket_bytes, passes, numbers, sparse_as_dense, returning, tried
+            )
 
         self._setup_on = setup_on
         self._bind(described_passes=str(backward_passes_per_step))

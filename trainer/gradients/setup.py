@@ -38,7 +38,8 @@ class Setup:
     backward(); a step follows passes.per_step of them. groups: the group number of each parameter in a group; a group shares a
     bucket if the dtypes allow it, and other parameters are fused by bucket_bytes. sparse_as_dense: whether sparse gradients are
     made dense. returning: with sharded states, the encoding of the parameters' movements, which a rank sends after it has
-    stepped its share; None sends the parameters uncompressed.
+    stepped its share; None sends the parameters uncompressed. tried: the parameters for which it is known that the optimizer
+    supports sharded states.
     """
 
     optimizer: torch.optim.Optimizer
@@ -49,3 +50,4 @@ class Setup:
     groups: Mapping[Tensor, int] = field(default_factory=dict)
     sparse_as_dense: bool = False
     returning: Cast | Encoding | None = None
+    tried: set[Tensor] = field(default_factory=set)

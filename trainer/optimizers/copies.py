@@ -8,23 +8,34 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.collectives.torch_internals import map_only
 
 
-def of_copies(optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> torch.optim.Optimizer:
+def of_copies(
+    optimizer: torch.optim.Optimizer,
+    copies: Mapping[Tensor, Tensor],
+    states: Mapping[Tensor, dict[str, Any]] | None = None,
+) -> torch.optim.Optimizer:
     """Return a copy of an optimizer for the copies of its parameters; parameters without a copy are left out. It has as many
-    param groups, so some may be empty. State on the device of a parameter is moved to that of its copy. Raises TypeError as
-    copied_attributes() does."""
-    attributes = copied_attributes(optimizer)
-    known: dict[int, Any] = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    left_out = [parameter for parameter in known.values() if parameter not in copies]
-    memo = known | {id(parameter): made for parameter, made in copies.items()}
-    kept = optimizer.state.copy()
-    for parameter in left_out:
-        kept.pop(parameter, None)
-    memo[id(optimizer.state)] = copy.deepcopy(kept, memo)
+    param groups, so some may be empty. State on the device of a parameter is moved to that of its copy.
+
+    states: the states of some copies, by the parameters; the others are copies of the parameters' states. Raises TypeError as
+    copied_attributes() does.
+    """
+    attributes, given = copied_attributes(optimizer), states or {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    memo: dict[int, Any] = {id(parameter): copies.get(parameter, parameter) for parameter in parameters}
+    state = copy.copy(optimizer.state)
+    state.clear()
+    everything: dict[Any, Any] = dict(optimizer.state)
+    for key, value in everything.items():
+        if key in copies:
+            state[copies[key]] = given[key] if key in given else copy.deepcopy(value, memo)
+        elif not isinstance(key, Tensor):
+            state[copy.deepcopy(key, memo)] = copy.deepcopy(value, memo)
+    memo[id(optimizer.state)] = state
     made = copy.deepcopy(optimizer, memo)
     wanted = set(copies.values())
     for group in made.param_groups:

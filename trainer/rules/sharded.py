@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.errors import ranks_text
-from gradwire.trainer.gradients.agreement import check_order
+from gradwire.trainer.gradients.agreement import check_order, on_all_ranks
 from gradwire.trainer.gradients.arguments import Adasum, Sum
 from gradwire.trainer.gradients.bucket import dense_strides
 from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
@@ -26,11 +26,9 @@ from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
 from gradwire.trainer.gradients.shards.ranges import RESIDUAL
-from gradwire.trainer.optimizers.foreach import LAMB, LARS
+from gradwire.trainer.gradients.shards.trial import fault_of
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
-
-_NOT_BY_ELEMENT = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, torch.optim.Muon, LARS, LAMB)
 
 _VERSION = 3
 _RESIDUALS = {2: "owed", 3: "residuals"}
@@ -52,12 +50,6 @@ class Sharded(Synchronous):
     shares_state = keeps_replicas = can_stand_in = False
 
     def __init__(self, setup: Setup) -> None:
-        optimizer = setup.optimizer
-        if isinstance(optimizer, _NOT_BY_ELEMENT):
-            raise ValueError(
-                f"{here()}shard_states=True is for optimizers that update every element independently; "
-                f"{type(optimizer).__name__} does not"
-            )
         if setup.combination.op == Adasum:
             raise ValueError(f"{here()}shard_states=True does not support op={Adasum!r}, which needs whole gradients")
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
@@ -78,9 +70,28 @@ class Sharded(Synchronous):
                     f"{here()}shard_states=True needs parameters without gaps in memory, and {name!r} has shape "
                     f"{list(parameter.shape)} and strides {list(parameter.stride())}"
                 )
+        self._try(parameters)
         super().add(names, parameters)
         if self._has_started:
             self._pieces.cut(self.bucketing.buckets)
+
+    def _try(self, parameters: Sequence[Tensor]) -> None:
+        """Raise ValueError on all ranks if the optimizer cannot step pieces of these parameters. Collective."""
+        optimizer, tried = self.setup.optimizer, self.setup.tried
+        new = [parameter for parameter in parameters if parameter not in tried]
+
+        def attempt() -> str | None:
+            fault = fault_of(optimizer, new)
+            return None if fault is None else f"{type(optimizer).__name__} does not: {fault}"
+
+        for rank, fault in enumerate(on_all_ranks(self.communicator, attempt, failed="shard_states=True: rank {}: {}")):
+            if fault is not None:
+                raise ValueError(
+                    f"{here()}shard_states=True is for optimizers that update every element independently; {fault} (on rank "
+                    f"{rank}). Leave out shard_states. To clip gradients by their norm, use an optimizer that does not, and "
+                    "clip_grad_norm_() of the distributed optimizer"
+                )
+        tried.update(new)
 
     def start(self) -> None:
         super().start()
