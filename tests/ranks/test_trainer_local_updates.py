@@ -23,6 +23,7 @@ from tests.ranks.training import (
     loss_of,
     network,
     on_ranks,
+    through_a_file,
     train,
 )
 
@@ -49,9 +50,13 @@ def simulated(
     fragments: int = 1,
     delay: int = 0,
     alpha: float = 0.5,
+    change: Callable[[int, Sequence[Tensor], Sequence[Tensor]], object] = lambda *_: None,
+    dtype: torch.dtype = torch.float64,
 ) -> list[list[Tensor]]:
-    """Return every rank's parameters after the same steps, taken one rank after the other."""
-    models = [network().double() for _ in range(size)]
+    """Return every rank's parameters after the same steps, taken one rank after the other. change: called before each step, with
+    its number, the parameters of a rank and the common ones."""
+    models = [network().to(dtype) for _ in range(size)]
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
     ranks = [list(model.parameters()) for model in models]
     inners = [torch.optim.SGD(parameters, lr=0.1, momentum=0.5) for parameters in ranks]
     parts = [[0], [1, 2, 3]] if fragments == 2 else [[0, 1, 2, 3]]
@@ -61,12 +66,14 @@ def simulated(
     for step in range(STEPS):
         alone = step - warmup_steps  # how many steps have been taken alone
         if alone == 0:
-            common = [nn.Parameter(parameter.detach().clone()) for parameter in ranks[0]]
+            common = [nn.Parameter(parameter.detach().to(wide, copy=True)) for parameter in ranks[0]]
             made = outer_of if outer else (lambda parameters: torch.optim.SGD(parameters, lr=1.0))
             outers = [made([common[i] for i in part]) for part in parts]
+        for parameters in ranks:
+            change(step, parameters, common)
         for rank, model in enumerate(models):
             inners[rank].zero_grad()
-            loss_of(model, batch_of(step, rank, torch.float64)).backward()
+            loss_of(model, batch_of(step, rank, dtype)).backward()
         if alone < 0:
             for together in zip(*ranks, strict=True):
                 mean = torch.stack([parameter.grad for parameter in together]).mean(0)  # type: ignore[misc]
@@ -84,7 +91,8 @@ def simulated(
             if (alone + 1 - (number + 1) * every // fragments) % every:
                 continue
             for i in part:
-                common[i].grad = torch.stack([common[i].detach() - each[i].detach() for each in ranks]).mean(0)
+                begin = common[i].detach().to(dtype)  # what was written into the parameters
+                common[i].grad = torch.stack([begin.to(wide) - each[i].detach() for each in ranks]).mean(0)
             outers[number].step()
             if delay:
                 late[step + delay] = number
@@ -116,6 +124,135 @@ def test_steps_are_those_of_a_simulation() -> None:
         optimizer.close()
         expected = simulated(hvd.size(), **options)[hvd.rank()]
         assert_close(model.parameters(), expected, rtol=1e-9, atol=1e-12, msg=lambda said, case=case: f"{case}: {said}")
+
+
+def load_by_model(model: nn.Module, state: dict[str, Tensor]) -> None:
+    model.load_state_dict(state, strict=False)
+
+
+def load_as_data(model: nn.Module, state: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        model.get_parameter(name).data = value.clone()
+
+
+def load_on_one_rank(model: nn.Module, state: dict[str, Tensor]) -> None:
+    if hvd.rank() == hvd.size() - 1:
+        model.load_state_dict(state, strict=False)
+    hvd.broadcast_parameters({name: model.get_parameter(name) for name in state}, hvd.size() - 1)
+
+
+@on_ranks(2, *wide(3))
+@pytest.mark.parametrize("load", [load_by_model, load_as_data, load_on_one_rank])
+def test_loaded_weights_become_the_common_parameters(load: Callable[..., None]) -> None:
+    """Load in the middle between exchanges, once all parameters, and once a part of them."""
+    options = {"every": 4, "warmup_steps": 1}
+    whole = network(seed=5).double().state_dict()
+    part = {name: value + 1 for name, value in whole.items() if name.startswith("2")}
+    loads = {3: whole, 5: whole, 7: part}
+
+    def change(step: int, parameters: Sequence[Tensor], common: Sequence[Tensor]) -> None:
+        for number, name in enumerate(whole):
+            if step in loads and name in loads[step]:
+                for each in (parameters[number], *common[number : number + 1]):
+                    each.data.copy_(loads[step][name])
+
+    model = network().double()
+    optimizer = wrapped(model, **options)
+    for step in range(STEPS):
+        if step in loads:
+            load(model, loads[step])
+        train(model, optimizer, [step])
+    optimizer.close()
+    expected = simulated(hvd.size(), **options, change=change)[hvd.rank()]
+    assert_close(model.parameters(), expected, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2)
+def test_changes_that_differ_between_ranks_are_movements() -> None:
+    """Clamp the parameters in place between all steps; the common parameters remain as they are."""
+
+    def clamp(_: int, parameters: Sequence[Tensor], __: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.data.copy_(parameter.detach().clamp(-0.1, 0.1))
+
+    options = {"every": 4}
+    model = network().double()
+    optimizer = wrapped(model, **options)
+    for step in range(STEPS):
+        if step % options["every"]:  # right after an exchange, parameters are equal, so common ones would follow
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+        train(model, optimizer, [step])
+    optimizer.close()
+    change = lambda step, *tensors: clamp(step, *tensors) if step % options["every"] else None  # noqa: E731
+    assert_close(model.parameters(), simulated(2, **options, change=change)[hvd.rank()], rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2)
+def test_weights_that_are_loaded_during_an_exchange_are_an_error() -> None:
+    """All ranks raise it at the next exchange, and go on once they load the optimizer's state, too."""
+    model = network().double()
+    optimizer = wrapped(model, every=4, delay=2)
+    initial = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, range(5))
+    model.load_state_dict(network(seed=5).double().state_dict())
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        train(model, optimizer, range(5, 12))
+    optimizer.load_state_dict(initial["optimizer"])
+    model.load_state_dict(initial["model"])
+    train(model, optimizer, range(STEPS))
+    optimizer.close()
+    expected = simulated(2, every=4, delay=2)[hvd.rank()]
+    assert_close(model.parameters(), expected, rtol=1e-9, atol=1e-12)
+
+
+PULSES = 8
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_updates_of_narrow_parameters_add_up(dtype: torch.dtype) -> None:
+    """Move a parameter by one unit in the last place at a time, and the common one by a third of that, in every fourth round; and
+    go on from a checkpoint."""
+    ulp = torch.finfo(dtype).eps / 2  # below 1
+    for options in ({"every": 1}, {"every": 3, "delay": 1, "alpha": 0.5}):
+        found = []
+        for kind in (torch.float32, dtype):
+            parameter = nn.Parameter(torch.ones(40, dtype=kind))
+            optimizer, saved = None, None
+            for _ in range(2):
+                if optimizer is not None:
+                    saved = through_a_file(optimizer.state_dict())
+                    optimizer.close()
+                inner = torch.optim.SGD([parameter], lr=1.0)
+                outer = torch.optim.SGD([parameter], lr=0.3)
+                optimizer = hvd.LocalUpdates(inner, outer=outer, **options)
+                if saved is not None:
+                    optimizer.load_state_dict(saved)
+                for round_ in range(4 * PULSES // 2):
+                    for step in range(options["every"]):
+                        optimizer.zero_grad()
+                        (parameter.sum() * (ulp if round_ % 4 == step == 0 else 0.0)).backward()
+                        optimizer.step()
+            assert optimizer is not None
+            optimizer.close()
+            found.append(parameter.detach().float())
+        reference, narrow = found
+        if options["every"] == 1:
+            assert_close([reference], [torch.full((40,), 1 - PULSES * 0.3 * ulp)], rtol=0, atol=1e-6)
+        assert (narrow - reference).abs().max() <= ulp, (options, narrow[0], reference[0])
+
+
+@on_ranks(2)
+def test_narrow_parameters_move_as_in_a_simulation() -> None:
+    for options in ({"every": 4}, {"every": 3, "outer": False}):
+        model = network().bfloat16()
+        optimizer = wrapped(model, **options)
+        train(model, optimizer, range(STEPS))
+        optimizer.close()
+        expected = simulated(hvd.size(), **options, dtype=torch.bfloat16)[hvd.rank()]
+        assert_equal(model.parameters(), expected)
 
 
 def big_wrapped(model: nn.Module, **options: Any) -> hvd.LocalUpdates:

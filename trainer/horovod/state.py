@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import map_only
@@ -49,6 +50,7 @@ def broadcast_parameters(
     works = [communicator.broadcast(tensor.detach(), root, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
+    increment_version(tensors)  # as operations in place do: local updates take these values for the common parameters
 
 
 def broadcast_optimizer_state(

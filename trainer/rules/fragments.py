@@ -14,10 +14,11 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import sums_inside
 from gradwire.trainer.gradients.compression import Cast, Encoding
-from gradwire.trainer.gradients.replicas import ReplicaCheck
+from gradwire.trainer.gradients.replicas import ReplicaCheck, hash_of
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.copies import of_copies
 from gradwire.trainer.rules.synchronous import Synchronous
+from gradwire.trainer.world.world import here
 
 
 class Fragment:
@@ -44,6 +45,14 @@ class Fragment:
         self.rule.bucketing.learn(range(len(self._outer)))  # the order does not matter, since all arrive together
         self.rule.start()
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
+        self._names = names
+        self._marks: list[tuple[int, int]] | None = None
+        self._merged_late: dict[int, Tensor] = {}  # what _merged() returns, where it depends on the parameter, too
+        self._loaded: dict[
+            int, tuple[Tensor, bool]
+        ] = {}  # values of parameters that no step has set, since the last move();
+        # and whether they were set during an exchange
+        self._moving: dict[int, tuple[Tensor, bool]] = {}  # the same before the last move(), until it is exchanged
         self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named)
 
     @torch.no_grad()
@@ -52,21 +61,39 @@ class Fragment:
         for parameter, outer in zip(self._parameters, self._outer, strict=True):
             outer.copy_(parameter)
 
+    def mark(self) -> None:
+        """Note the parameters at the end of a step, so that look() finds changes after it."""
+        self._marks = self._now()
+
+    @torch.no_grad()
+    def look(self, *, in_flight: bool) -> None:
+        """Keep the values of parameters that something else than a step has changed since mark(), such as a load_state_dict()
+        of the model. in_flight: whether the fragment is being exchanged."""
+        now = self._now()
+        for index, (mark, before) in enumerate(zip(now, self._marks or now, strict=True)):
+            if mark != before:
+                self._loaded[index] = self._parameters[index].detach().clone(), in_flight
+        self._marks = now
+
     @torch.no_grad()
     def move(self) -> None:
-        """Set the outer parameters' gradients to outer parameter - parameter. From the second call on, the gradients are views
-        of buckets. Frozen parameters have none."""
-        for parameter, outer in zip(self._parameters, self._outer, strict=True):
+        """Set the outer parameters' gradients to the values at which this rank's movements began - parameter. From the second
+        call on, the gradients are views of buckets. Frozen parameters have none."""
+        self._moving, self._loaded = self._loaded, {}
+        for index, (parameter, outer) in enumerate(zip(self._parameters, self._outer, strict=True)):
             outer.requires_grad_(parameter.requires_grad)
             if not parameter.requires_grad:
                 outer.grad = None
-            elif outer.grad is None:
-                outer.grad = outer - parameter
+                continue
+            begin = self._moving[index][0].to(outer.dtype) if index in self._moving else self._merged(index)
+            if outer.grad is None:
+                outer.grad = begin - parameter
             else:
-                torch.sub(outer, parameter, out=outer.grad)
+                torch.sub(begin, parameter, out=outer.grad)
 
     def exchange(self, step: int) -> None:
         """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer if they then differ between ranks."""
+        self._agree_on_loaded()
         self.rule.synchronize()
         self._optimizer.step()
         self.rule.after_step()
@@ -74,15 +101,64 @@ class Fragment:
         self._check.compare(step)
 
     @torch.no_grad()
+    def _agree_on_loaded(self) -> None:
+        """Set the outer parameters to values that all ranks have loaded alike since the last exchange. Changes that differ
+        between ranks, such as those of clamp_(), become part of the movements. Collective.
+
+        Raises RuntimeError on all ranks if the values were loaded during the exchange of this fragment, whose result has then
+        been merged into them.
+        """
+        mine = [[index, hash_of(value), late] for index, (value, late) in self._moving.items()]
+        everyones = self._check.communicator.allgather_record(mine)
+        alike = set.intersection(*({(index, value) for index, value, _ in theirs} for theirs in everyones))
+        agreed = {index for index, _ in alike}
+        if mixed := agreed & {index for theirs in everyones for index, _, late in theirs if late}:
+            raise RuntimeError(
+                f"{here()}the parameter {self._names[min(mixed)]!r} was loaded while the movements of an earlier step were "
+                "exchanged, so it has been mixed with the common parameters of that step: after a load_state_dict() of the "
+                "model, call load_state_dict() of the optimizer, too"
+            )
+        for index, (value, _) in self._moving.items():
+            outer, begin = self._outer[index], self._merged(index)
+            if index in agreed:
+                outer.copy_(torch.where(begin == value, outer, value.to(outer.dtype)))
+                self._merged_late.pop(index, None)
+            elif outer.grad is not None:
+                outer.grad.add_(begin - value)
+        self._moving = {}
+
+    @torch.no_grad()
     def merge(self, alpha: float) -> None:
         """Set the parameters that are not frozen to (1 - alpha) * outer parameter + alpha * parameter."""
-        for parameter, outer in zip(self._parameters, self._outer, strict=True):
-            if parameter.requires_grad:
-                parameter.copy_(outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha))
+        for index, (parameter, outer) in enumerate(zip(self._parameters, self._outer, strict=True)):
+            if not parameter.requires_grad:
+                continue
+            wanted = outer if alpha == 0 else torch.lerp(outer, parameter.to(outer.dtype), alpha)
+            parameter.copy_(wanted)
+            if alpha and parameter.dtype != outer.dtype:
+                self._merged_late[index] = outer - (wanted - parameter)
+
+    def _merged(self, index: int) -> Tensor:
+        """Return the outer parameter, less the rounding error with which merge() wrote it into the parameter. Movements are
+        measured from this value; the error would be taken for a movement otherwise."""
+        parameter, outer = self._parameters[index], self._outer[index]
+        if index in self._merged_late:
+            return self._merged_late[index]
+        return outer if parameter.dtype == outer.dtype else outer.to(parameter.dtype).to(outer.dtype)
+
+    def _now(self) -> list[tuple[int, int]]:
+        """Return numbers that change with the parameters: by operations in place, and by other memory."""
+        return [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer parameters, and the state of the outer optimizer and its exchange."""
-        return {"outer": [outer.detach().clone() for outer in self._outer], "optimizer": self.rule.state_dict()}
+        """Return the outer parameters, the state of the outer optimizer and its exchange, and the values from which movements
+        are measured, where they are not those of the outer parameters."""
+        return {
+            "outer": [outer.detach().clone() for outer in self._outer],
+            "optimizer": self.rule.state_dict(),
+            "merged": {index: value.clone() for index, value in self._merged_late.items()},
+            "loaded": {index: [value.clone(), late] for index, (value, late) in self._loaded.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any], also: Sequence[dict[str, Any]], *, keep_rates: bool) -> None:
         """Load a state_dict(). also: those of ranks that no longer exist. keep_rates: whether to keep the outer optimizer's
@@ -91,6 +167,10 @@ class Fragment:
         with torch.no_grad():
             for outer, saved in zip(self._outer, state["outer"], strict=True):
                 outer.copy_(saved)
+        for index, value in state.get("merged", {}).items():
+            self._merged_late[index] = value.to(self._outer[index].device)
+        for index, (value, late) in state.get("loaded", {}).items():
+            self._loaded[index] = value.to(self._outer[index].device), late
         rates = [group["lr"] for group in self._optimizer.param_groups] if keep_rates else []
         self.rule.load_state_dict(state["optimizer"], [other["optimizer"] for other in also])
         for group, rate in zip(self._optimizer.param_groups, rates, strict=keep_rates):

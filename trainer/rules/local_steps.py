@@ -88,6 +88,7 @@ class LocalSteps(Rule):
         self._done: Work | None = None  # the exchange of that fragment, until it has been waited for
         self._thread = DaemonThread("gradwire-local") if locality.delay else None
         self._waited_s = 0.0
+        self._looks = True  # whether to look for parameters that something else than a step has changed
         self._has_common = False  # whether the outer parameters are equal on all ranks
         self.step = self.warmup_taken = self.alone_taken = 0
 
@@ -129,6 +130,7 @@ class LocalSteps(Rule):
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         self._begin()
+        self._looks = False  # since an optimizer may change parameters before it calls the closure again
         return super().evaluate(closure) if self._averaging is None else self._averaging.evaluate(closure)
 
     def reset(self) -> None:
@@ -136,6 +138,12 @@ class LocalSteps(Rule):
             self._averaging.reset()
 
     def after_step(self) -> None:
+        self._after_step()
+        self._looks = True
+        for fragment in self._fragments:
+            fragment.mark()
+
+    def _after_step(self) -> None:
         self.step += 1
         if self._averaging is not None:
             self._averaging.after_step()
@@ -152,11 +160,13 @@ class LocalSteps(Rule):
                 self._exchange(number)
 
     def _begin(self) -> None:
-        """Set the outer parameters before the first step, since the parameters may have been broadcast or loaded until then."""
+        """Find parameters that were loaded since the last step. Before the first step, set the outer parameters to them."""
         if not self._has_common:
             for fragment in self._fragments:
                 fragment.take_over()
             self._has_common = True
+        for number, fragment in enumerate(self._fragments if self._looks else ()):
+            fragment.look(in_flight=self._pending is not None and self._pending[0] == number)
 
     def _is_due(self, number: int) -> bool:
         """Return whether a fragment is exchanged after this step: fragments take turns, evenly spread over `every`."""
@@ -188,11 +198,14 @@ class LocalSteps(Rule):
         """Wait until the exchange of a fragment that is running is done."""
         if self._done is not None:
             begin = time.perf_counter()
+            done, self._done = self._done, None
             try:
-                self._done.wait()  # within the deadlines of its operations
+                done.wait()  # within the deadlines of its operations
+            except CollectiveError:
+                self._done = done  # later calls raise it, too
+                raise
             finally:
                 self._waited_s += time.perf_counter() - begin
-            self._done = None
 
     def _enter(self, step: int) -> None:
         """Enter the phase to which a step belongs: the averaging of gradients, or local updates. Collective."""
