@@ -51,6 +51,12 @@ def map_only(kind: type[Any], function: Callable[[Any], object], tree: object) -
     return _pytree.tree_map_only(kind, function, tree)
 
 
+def leaves(kind: type[T], tree: object) -> dict[Any, T]:
+    """Return the leaves of a kind in a structure of lists, (named) tuples and dicts, by their paths."""
+    found, _ = _pytree.tree_flatten_with_path(tree)
+    return {path: leaf for path, leaf in found if isinstance(leaf, kind)}
+
+
 def plainly(function: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
     """Call a function with __torch_function__ disabled: subclasses of Tensor are treated as plain tensors, in its result
     too."""

@@ -111,6 +111,83 @@ def test_broadcast_named_tuples() -> None:
     assert torch.equal(other.rate, torch.ones(2))
 
 
+class Master(torch.optim.Optimizer):
+    """Keeps float32 weights and other dtypes in its state, also in nested containers, for parameters of narrow dtypes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["master"] = parameter.float()
+                state["nested"] = {"moments": [torch.zeros_like(state["master"], dtype=torch.float64)]}
+                state["step"], state["count"] = torch.tensor(0.0), torch.tensor([2**40 + 1])
+                state["signs"] = torch.zeros_like(parameter, dtype=torch.bool)
+            (moment,) = state["nested"]["moments"]
+            moment.mul_(0.9).add_(parameter.grad)
+            state["signs"] = parameter.grad > 0
+            state["count"] += 1
+            state["step"] += 1
+            parameter.copy_(state["master"].sub_(moment.float(), alpha=self.param_groups[0]["lr"]))
+
+
+def narrow_model() -> nn.Module:
+    return perceptron().bfloat16()
+
+
+def narrow_share(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = share(step)
+    return inputs.bfloat16(), targets.bfloat16()
+
+
+def bits(state: Any) -> Any:
+    """Return a state with the bytes and dtype of each tensor in place of it."""
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), state.contiguous().view(-1).view(torch.uint8).tolist()
+    if isinstance(state, dict):
+        return {key: bits(value) for key, value in state.items()}
+    return [bits(each) for each in state] if isinstance(state, (list, tuple)) else state
+
+
+@on_ranks(3)
+def test_states_of_other_dtypes_than_the_parameters_arrive_as_they_are() -> None:
+    root, model = 1, narrow_model()
+    optimizer = Master(model.parameters())
+    if hvd.rank() == root:
+        loss_of(model, narrow_share(0)).backward()
+        optimizer.step()
+    mine = bits(optimizer.state_dict())
+    hvd.broadcast_optimizer_state(optimizer, root)
+    assert bits(optimizer.state_dict()) == hvd.broadcast_object(mine, root)
+
+
+@on_ranks(3)
+def test_join_leaves_states_of_other_dtypes_equal() -> None:
+    """Rank 1 takes two steps more than the others, and then all take one."""
+    model = narrow_model()
+    optimizer = hvd.DistributedOptimizer(Master(model.parameters()), check_replicas_every=1)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, narrow_share(number)).backward()
+        optimizer.step()
+
+    for number in range(3 if hvd.rank() == 1 else 1):
+        step(number)
+    assert hvd.join() == 1
+    for _ in range(2):
+        held = bits([model.state_dict(), optimizer.state_dict()])
+        assert held == hvd.broadcast_object(held, 1)
+        assert held[1]["state"][0]["master"][0] == "torch.float32"
+        step(3)
+    optimizer.close()
+
+
 @on_ranks(3)
 def test_broadcast_fresh_optimizer_state() -> None:
     model = perceptron()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.torch_internals import map_only
+from gradwire.collectives.torch_internals import leaves, map_only
 from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
@@ -101,6 +101,11 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Commun
         communicator.broadcast(tensor.detach(), root)
     if not is_root:
         optimizer.load_state_dict(state)
+        sent = leaves(Tensor, state)
+        for path, kept in leaves(Tensor, optimizer.state_dict()).items():
+            # load_state_dict() casts to the dtype of the parameter what the root keeps in another one.
+            if path in sent and kept.dtype != sent[path].dtype:
+                kept.data = sent[path].to(kept.device)
 
 
 def broadcast_object(
