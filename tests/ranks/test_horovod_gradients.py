@@ -132,6 +132,64 @@ def test_gradients_count_the_ranks_of_the_process_set() -> None:
                 verbs(communicator.rank, communicator.size, communicator)
 
 
+Lists = Callable[[list[Tensor]], list[Tensor]]
+
+
+def second_derivatives(inputs: list[Tensor], forward: Lists, backward: Lists) -> list[Tensor]:
+    """Return, of one process that has the inputs of all ranks, the gradients of the sum of squares of the gradients of the sum of
+    cubes of a verb's results. forward, backward: of the tensors of all ranks, the results of the verb and its gradients."""
+    results = [result.detach() for result in forward(inputs)]
+    slopes = [(3 * result**2).requires_grad_() for result in results]
+    gradients = backward(slopes)
+    of_slopes = torch.autograd.grad(gradients, slopes, [2 * gradient.detach() for gradient in gradients])
+    return backward([6 * result * each for result, each in zip(results, of_slopes, strict=True)])
+
+
+def on_root(tensors: list[Tensor], root: int) -> list[Tensor]:
+    """Return the mean on the root, and zeros elsewhere."""
+    return [mean(tensors) * (rank == root) for rank in range(len(tensors))]
+
+
+@on_ranks(2, 3)
+def test_gradients_have_gradients() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    inputs = [values(each, 2 * size, salt=10) for each in range(size)]
+    rows = [slice(2 * each, 2 * each + 2) for each in range(size)]
+    few = [each[:2] for each in inputs]
+    copied = lambda reduce: lambda xs: [reduce(xs)] * size  # noqa: E731
+    scattered = lambda reduce: lambda xs: [reduce(xs)[part] for part in rows]  # noqa: E731
+    joined = lambda times: lambda gs: [times * torch.cat(gs)] * size  # noqa: E731
+    turned = lambda xs: [torch.cat([x[part] for x in xs]) for part in rows]  # noqa: E731
+    root = size - 1
+    cases: list[tuple[Callable[[Tensor], Any], list[Tensor], Lists, Lists]] = [
+        (partial(hvd.allreduce, op=hvd.Sum), inputs, copied(total), copied(total)),
+        (partial(hvd.allreduce, op=hvd.Average), inputs, copied(mean), copied(mean)),
+        (lambda x: hvd.grouped_allreduce([x], op=hvd.Average)[0], inputs, copied(mean), copied(mean)),
+        (hvd.allgather, few, joined(1), scattered(mean)),
+        (partial(hvd.broadcast, root_rank=root), inputs, copied(lambda xs: xs[root]), lambda gs: on_root(gs, root)),
+        (partial(hvd.reducescatter, op=hvd.Average), inputs, scattered(mean), joined(1)),
+        (partial(hvd.reducescatter, op=hvd.Sum), inputs, scattered(total), joined(size)),
+        (hvd.alltoall, inputs, turned, turned),
+    ]
+    for verb, given, forward, backward in cases:
+        leaf = given[rank].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((verb(leaf) ** 3).sum(), leaf, create_graph=True)
+        (found,) = torch.autograd.grad((gradient**2).sum(), leaf)
+        close([found], [second_derivatives(given, forward, backward)[rank]])
+
+
+@on_ranks(2)
+def test_a_penalty_of_gradients_counts_every_path() -> None:
+    """The gradients of a loss that does not use a verb alone: their squares depend on the average too."""
+    inputs = [values(rank, 3, salt=11) for rank in range(hvd.size())]
+    leaf = inputs[hvd.rank()].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((leaf * hvd.allreduce(leaf)).sum(), leaf, create_graph=True)
+    gradient.square().sum().backward()
+    # gradient = 2 * average of all; so half of its square's gradient is 2 * (average of 2 * gradient)
+    assert leaf.grad is not None
+    close([leaf.grad], [8 * mean(inputs)])
+
+
 def through_a_cast() -> None:
     """Powers of two are exact in float16."""
     size, rank = hvd.size(), hvd.rank()

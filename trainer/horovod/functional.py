@@ -8,13 +8,15 @@ With g(r) for the gradient that rank r has of its result, and n ranks, the gradi
     reducescatter   allgather(g) * prescale * postscale, times n where op is Sum
     alltoall        the rows of all g(r) that come from this rank's rows
 
-Only those of allreduce and alltoall are the adjoints, which are the gradients of the sum of all ranks' losses.
+Only those of allreduce and alltoall are the adjoints, which are the gradients of the sum of all ranks' losses. The gradients of
+these gradients, as with create_graph=True, are the adjoints of the functions above.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +30,23 @@ from gradwire.trainer.rules.adasum import adasum_
 Rows = list[int]
 """How many rows of dimension 0 each rank has of a tensor."""
 
+_Function: TypeAlias = Callable[..., Sequence[Tensor]]
+
+
+class _Linear(torch.autograd.Function):
+    """Maps (function, adjoint, *tensors) to function(*tensors): a linear function of the tensors of all ranks, and its adjoint.
+    Backward functions call it, so that gradients have gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, function: _Function, adjoint: _Function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.functions = function, adjoint
+        return tuple(function(*tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        function, adjoint = ctx.functions
+        return (None, None, *_Linear.apply(adjoint, function, *gradients))
+
 
 class Allreduce(torch.autograd.Function):
     """Maps (communicator, reduction, codecs, *tensors) to the reduced tensors. codecs: one for each tensor, or None, which
@@ -38,27 +57,13 @@ class Allreduce(torch.autograd.Function):
         ctx: Any, communicator: Communicator, reduction: Reduction, codecs: list[Codec | None], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = communicator, reduction, codecs
-        outputs = [copied(tensor) for tensor in tensors]
-        pairs = list(zip(outputs, codecs, strict=True))
-        if plain := [output for output, codec in pairs if codec is None]:
-            _, finish = begin_allreduce(communicator, reduction, plain, async_op=False)
-            finish()
-        for number, (output, codec) in enumerate(pairs):
-            if codec is not None:
-                communicator.allreduce(
-                    output,
-                    reduction.op,
-                    prescale=reduction.prescale,
-                    postscale=reduction.postscale,
-                    codec=codec,
-                    seed=number,
-                )
-        return tuple(outputs)
+        return tuple(_allreduced(*ctx.call, *tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         check_differentiable("allreduce", ctx.call[1].op)
-        return (None, None, None, *Allreduce.forward(ctx, *ctx.call, *gradients))
+        reduce = partial(_allreduced, *ctx.call)
+        return (None, None, None, *_Linear.apply(reduce, reduce, *gradients))
 
 
 class Allgather(torch.autograd.Function):
@@ -73,7 +78,9 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         communicator, rows = ctx.call
-        return (None, None, *begin_reducescatter(communicator, Reduction(Average), rows, gradients)[1]())
+        scatter = partial(_scattered, communicator, Reduction(Average), rows)
+        gather = partial(_gathered, communicator, rows, 1 / communicator.size)
+        return (None, None, *_Linear.apply(scatter, gather, *gradients))
 
 
 class ReduceScatter(torch.autograd.Function):
@@ -85,15 +92,16 @@ class ReduceScatter(torch.autograd.Function):
         ctx: Any, communicator: Communicator, reduction: Reduction, rows: list[Rows], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = communicator, reduction, rows
-        return tuple(begin_reducescatter(communicator, reduction, rows, tensors)[1]())
+        return tuple(_scattered(*ctx.call, *tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         communicator, reduction, rows = ctx.call
         check_differentiable("reducescatter", reduction.op)
         scale = reduction.prescale * reduction.postscale * (communicator.size if reduction.op == Sum else 1)
-        _, gathered = begin_allgather(communicator, rows, gradients)
-        return (None, None, None, *(scaled(gradient, scale) for gradient in gathered))
+        gather = partial(_gathered, communicator, rows, scale)
+        scatter = partial(_scattered, communicator, Reduction(Sum, postscale=scale), rows)
+        return (None, None, None, *_Linear.apply(gather, scatter, *gradients))
 
 
 class Broadcast(torch.autograd.Function):
@@ -102,16 +110,14 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: Communicator, root_rank: int, tensor: Tensor) -> Tensor:
         ctx.call = communicator, root_rank
-        output = copied(tensor)
-        communicator.broadcast(output, root_rank)
-        return output
+        return _broadcast(communicator, root_rank, 1, tensor)[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         communicator, root_rank = ctx.call
-        average = copied(gradient)
-        communicator.reduce(average, root_rank, Average)
-        return None, None, average if communicator.rank == root_rank else average.zero_()
+        average = partial(_averaged_on_root, communicator, root_rank)
+        spread = partial(_broadcast, communicator, root_rank, 1 / communicator.size)
+        return (None, None, *_Linear.apply(average, spread, gradient))
 
 
 class Alltoall(torch.autograd.Function):
@@ -120,16 +126,66 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: Communicator, sent: Rows, received: Rows, tensor: Tensor) -> Tensor:
         ctx.call = communicator, sent, received
-        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-        communicator.alltoall(output, tensor.detach(), received, sent)
-        return output
+        return _exchanged(communicator, sent, received, tensor)[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         communicator, sent, received = ctx.call
-        output = gradient.new_empty((sum(sent), *gradient.shape[1:]))
-        communicator.alltoall(output, gradient, sent, received)
-        return None, None, None, output
+        back = partial(_exchanged, communicator, received, sent)
+        return (None, None, None, *_Linear.apply(back, partial(_exchanged, *ctx.call), gradient))
+
+
+def _allreduced(
+    communicator: Communicator, reduction: Reduction, codecs: list[Codec | None], *tensors: Tensor
+) -> list[Tensor]:
+    """Return the reduced tensors."""
+    outputs = [copied(tensor) for tensor in tensors]
+    pairs = list(zip(outputs, codecs, strict=True))
+    if plain := [output for output, codec in pairs if codec is None]:
+        _, finish = begin_allreduce(communicator, reduction, plain, async_op=False)
+        finish()
+    for number, (output, codec) in enumerate(pairs):
+        if codec is not None:
+            communicator.allreduce(
+                output,
+                reduction.op,
+                prescale=reduction.prescale,
+                postscale=reduction.postscale,
+                codec=codec,
+                seed=number,
+            )
+    return outputs
+
+
+def _gathered(communicator: Communicator, rows: list[Rows], scale: float, *tensors: Tensor) -> list[Tensor]:
+    """Return the rows of all ranks, times a factor."""
+    return [scaled(tensor, scale) for tensor in begin_allgather(communicator, rows, tensors)[1]]
+
+
+def _scattered(communicator: Communicator, reduction: Reduction, rows: list[Rows], *tensors: Tensor) -> list[Tensor]:
+    """Return this rank's rows of the reduced tensors."""
+    return begin_reducescatter(communicator, reduction, rows, tensors)[1]()
+
+
+def _broadcast(communicator: Communicator, root_rank: int, scale: float, tensor: Tensor) -> list[Tensor]:
+    """Return the root's tensor, times a factor."""
+    output = copied(tensor)
+    communicator.broadcast(output, root_rank)
+    return [scaled(output, scale)]
+
+
+def _averaged_on_root(communicator: Communicator, root_rank: int, tensor: Tensor) -> list[Tensor]:
+    """Return the average of all ranks' tensors on the root, and zeros elsewhere."""
+    average = copied(tensor)
+    communicator.reduce(average, root_rank, Average)
+    return [average if communicator.rank == root_rank else average.zero_()]
+
+
+def _exchanged(communicator: Communicator, sent: Rows, received: Rows, tensor: Tensor) -> list[Tensor]:
+    """Return the rows received of all ranks."""
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    communicator.alltoall(output, tensor.detach(), received, sent)
+    return [output]
 
 
 def check_differentiable(verb: str, op: str) -> None:
