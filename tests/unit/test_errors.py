@@ -16,8 +16,10 @@ from gradwire.collectives.errors import (
     PeerLost,
     ReplicasDiffer,
 )
+from gradwire.collectives.link.handshake import OtherBuild
 from gradwire.collectives.link.paths import LargePacketsLost
 from gradwire.collectives.link.presence import TurnedAway
+from gradwire.collectives.run.supervision import OverdueError
 from gradwire.trainer.servers.connection import QuorumLost
 
 ERRORS = (
@@ -57,6 +59,8 @@ MADE: dict[type[BaseException], Callable[[], BaseException]] = {
     PeerLost: lambda: PeerLost([2, 1], rank=0, operation="first", has_left=True, reasons={1: "raised KeyError"}),
     PeerJoined: lambda: PeerJoined([2, 1], rank=0, operation="first"),
     ReplicasDiffer: lambda: ReplicasDiffer("weight", [1, 1, None], 2, rank=0, operation="step 3"),
+    OtherBuild: lambda: OtherBuild(0, "0.3.0", 1, "0.2.0"),
+    OverdueError: OverdueError,
     QuorumLost: lambda: QuorumLost([1], 2, rank=0, operation="step()"),
     LinkError: lambda: of_link(LinkError),
     LargePacketsLost: lambda: of_link(LargePacketsLost),

@@ -98,7 +98,7 @@ def _cut(numel: int) -> tuple[Ranges, ...]:
 
 def _difference(optimizer: torch.optim.Optimizer, shapes: Mapping[Tensor, list[int]]) -> str | None:
     """Step tensors of these shapes whole and in pieces; return the first difference in text, or None."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     wholes = {
         parameter: nn.Parameter(_spread(generator, shape, -4, 0).to(parameter.device, parameter.dtype))
         for parameter, shape in shapes.items()
@@ -179,7 +179,7 @@ def _resized(state: Mapping[str, Any], shape: Sequence[int], wanted: Sequence[in
     for name, value in state.items():
         if isinstance(value, Tensor) and name != "step" and value.shape == shape:
             for dim, numel in enumerate(wanted):
-                value = value.index_select(dim, torch.arange(numel, device=value.device) % shape[dim])
+                value = value.index_select(dim, torch.arange(numel, dtype=torch.int64, device=value.device) % shape[dim])
         found[name] = value
     return found
 
