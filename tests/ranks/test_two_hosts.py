@@ -17,7 +17,7 @@ import torch
 from gradwire.bench.hosts import address
 from gradwire.collectives.environment import INTERFACE_VARIABLES
 from tests.debian_hosts import DEADLINE_S, Hosts, debian_hosts, found
-from tests.harness import wait_until
+from tests.harness import wait_until, wide_rows
 from tests.interpreter import python
 
 STEPS = 3
@@ -113,6 +113,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("hosts")
     for name, text in {"trains.py": TRAINS, "elastic.py": TRAINS_ELASTIC, "backend.py": BACKEND}.items():
         (folder / name).write_text(text)
+    (folder / "discover").write_text("#!/bin/sh\nprintf 'host0:1\\nhost1:1\\n'\n")
+    (folder / "discover").chmod(0o755)
     with debian_hosts(3, folder) as made:
         yield made
 
@@ -190,6 +192,10 @@ def test_the_check_names_the_network_of_the_other_host(hosts: Hosts) -> None:
         (0, ["-H", f"{address(0)}:1,{address(1)}:1"], "trains.py"),
         (2, ["-H", "host0:1,host1:1"], "trains.py"),
         (0, ["--min-np", "2", "-H", f"localhost:1,{address(1)}:1"], "elastic.py"),
+        *wide_rows(
+            (0, ["-H", f"localhost:1,{address(1)}:1"], "trains.py"),
+            (2, ["--min-np", "2", "--host-discovery-script", "./discover"], "elastic.py"),
+        ),
     ],
 )
 def test_gradwire_run(ssh: Hosts, launcher: int, flags: list[str], script: str) -> None:

@@ -92,6 +92,14 @@ def test_the_address_of_a_rank(looked_up: list[str]) -> None:
     assert is_late(caught.value)
 
 
+def test_which_address_a_rank_has() -> None:
+    """A variable comes before the peer. A peer at a loopback address is on this host, and shows no network."""
+    nowhere = "192.0.2.1"
+    assert own_address({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": nowhere}, soon(), nowhere) == "127.0.0.1"
+    assert own_address({"MASTER_ADDR": "127.0.0.1"}, soon(), "127.0.1.1") == "127.0.0.1"
+    assert own_address({}, soon(), "127.0.1.1") == own_address({}, soon())
+
+
 def test_the_ranks_do_not_meet(looked_up: list[str]) -> None:
     with pytest.raises(CollectiveTimeout, match=f"rank 3: .*not done after 5 s: .*'{NAME}'"), coming_together(3, 5.0):
         own_address({"MASTER_ADDR": NAME}, soon())
