@@ -229,6 +229,8 @@ def _unanswered(reports: Mapping[int, Report], rank: int, cut: Set[tuple[int, in
         return silent, who
     if lossy := _lossy(reports, cut):
         return set(), "; ".join(lossy)
+    if unbegun := {r for r in gave_up if not reports[r].waiting_for}:  # its deadline passed before its turn came
+        return unbegun - {rank}, who
     first = min(report.sequence for report in reports.values())
     unreached = sorted(
         (peer, r)

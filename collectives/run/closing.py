@@ -62,6 +62,8 @@ class ClosableOperations(Operations):
         """Report to the other ranks how many operations this one has issued, and that it issues no more. This is the first of
         four steps to close (drain, part and join follow), which take a few seconds at most, even after a failure. Return False,
         with nothing done, the second time. error: the exception that makes this rank leave."""
+        if error is None:  # what functions call belongs to the operations of this rank
+            self._queue.finish_calls(DRAIN_S)
         promised = None if self._queue.sealed else self._queue.seal()
         if promised is None:
             return False

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Call
-from gradwire.collectives.errors import LinkError, Mismatch, PeerJoined
+from gradwire.collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
 from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.run.queue import WorkQueue
@@ -137,7 +137,12 @@ class Operations(Supervision):
             self._queue.check_may_wait(self._rank, call)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         work = Work(self._rank, call, run, counted=counted, timeout_s=timeout_s)
-        self._queue.submit(work)
+        try:
+            self._queue.submit(work)
+        except CollectiveError:
+            if self._failure is None and self._queue.calls_here():  # later operations would get the number of this one
+                self._break(call, "the end of its Communicator", self._queue.number + 1)
+            raise
         if async_op:
             return work
         work.wait()

@@ -73,7 +73,7 @@ class WorkQueue:
         with self._changed:
             if self.sealed:
                 raise CollectiveError("the Communicator is closed", rank=work.rank, operation=work.operation)
-            is_inner = self._calls_here()
+            is_inner = self.calls_here()
             if not is_inner and self._thread is None:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()  # raises RuntimeError if the system allows no more threads; nothing is queued then
@@ -93,11 +93,22 @@ class WorkQueue:
             if work.is_completed():
                 return False
             if self._caller is None:
-                self._caller = DaemonThread(f"{self._name} callbacks")  # raises RuntimeError as submit() does
-                self._caller.submit(wake_soon)
+                self._caller = self._new_caller()  # raises RuntimeError as submit() does
             self._queue.append(_Callback(work.operation, function))
             self._changed.notify_all()
         return True
+
+    def _new_caller(self, *, or_callers: bool = False) -> DaemonThread:
+        caller = DaemonThread(f"{self._name} callbacks", or_callers=or_callers)
+        caller.close.atexit = False  # functions are called until all operations have ended, when the process ends, too
+        caller.submit(wake_soon)
+        return caller
+
+    def finish_calls(self, timeout_s: float) -> None:
+        """Wait until all functions have been called, but not for longer than timeout_s, nor in one of them."""
+        with self._changed:
+            if not self.calls_here():
+                self._changed.wait_for(lambda: not any(isinstance(each, _Callback) for each in self._queue), timeout_s)
 
     def check_may_wait(self, rank: int, operation: str) -> None:
         """Raise CollectiveError if the calling thread is inside this queue, where only a signal handler or a finalizer can call:
@@ -132,7 +143,7 @@ class WorkQueue:
         is_main = get_ident() == threading.main_thread().ident
         if may_run and is_main and self._last_begun is not None and not (work.is_completed() or self.sealed):
             self._help(work, self._last_begun)
-        while not work.is_completed() and self._calls_here() and (first := self._first_work()) is not None:
+        while not work.is_completed() and self.calls_here() and (first := self._first_work()) is not None:
             self._run_here(first)  # it would wait for the function that waits for it
         if not work.is_completed():
             self.wake()
@@ -189,14 +200,14 @@ class WorkQueue:
         with the number of the thread. It lets leave() determine whether enter() took the turn, even if an interrupt ended
         enter() early.
         """
-        if self._queue and not self._calls_here():
+        if self._queue and not self.calls_here():
             return False
         if self._turn.setdefault("taken", turn) is not turn:
             return False
         self.number += counted
         if self.sealed:
             with self._changed:  # if seal() has counted this turn, the other ranks wait for it
-                is_promised = counted and self.number < self._promised and not self._calls_here()
+                is_promised = counted and self.number < self._promised and not self.calls_here()
             if not is_promised:
                 self.leave(turn, self.number - counted)
                 return False
@@ -276,7 +287,7 @@ class WorkQueue:
             self.overdue = True
             self._queue.popleft()
             self._called = None
-            self._caller = DaemonThread(f"{self._name} callbacks", or_callers=True)  # the other one may never end
+            self._caller = self._new_caller(or_callers=True)  # the other one may never end
         if self._queue and isinstance(first := self._queue[0], _Callback):
             if self._called is None and not self._turn:
                 assert self._caller is not None
@@ -308,6 +319,6 @@ class WorkQueue:
                 self._queue.popleft()
                 self._changed.notify_all()
 
-    def _calls_here(self) -> bool:
+    def calls_here(self) -> bool:
         """Return whether a function that the second thread calls has called this."""
         return self._called is not None and self._calling_thread == get_ident()

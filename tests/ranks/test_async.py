@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Work
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost, Work
+from gradwire.collectives.communicator import close_all
 from gradwire.collectives.environment import LINK
-from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT
+from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, wait_until
 from tests.ranks.exact import SEVERAL_SEGMENTS, communicator, contribution, reduced
 from tests.ranks.test_collectives import VERBS, Case, elements
 from tests.ranks.training import on_ranks
@@ -311,3 +312,32 @@ def test_a_verb_in_a_signal_handler_is_an_error_at_once() -> None:
         assert_all(tensor, 2)
         (works[0] if works else begin(comm, torch.ones(1))).wait()
         comm.barrier()
+
+
+@on_ranks(2, initialized=False)
+def test_a_close_waits_for_functions_and_one_with_an_exception_is_known_where_they_would_have_called() -> None:
+    """With an exception, rank 1's function calls too late. Rank 0 makes all calls."""
+    for error in (None, ValueError("why")):
+        comm, inner = communicator(), torch.ones(3)
+        comm.barrier()
+
+        def call(comm: Communicator = comm, inner: torch.Tensor = inner, leaves: bool = error is not None) -> None:
+            if leaves and comm.rank == 1:
+                wait_until(lambda: not comm._engine.operations.usable)
+            comm.allreduce(inner)
+
+        if comm.rank == 0:
+            held_back(1)
+        work = begin(comm, torch.ones(SEVERAL_SEGMENTS))
+        work.when_done(call)
+        last = begin(comm, torch.ones(7))
+        if comm.rank == 1:
+            let_go(0)
+        if error is not None and comm.rank == 0:
+            with pytest.raises(PeerLost, match="why"):
+                last.wait()
+        close_all([comm], error)
+        if error is None:
+            last.wait()
+            assert_all(inner, 2)
+        dist.barrier()
