@@ -71,6 +71,8 @@ def train(model: Bag, optimizer: torch.optim.Optimizer, parts: int, set_to_none:
         ("sparse adam", {}, True),
         ("sgd", {"backward_passes_per_step": 4}, True),
         ("sgd", {"sparse_as_dense": True, "backward_passes_per_step": 4}, False),
+        ("sparse adam", {"sparse_as_dense": True}, True),
+        ("sparse adam", {"sparse_as_dense": True, "backward_passes_per_step": 4, "bucket_bytes": 64}, True),
         ("adagrad", {}, True),
         ("sgd", {"policy": {"out.*": "none", "*": hvd.ErrorFeedback("int8")}}, True),
         ("sgd", {"compression": "bf16"}, True),
@@ -99,6 +101,39 @@ def test_as_one_process(name: str, options: dict[str, Any], set_to_none: bool) -
         buckets: Any = optimizer._rule.bucketing.buckets
         in_buckets = sum(bucket.buffer.values.numel() for bucket in buckets)
         assert in_buckets < model.words.weight.numel(), "the table is still exchanged as a dense one, too"
+
+
+@pytest.mark.parametrize("way", ["closure", "next_forward"])
+@on_ranks(2)
+def test_a_sparse_optimizer_gets_sparse_gradients_back(way: str) -> None:
+    """From a closure too, and where updates wait for the next forward."""
+    tables = [nn.Embedding(6, 2, sparse=True, dtype=torch.float64) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    hvd.broadcast_parameters([table.weight for table in tables], root_rank=0)
+    options: dict[str, Any] = {"overlap": way, "model": tables[0]} if way == "next_forward" else {}
+    inner, alone = (torch.optim.SparseAdam(list(table.parameters()), lr=0.1) for table in tables)
+    optimizer = hvd.DistributedOptimizer(inner, sparse_as_dense=True, **options)
+
+    def loss(table: nn.Embedding, step: int, rank: int) -> Tensor:
+        return (table(torch.tensor([step, 3 + rank])) - 1.0).square().sum()
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        found = loss(tables[0], step, hvd.rank())
+        found.backward()
+        return found
+
+    for step in range(3):
+        if way == "closure":
+            optimizer.step(lambda step=step: closure(step))
+        else:
+            closure(step)
+            optimizer.step()
+        alone.zero_grad()
+        (sum(loss(tables[1], step, rank) for rank in range(2)) / 2).backward()
+        alone.step()
+    optimizer.close()
+    assert_close([tables[0].weight], [tables[1].weight], rtol=1e-9, atol=1e-12)
 
 
 @on_ranks(3)

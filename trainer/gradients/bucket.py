@@ -40,12 +40,13 @@ class Bucket:
         parameters: Sequence[Tensor],
         kind: Cast | Encoding,
         number: int,
+        densified: set[int],
     ) -> None:
         combination, communicator = setup.combination, setup.combination.communicator
         self.items = plan.items
         self.names = [names[item] for item in plan.items]
         self.parameters = [parameters[item] for item in plan.items]
-        self._densifies = setup.sparse_as_dense
+        self._densifies, self._densified = setup.sparse_as_dense, densified
         self._share = combination.inputs / communicator.size
         self._marks_sparse = -(communicator.size + 1)  # below zero whatever the dense gradients of other ranks add
         held = list(map(held_here, self.parameters))
@@ -98,6 +99,7 @@ class Bucket:
                     view.zero_()
                     return False
                 gradient = gradient.to_dense()
+                self._densified.add(self.items[slot])
             is_sharded = self.gradients[slot] is not view
             view.copy_(held_here(placed_like(gradient, parameter)) if is_sharded else gradient)
             parameter.grad = self.gradients[slot]
@@ -123,6 +125,10 @@ class Bucket:
         self.presence.fill_(1)
         for slot in self._absent:
             self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse
+        if self._densified:
+            for slot, item in enumerate(self.items):
+                if item in self._densified and slot not in self._absent:
+                    self.presence[slot] = self._marks_sparse
         if self.memory is not self.buffer.values:
             self.buffer.values.copy_(self.memory)
         self.buffer.start(step)
@@ -137,15 +143,17 @@ class Bucket:
         """Return, after the exchange, the parameters for which a rank has a sparse gradient. All ranks return the same, except
         that a rank omits parameters for which it has a dense gradient."""
         self._present = self.presence.tolist() if self._absent else []
-        return [self.items[slot] for slot in self._absent if self._present[slot] < 0]
+        return [self.items[slot] for slot in self._absent if self._present[slot] < 0 and not self._densifies]
 
     def finish(self) -> None:
         """Assign the results, after found_sparse(). A parameter without a gradient on this rank gets one if any rank has it."""
         if self.memory is not self.buffer.values:
             self.memory.copy_(self.buffer.values)
         for slot in self._absent:
-            if self._present[slot] > 0:
+            if self._present[slot] > 0 or (self._present[slot] < 0 and self._densifies):
                 self.parameters[slot].grad = self.gradients[slot]
+                if self._present[slot] < 0:
+                    self._densified.add(self.items[slot])
             elif self.coded is not None:  # the code has a result for it nevertheless
                 self.coded.withhold(slot)
         if self._of_others:

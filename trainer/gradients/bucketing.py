@@ -56,6 +56,8 @@ class Bucketing:
         self.known_sparse: set[int] = set()
         """Parameters whose gradients are known to be sparse; the next update() moves them out of their buckets, or back."""
         self._searched: set[int] = set()
+        self.densified: set[int] = set()
+        """Parameters whose gradients were sparse on a rank, and made dense since sparse_as_dense=True."""
         self.parameters: list[Tensor] = []
         self.buckets: list[Bucket] = []
         self.places: dict[int, tuple[int, int]] = {}
@@ -230,7 +232,9 @@ class Bucketing:
                     self._encodings[index] = self._choice.of(size)
 
     def _bucket(self, plan: BucketPlan, number: int) -> Bucket:
-        return Bucket(self._setup, plan, self.names, self.parameters, self._encodings[plan.items[0]], number)
+        return Bucket(
+            self._setup, plan, self.names, self.parameters, self._encodings[plan.items[0]], number, self.densified
+        )
 
     def _take_in(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, with the waiting residuals of their parameters."""

@@ -258,7 +258,7 @@ class NextForward(Synchronous):
         try:
             for group, settings in zip(groups, self._settings, strict=True):
                 group.update(settings, params=[parameter for parameter in group["params"] if parameter in wanted])
-            with _outside_of_modes(devices):
+            with _outside_of_modes(devices), self.sparse_again(wanted):
                 optimizer.step()
         finally:
             for group, settings in zip(groups, now, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Synchronous(Rule):
         self.bucketing = Bucketing(setup)
         self.exchange = self.exchange_kind(self.bucketing, setup)
         self.moments = self.exchange.moments
+        self._within_step = ExitStack()
         self._resumption = Resumption(setup, self.bucketing, self.exchange)
 
     @property
@@ -54,10 +56,32 @@ class Synchronous(Rule):
     def synchronize(self) -> None:
         self.exchange.flush()
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        with self.sparse_again(self.bucketing.parameters):
+            yield
+
+    @contextmanager
+    def sparse_again(self, parameters: Collection[Tensor]) -> Iterator[None]:
+        """Give those of the parameters whose sparse gradients were exchanged as dense ones sparse gradients in the with
+        block."""
+        indices = self.bucketing.densified
+        found = {index: self.bucketing.parameters[index] for index in indices} if indices else {}
+        dense = {each: each.grad for each in found.values() if each.grad is not None and each in set(parameters)}
+        for parameter, gradient in dense.items():
+            parameter.grad = gradient.to_sparse(1)
+        try:
+            yield
+        finally:
+            for parameter, gradient in dense.items():
+                parameter.grad = gradient
+
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Return the loss combined over all ranks, so that the optimizers of all ranks decide alike."""
+        self._within_step.close()
         self.exchange.renew()
         loss = super().evaluate(closure)
+        self._within_step.enter_context(self.sparse_again(self.bucketing.parameters))
         if loss is None:
             return None
         if isinstance(loss, Tensor):
@@ -74,6 +98,7 @@ class Synchronous(Rule):
             raise self._refused(name, "gradients of this rank have not been exchanged yet: call synchronize() before")
 
     def after_step(self) -> None:
+        self._within_step.close()
         self.start()
 
     def reset(self) -> None:
