@@ -1,5 +1,6 @@
 """What training tells of itself: stragglers, replicas that differ, the numbers of a step, a timeline of all ranks."""
 
+import copy
 import json
 import logging
 import time
@@ -206,6 +207,39 @@ def test_the_numbers_of_a_step_are_those_of_the_stats(compression: str) -> None:
     measured = [compression != "none" and step % 10 == 0 for step in range(1, 13)]
     assert [error is not None for error in errors] == measured
     assert all(0 < error < 100 for error in errors if error is not None)
+
+
+@on_ranks(2)
+def test_reports_go_on_after_an_earlier_step_is_loaded() -> None:
+    model = wide()
+    seen: list[hvd.StepMetrics] = []
+    optimizer = wrapped(model, compression="onebit", on_step=seen.append, straggler_report_every=2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, model, 6)
+    optimizer.load_state_dict(saved)
+    before = optimizer.stragglers()
+    assert before is not None
+    train(optimizer, model, 4)
+    assert all(of_step.exchange_s and of_step.busbw_gb_s for of_step in seen)
+    wait_until(lambda: (known := optimizer.stragglers()) is not None and known.last > before.last)
+    hvd.barrier()
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_bus_bandwidth_counts_the_halves_of_an_allreduce() -> None:
+    """With shard_states, gradients are reduce-scattered, except for those of a codec, which are all reduced."""
+    for options, halves in (({}, 2), ({"shard_states": True}, 1), ({"shard_states": True, "policy": {"*": "int8"}}, 2)):
+        model = wide()
+        seen: list[hvd.StepMetrics] = []
+        optimizer = wrapped(model, named_parameters=model.named_parameters(), on_step=seen.append, **options)
+        train(optimizer, model, 3)
+        optimizer.close()
+        last = seen[-1]
+        assert last.busbw_gb_s is not None
+        assert last.exchange_s is not None
+        nbytes = sum(bucket.nbytes for bucket in last.buckets)
+        assert last.busbw_gb_s * 1e9 * last.exchange_s == pytest.approx(halves * nbytes * (hvd.size() - 1) / hvd.size())
 
 
 @on_ranks(2)

@@ -208,6 +208,21 @@ def test_a_group_may_be_added_just_before_a_checkpoint() -> None:
         optimizer.close()
 
 
+@on_ranks(2)
+def test_reading_the_state_of_a_parameter_changes_nothing() -> None:
+    with exchanged_by("ring") as communicator:
+        model = Network()
+        optimizer = wrapped(model, communicator, "adam", shard=True)
+        train(model, optimizer, range(2))
+        before = through_a_file(optimizer.state_dict())
+        assert all(not optimizer.state[parameter] for parameter in model.parameters())
+        after = through_a_file(optimizer.state_dict())
+        assert str(before) == str(after)
+        optimizer.load_state_dict(after)
+        train(model, optimizer, range(2, 3))
+        optimizer.close()
+
+
 class Replacing(torch.optim.SGD):
     """Gives parameters other memory in every step."""
 

@@ -94,7 +94,7 @@ class DeferredExchange(GradientExchange):
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
         if not self.is_pending:
-            self.moments.exchange_ends(self.step - 1, begin_ns)
+            self.moments.exchange_ends(begin_ns)
 
     def abandon(self) -> None:
         """Discard an exchange that has failed."""

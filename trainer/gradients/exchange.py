@@ -291,7 +291,7 @@ class GradientExchange:
             sparse.in_flight = False
             self._completing = None
             self._reset()
-        self.moments.exchange_ends(self.step, begin_ns)
+        self.moments.exchange_ends(begin_ns)
         self._close_window()
 
     def _reset(self) -> None:

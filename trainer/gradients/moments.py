@@ -13,9 +13,9 @@ from gradwire.collectives.diagnostics.timeline import now_ns
 class Moment:
     """The durations of one exchange of gradients, in nanoseconds.
 
-    number: of the exchange, the same on all ranks. Each duration ends when all gradients are exchanged. waited_ns begins when
-    this rank has all its gradients. exchange_ns begins when this rank sends its first bucket. step_ns begins at the end of the
-    previous exchange.
+    number: the number of earlier exchanges since the optimizer was made, the same on all ranks. Each duration ends when all
+    gradients are exchanged. waited_ns begins when this rank has all its gradients. exchange_ns begins when this rank sends its
+    first bucket. step_ns begins at the end of the previous exchange.
     """
 
     number: int
@@ -35,6 +35,7 @@ class Moments:
         self._communicator = communicator
         self._began_ns = self._sent_ns = self._ready_ns = self._ended_ns = now_ns()
         self._has_sent = False
+        self._count = 0
 
     def keep(self, count: int) -> None:
         """Keep the moments of at least `count` exchanges."""
@@ -65,9 +66,10 @@ class Moments:
         """Record that an exchange of this rank's gradients begins outside of backward()."""
         self._ready_ns = now_ns()
 
-    def exchange_ends(self, number: int, wait_begin_ns: int) -> None:
+    def exchange_ends(self, wait_begin_ns: int) -> None:
         """Record that all buckets are exchanged, after a wait that began at wait_begin_ns."""
-        now = now_ns()
+        now, number = now_ns(), self._count
+        self._count += 1
         if (lane := self._communicator.lane("training")) is not None:
             lane.span("wait", wait_begin_ns, exchange=number)
         sent_ns = self._sent_ns if self._has_sent else now

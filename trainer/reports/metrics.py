@@ -49,8 +49,9 @@ class StepMetrics:
     exchange_s: the seconds from the start of the first bucket's exchange to the end of the last one's, including
     backward() in between; None without an exchange, and with overlap="next_forward".
     bytes_sent, bytes_uncompressed: as in ExchangeStats, but of this step only.
-    busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; None
-    if exchange_s is None.
+    busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; (p-1)/p
+    times the bytes of gradients that are reduce-scattered, that is, with shard_states and without a codec. None if exchange_s
+    is None.
     buckets: how the next step exchanges each bucket.
     compression_error: in every tenth step, the norm of the residuals of this rank's gradients, divided by the norm of the
     exchanged gradients of the same buckets; None in other steps, and without error feedback.
@@ -156,7 +157,7 @@ class Reports:
         exchanges = [moment for moment in moments if moment.number > self._exchanged]
         exchange_s = sum(moment.exchange_ns for moment in exchanges) / 1e9 if exchanges else None
         size = self._communicator.size
-        on_bus = 2 * (size - 1) / size * sum(bucket.buffer.values.nbytes for bucket in buckets) * len(exchanges)
+        on_bus = sum(_halves(bucket) * bucket.buffer.values.nbytes for bucket in buckets) * (size - 1) / size
         metrics = StepMetrics(
             step=self.step,
             seconds=now - self._ended,
@@ -164,7 +165,7 @@ class Reports:
             exchange_s=exchange_s,
             bytes_sent=stats.bytes_sent - self._stats.bytes_sent,
             bytes_uncompressed=stats.bytes_uncompressed - self._stats.bytes_uncompressed,
-            busbw_gb_s=on_bus / exchange_s / 1e9 if exchange_s else None,
+            busbw_gb_s=on_bus * len(exchanges) / exchange_s / 1e9 if exchange_s else None,
             buckets=tuple(_choice(self._communicator, bucket) for bucket in buckets),
             compression_error=_compression_error(buckets) if self.step % _ERROR_EVERY == 0 else None,
             slowest_rank=None if self._stragglers is None else self._stragglers.slowest(),
@@ -172,6 +173,11 @@ class Reports:
         self._ended, self._wait_s, self._stats = now, wait_s, stats
         self._exchanged = max((moment.number for moment in exchanges), default=self._exchanged)
         return metrics
+
+
+def _halves(bucket: Bucket) -> int:
+    """Return how many of the halves of an allreduce exchange a bucket: with shares and without codes, the reduce-scatter."""
+    return 1 if bucket.shares and bucket.coded is None else 2
 
 
 def _choice(communicator: Communicator, bucket: Bucket) -> BucketChoice:

@@ -151,6 +151,10 @@ class Sharded(Synchronous):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state of this rank's pieces, each with one dimension; SHARDS describes the pieces."""
+        states = self.setup.optimizer.state
+        for parameter in self.bucketing.parameters:
+            if parameter in states and not states[parameter]:  # made by reading optimizer.state[parameter]
+                del states[parameter]
         with self._pieces.in_place_of_parameters():
             state = super().state_dict()
         pieces = self._pieces.all
