@@ -104,24 +104,28 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(type(optimizer).step, "hooked", False) and all(hasattr(optimizer, hooks) for hooks in _HOOKS)
 
 
-_GLOBAL_STEP_HOOKS: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+def _step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """Return the tables of the hooks before and after the steps of an optimizer: its own, and those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks run before or after the steps of an optimizer: its own, or those of all optimizers."""
-    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_GLOBAL_STEP_HOOKS))
+    """Return whether hooks run before or after the steps of an optimizer, also those of all optimizers."""
+    return any(_step_hooks(optimizer))
 
 
 @contextmanager
-def without_global_step_hooks() -> Iterator[None]:
-    """Run no hooks of register_optimizer_step_pre_hook() and register_optimizer_step_post_hook() in the with block."""
-    kept = [dict(hooks) for hooks in _GLOBAL_STEP_HOOKS]
-    for hooks in _GLOBAL_STEP_HOOKS:
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Run no hooks before and after the steps of an optimizer in the with block, and none of those of all optimizers."""
+    tables = _step_hooks(optimizer)
+    kept = [dict(hooks) for hooks in tables]
+    for hooks in tables:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in zip(_GLOBAL_STEP_HOOKS, kept, strict=True):
+        for hooks, before in zip(tables, kept, strict=True):
             hooks.update(before)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gradwire as hvd
 from gradwire.collectives import PeerLost
@@ -172,6 +173,28 @@ CASES: dict[str, tuple[Train, int, dict[str, Any]]] = {
     "gradients that stay": (with_gradients_that_stay, MOST, {}),
     "a gradient replaced": (with_a_gradient_replaced, 0, {}),
 }
+
+
+@on_ranks(2)
+def test_hooks_of_all_optimizers_run_once_a_step() -> None:
+    """Also one that is registered when an update is due, which runs from the next step on."""
+    called: list[str] = []
+    with_hooks, optimizer = wrapped("next_forward")
+    train = partial(take_steps, with_hooks, optimizer, share)
+    train(range(3))
+    handles = [register_optimizer_step_post_hook(lambda *_: called.append("post"))]
+    train(range(3, 4))
+    assert called == ["post"]
+    handles.append(register_optimizer_step_pre_hook(lambda *_: called.append("pre")))
+    handles.append(optimizer.register_step_pre_hook(lambda *_: called.append("own")))
+    train(range(4, STEPS))
+    assert called == ["post", *["pre", "own", "post"] * (STEPS - 4)]
+    for handle in handles:
+        handle.remove()
+    plain, other = trained("backward")
+    assert_equal(state_of(with_hooks, optimizer), state_of(plain, other))
+    optimizer.close()
+    other.close()
 
 
 @on_ranks()

@@ -9,23 +9,26 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout
 from gradwire.collectives.kernels.reference.copying import SUMS, add_pieces
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.commits import Commits
+from gradwire.trainer.elastic.kinds import kind_of
 from gradwire.trainer.elastic.memory import Agent, Memory, NamedMemory, Unfinished, open_own
 from gradwire.trainer.elastic.parts import Part, newest, takers
-from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, encode, flatten, unflatten
+from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
 from tests.interpreter import FINALIZE, python
 
 LAYOUT = encode({"part": [1, 2, 3]})
@@ -76,9 +79,89 @@ def test_a_tree_comes_back_as_it_was() -> None:
     assert [tensor.dtype for tensor in tensors.values()] == [tensor.dtype for tensor in expected.values()]
 
 
+class Point(NamedTuple):
+    x: int
+    y: torch.Tensor
+
+
+def through_a_tree(value: Any) -> Any:
+    """Return what a commit makes of a value."""
+    found = flatten(value, "state")
+    data, sums = torch.empty(found.nbytes, dtype=torch.uint8), torch.zeros(SUMS, dtype=torch.int64)
+    add_pieces(sums, [*chain.from_iterable(found.pieces(0, found.nbytes))], data)
+    return unflatten(decode(encode(found.layout)), data)
+
+
+def test_containers_keep_their_types() -> None:
+    ordered = OrderedDict(b=1, a=[2])
+    vars(ordered)["_metadata"] = OrderedDict({"": {"version": 3}})
+    values: list[Any] = [
+        ordered,
+        Counter({30: 2, 10: 1}),
+        defaultdict(list, {"x": [1]}),
+        defaultdict(None, {1: 2}),
+        frozenset({1, 2}),
+        torch.Size([2, 3]),
+        (1, Counter("aab")),
+        {"tensor": 1, "attributes": {"named": 2}},
+    ]
+    back = through_a_tree(values)
+    assert back == values
+    assert [*map(type, back)] == [*map(type, values)]
+    assert vars(back[0]) == vars(ordered)
+    assert back[2]["new"] == []
+    point = through_a_tree([Point(1, torch.ones(2))])[0]
+    assert isinstance(point, Point)
+    assert (point.x, point.y.tolist()) == (1, [1, 1])
+
+
+class Versioned(nn.Module):
+    """Loads what version 1 had saved in another unit."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.ones(1))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[prefix + "count"] = state[prefix + "count"] * 100
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize("are_replicas", [False, True])
+def test_models_and_schedulers_take_back_what_they_gave(are_replicas: bool) -> None:
+    model = Versioned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], gamma=0.5)
+    for value in (model, optimizer, scheduler):
+        keeper = kind_of(value)
+        shared, own = map(through_a_tree, keeper.captured(are_replicas=are_replicas))
+        keeper.take(shared, own, [], is_same_size=True)
+    assert model.count.item() == 1
+    rates = []
+    for epoch in range(1, 4):
+        optimizer.step()
+        scheduler.step(epoch)  # this form needs the Counter
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.25, 0.25, 0.125]
+
+
+class Odd(dict[str, int]):
+    pass
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(object(), r"state\['a'\]\[0\] is a object"), (torch.eye(2).to_sparse(), "layout torch.sparse_coo")],
+    [
+        (Odd(a=1), r"state\['a'\]\[0\] is a Odd"),
+        (namedtuple("Local", "x")(1), "is a Local"),
+        (object(), r"state\['a'\]\[0\] is a object"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+    ],
 )
 def test_a_value_of_another_kind_is_refused(value: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,9 @@ class Model(Value):
         return _divided(self.value.state_dict(), names)
 
     def take(self, shared: Any, own: Any, also: list[Any], *, is_same_size: bool) -> Any:
-        return self._set({**shared, **own})
+        state = OrderedDict({**shared, **own})
+        vars(state).update(getattr(own, "__dict__", {}))
+        return self._set(state)
 
     def sync(self, root_rank: int) -> Any:
         state = self.value.state_dict()
@@ -166,6 +169,8 @@ def are_replicas(values: list[Any]) -> bool:
 
 
 def _divided(state: dict[str, Any], names: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the entries with these names, and the other entries."""
-    own = {name: each for name, each in state.items() if name not in names}
+    """Return the entries with these names, and the other entries. The latter keep the attributes of the state, such as the
+    versions of a model's modules."""
+    own = OrderedDict((name, each) for name, each in state.items() if name not in names)
+    vars(own).update(getattr(state, "__dict__", {}))
     return {name: each for name, each in state.items() if name in names}, own

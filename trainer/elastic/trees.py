@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,11 @@ ALIGNMENT_BYTES = LINE_BYTES
 
 _LIST_BYTES = 32 << 20
 """Tree.pieces() yields a list once it holds this many bytes."""
+
+_SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)}
+_MAPPINGS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (dict, list, set, int, float)}
+"""The containers that a tree may have, by name, and what may make the values of a defaultdict."""
 
 
 @dataclass
@@ -57,8 +64,9 @@ class Tree:
 def flatten(tree: Any, name: str) -> Tree:
     """Return the Tree of dicts, lists, tuples, sets, tensors, numbers, strings, booleans and None. Tensors are not copied.
 
-    name: that of the tree in errors. Raises TypeError for a value of another type, and for a tensor that is not dense or has no
-    memory of its own.
+    Containers keep their types, also OrderedDicts with attributes, Counters, defaultdicts, and named tuples of classes that a
+    module defines at its top. name: that of the tree in errors. Raises TypeError for a value of another type, and for a tensor
+    that is not dense or has no memory of its own.
     """
     found = Tree(None)
 
@@ -71,42 +79,79 @@ def flatten(tree: Any, name: str) -> Tree:
             return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type]}
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        if isinstance(value, dict):
-            return {"dict": [[outline(key, *path), outline(each, *path, key)] for key, each in value.items()]}
-        for kind in (list, tuple, set):
-            if isinstance(value, kind):
-                return {kind.__name__: [outline(each, *path, number) for number, each in enumerate(value)]}
+        kind = type(value)
+        if _MAPPINGS.get(kind.__name__) is kind:
+            return {kind.__name__: pairs(value, path), **attributes(value, path)}
+        if kind is defaultdict and (value.default_factory is None or value.default_factory in _FACTORIES.values()):
+            factory = value.default_factory
+            return {"defaultdict": [factory and factory.__name__, pairs(value, path)]}
+        if _SEQUENCES.get(kind.__name__) is kind:
+            return {kind.__name__: [outline(each, *path, number) for number, each in enumerate(value)]}
+        if isinstance(value, tuple) and _named_tuple(kind.__module__, kind.__qualname__) is kind:
+            items = [outline(each, *path, number) for number, each in enumerate(value)]
+            return {"named": [kind.__module__, kind.__qualname__, items]}
         place = name + "".join(f"[{key!r}]" for key in path)
         raise TypeError(
-            f"{here()}{place} is a {type(value).__name__}, and a commit holds tensors, numbers, strings, booleans, None, dicts, "
+            f"{here()}{place} is a {kind.__name__}, and a commit holds tensors, numbers, strings, booleans, None, dicts, "
             "lists, tuples and sets of these, and objects with state_dict() and load_state_dict()"
         )
+
+    def pairs(value: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:
+        return [[outline(key, *path), outline(each, *path, key)] for key, each in value.items()]
+
+    def attributes(value: Any, path: tuple[Any, ...]) -> dict[str, Any]:
+        """Return the attributes of a container, such as the _metadata in the state of a module."""
+        own = getattr(value, "__dict__", None)
+        return {"attributes": pairs(own, path)} if own else {}
 
     found.layout = outline(tree)
     return found
 
 
 def unflatten(layout: Any, data: Tensor) -> Any:
-    """Return the tree of a layout. data: the bytes of its tensors, uint8, which are copied."""
+    """Return the tree of a layout. data: the bytes of its tensors, uint8, which are copied. Raises TypeError for a named tuple
+    whose class this process has not imported."""
     at = 0
 
     def fill(value: Any) -> Any:
         nonlocal at
         if not isinstance(value, dict):
             return value
-        ((kind, content),) = value.items()
+        kind, content = next(iter(value.items()))
         if kind == "tensor":
             dtype, shape, device = getattr(torch, content[0]), content[1], content[2]
             nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
             tensor = data[at : at + nbytes].view(dtype).view(shape).clone().to(device)
             at += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             return tensor
-        if kind == "dict":
-            return {fill(key): fill(each) for key, each in content}
-        made: Iterable[Any] = map(fill, content)
-        return {"list": list, "tuple": tuple, "set": set}[kind](made)
+        if kind == "named":
+            module, qualified, items = content
+            named = _named_tuple(module, qualified)
+            if named is None:
+                raise TypeError(f"{here()}a commit has a {module}.{qualified}, which is no named tuple in this process")
+            return named._make([fill(each) for each in items])
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind]([fill(each) for each in content])
+        if kind == "defaultdict":
+            factory, items = content
+            return defaultdict(_FACTORIES.get(factory), unpaired(items))
+        made = _MAPPINGS[kind](unpaired(content))
+        if "attributes" in value:
+            vars(made).update(unpaired(value["attributes"]))
+        return made
+
+    def unpaired(items: list[Any]) -> dict[Any, Any]:
+        return {fill(key): fill(each) for key, each in items}
 
     return fill(layout)
+
+
+def _named_tuple(module: str, qualified: str) -> Any:
+    """Return a class of named tuples by its name, if this process has imported it; else None."""
+    found: Any = sys.modules.get(module)
+    for name in qualified.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_make") else None
 
 
 def encode(record: Any) -> Tensor:

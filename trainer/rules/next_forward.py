@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import CollectiveError
-from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks
+from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks, without_step_hooks
 from gradwire.trainer.gradients.deferred import DeferredExchange, is_awaited
 from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.exchange import Weakly
@@ -51,7 +51,7 @@ class NextForward(Synchronous):
     model and optimizer, a forward without gradients, the next backward(), step() and synchronize().
 
     step() does not defer the update if the gradients have arrived already, as after clipping; if the buckets must be rebuilt;
-    or if the optimizer has step hooks, which would run once for every bucket.
+    or if there are step hooks, of the optimizer or of all optimizers, which would run once for every bucket.
     """
 
     can_stand_in = False
@@ -258,7 +258,8 @@ class NextForward(Synchronous):
         try:
             for group, settings in zip(groups, self._settings, strict=True):
                 group.update(settings, params=[parameter for parameter in group["params"] if parameter in wanted])
-            with _outside_of_modes(devices), self.sparse_again(wanted):
+            # Hooks that were registered after step(), which there are none before, are for later steps.
+            with _outside_of_modes(devices), without_step_hooks(optimizer), self.sparse_again(wanted):
                 optimizer.step()
         finally:
             for group, settings in zip(groups, now, strict=True):

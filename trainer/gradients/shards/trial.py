@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives.torch_internals import without_global_step_hooks
+from gradwire.collectives.torch_internals import without_step_hooks
 from gradwire.trainer.gradients.shards.pieces import cut_whole, is_by_element
 from gradwire.trainer.gradients.shards.ranges import Piece, Ranges, length, memory_of, parts_of, split
 from gradwire.trainer.optimizers.copies import of_copies
@@ -52,7 +52,7 @@ def fault_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     if not shapes:
         return None
     try:
-        with _random_numbers_kept({parameter.device for parameter in shapes}), without_global_step_hooks():
+        with _random_numbers_kept({parameter.device for parameter in shapes}), without_step_hooks(optimizer):
             return _difference(optimizer, shapes)
     except Exception as error:
         return f"a trial raised {type(error).__name__}: {error}"
