@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -92,20 +92,22 @@ class Membership:
             keepers=tuple(place[rank] for rank in self.keepers if rank in place),
         )
 
-    def everyones(self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0) -> list[bytes]:
-        """Return every rank's small record, by rank. A collective call.
+    def everyones(
+        self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0, spent: Sequence[str] = ()
+    ) -> list[bytes]:
+        """Return every rank's small record, by rank. A collective call, of which nothing stays in the store.
 
         name: unique among the exchanges of this Membership. mine: this rank's record. deadline: time.monotonic()
-        seconds, extended by compile_s for ranks that have called compiles(name). Raises LinkError with ranks that are
-        missing or have ended.
+        seconds, extended by compile_s for ranks that have called compiles(name). spent: other keys that no rank needs
+        once all have called this. Raises LinkError with ranks that are missing or have ended.
         """
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
-        complete = f"{name}/complete"
+        complete, number = f"{name}/complete", f"{name}/number"
         with closing(Asking(store, self.lost, self.keepers)) as asking:
             ask = asking.ask
             ask(lambda: store.set(keys[self.rank], mine.hex()), deadline)
-            if ask(lambda: store.add(f"{name}/number", 1), deadline) == self.size:
+            if ask(lambda: store.add(number, 1), deadline) == self.size:
                 ask(lambda: store.set(complete, ""), deadline)
             poll_s = _FIRST_POLL_S
             while not ask(lambda: store.check([complete]), deadline):
@@ -130,7 +132,13 @@ class Membership:
                         raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, POLL_S)
-            return [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys), deadline)]
+            records = [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys), deadline)]
+            with suppress(LinkError, RuntimeError):  # the rank that serves the store may leave once it has all records
+                if ask(lambda: store.add(number, 1), deadline) == 2 * self.size:  # no other rank reads any more
+                    compiling = [f"{name}/compiles/{rank}" for rank in range(self.size)] if compile_s else []
+                    for key in (*keys, *compiling, *spent, complete, number):
+                        ask(partial(store.delete_key, key), deadline)
+            return records
 
     def compiles(self, name: str, deadline: float) -> None:
         """Report in the store that this rank compiles kernels before it calls everyones(name). Raises as Asking.ask."""

@@ -84,6 +84,11 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
     return ProcessGroupTransport(backends, timeout_s)
 
 
+def gloo_key(rank: int) -> str:
+    """Return the key under which gloo stores a rank's address, which no rank needs once all are connected."""
+    return f"gloo/0/{rank}"
+
+
 @contextmanager
 def _link_errors(peer: int | None = None, deadline: float = math.inf) -> Iterator[None]:
     """Raise LinkError for a backend's RuntimeError, with the first sentence of its message and without its source line."""

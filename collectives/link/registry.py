@@ -16,7 +16,7 @@ from gradwire.collectives.link.base import Transport
 from gradwire.collectives.link.handshake import give_up_on_silence
 from gradwire.collectives.link.listener import Listener, neighbours
 from gradwire.collectives.link.membership import Membership, coming_together
-from gradwire.collectives.link.process_group import process_group
+from gradwire.collectives.link.process_group import gloo_key, process_group
 from gradwire.collectives.link.tcp import tcp
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.notation import check_name
@@ -93,7 +93,8 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
                 raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
             made.callback(transport.close)
             # No rank raises an error and leaves while others still connect.
-            watched.everyones("connected", b"", time.monotonic() + timeout_s)
+            spent = [gloo_key(each) for each in range(membership.size)]
+            watched.everyones("connected", b"", time.monotonic() + timeout_s, spent=spent)
             if (transport.rank, transport.size) != (rank, membership.size):
                 given = f"a Transport of rank {transport.rank} of {transport.size}"
                 needed = f"one of rank {rank} of {membership.size} is needed"

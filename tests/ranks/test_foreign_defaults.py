@@ -182,7 +182,7 @@ def horovod() -> Results:
 def codecs() -> Results:
     """Training with every codec: the weights and a checkpoint, from which the training goes on."""
     found: Results = {}
-    for codec in NAMES:
+    for codec in (*NAMES, "auto"):
         model = model_of()
         optimizer = hvd.DistributedOptimizer(
             sgd(model), model.named_parameters(), compression=codec, bucket_bytes=2**16

@@ -48,8 +48,8 @@ class Combination:
         divided: bool = False,
     ) -> Work:
         """Begin to combine values, in place. divided: whether they have been divided by `predivide` already."""
-        nbytes, used = (values.nbytes, None) if codec is None else (4 * values.numel(), codec.at(step))
-        self.traffic.count(sent=self.traffic.wire_bytes(nbytes, used))
+        nbytes = values.nbytes if codec is None else 4 * values.numel()
+        self.traffic.count(sent=self.traffic.wire_bytes(nbytes, codec, step))
         return self.communicator.allreduce(
             values,
             self.op,
@@ -108,7 +108,7 @@ class Traffic:
     def __init__(self, communicator: Communicator) -> None:
         self._exchanges = self._sent = self._uncompressed = 0
         self._communicator = communicator
-        self._planned: dict[tuple[int, Codec | None], int] = {}
+        self._planned: dict[tuple[int, Codec | None, int], int] = {}
         self._lock = threading.Lock()
 
     def count(self, exchanges: int = 0, sent: int = 0, uncompressed: int = 0) -> None:
@@ -124,21 +124,22 @@ class Traffic:
         with self._lock:
             return ExchangeStats(self._exchanges, self._sent, self._uncompressed)
 
-    def wire_bytes(self, nbytes: int, codec: Codec | None = None) -> int:
-        """Return how many bytes this rank sends in an allreduce of nbytes; with a codec, of nbytes of float32 as codes.
+    def wire_bytes(self, nbytes: int, codec: Codec | None = None, step: int = 0) -> int:
+        """Return how many bytes this rank sends in an allreduce of nbytes; with a codec, of nbytes of float32 as the codes of a
+        step.
 
         Plain numbers, and codes that are summed as numbers, count as if sent by two_shot. Other codes count as sent by their
-        shot_of(). So a codec's savings do not depend on the algorithm that the plain numbers would use. Results are cached,
-        since planning takes longer than a small exchange.
+        shot_of(). So a codec's savings do not depend on the algorithm that the plain numbers would use. Results are cached by
+        the length of the code, since planning takes longer than a small exchange, and a codec may be another at every step.
         """
-        key = (nbytes, codec)
+        used = Raw() if codec is None else codec.at(step)
+        code_bytes = used.wire_bytes(nbytes // 4)
+        key = (nbytes, codec, code_bytes)
         if key not in self._planned:
-            if codec is not None and codec.summable:  # its codes are summed as numbers
-                self._planned[key] = self.wire_bytes(codec.wire_bytes(nbytes // 4))
+            if codec is not None and used.summable:  # its codes are summed as numbers
+                self._planned[key] = self.wire_bytes(code_bytes)
             else:
-                used = codec or Raw()
-                sent = self._communicator.wire_bytes("allreduce", nbytes, shot_of(used), used)
-                self._planned[key] = sent or 0
+                self._planned[key] = self._communicator.wire_bytes("allreduce", nbytes, shot_of(used), used) or 0
         return self._planned[key]
 
     def gathered_bytes(self, nbytes: int) -> int:

@@ -1,0 +1,108 @@
+"""Nothing grows with the number of steps or of Communicators: no object, mapping, thread, descriptor or key of the store."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire as hvd
+from gradwire.collectives import Communicator
+from gradwire.trainer.gradients.compression import NAMES
+from tests.harness import EXCHANGE_TIMEOUT_S, wide
+from tests.ranks.training import on_ranks
+
+Make = Callable[[nn.Module], Any]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), bucket_bytes=9000, **options)
+
+
+MAKERS: dict[str, Make] = {codec: partial(wrapped, compression=codec) for codec in (*NAMES, "auto")} | {
+    "adasum": partial(wrapped, op=hvd.Adasum),
+    "shards": partial(wrapped, shard_states=True, compression="randomk", parameter_compression="bf16"),
+    "next_forward": lambda m: wrapped(m, overlap="next_forward", model=m, compression="randomk"),
+    "checked": partial(wrapped, check_replicas_every=1),
+    "local": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=2, outer=sgd(m), codec="randomk"),
+    "late": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=4, delay=1, fragments=2),
+    "server": lambda m: hvd.ParameterServer(sgd(m), compression="randomk", servers=[0]),
+    "hogwild": lambda m: hvd.Hogwild(sgd(m), m.named_parameters()),
+}
+
+
+def held() -> dict[str, int]:
+    """Return how much this process has of what must not grow, once garbage is collected."""
+    gc.collect()
+    return {
+        "blocks of Python's memory": sys.getallocatedblocks(),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def assert_bounded(run: Callable[[], None], first: int, times: int, blocks: float) -> None:
+    """Run something, so that what has a bound reaches it, and then many times more: each run must leave fewer blocks than given
+    (beside some that depend on no run). A mapping or a descriptor may be of something else, as of an allocator."""
+    for _ in range(first):
+        run()
+    before = held()
+    for _ in range(times):
+        run()
+    grown = {name: number - before[name] for name, number in held().items()}
+    assert grown.pop("blocks of Python's memory") < blocks * times + 100
+    assert max(grown.values()) < max(2, times // 10), grown
+
+
+@pytest.mark.parametrize(
+    "names", [["randomk", "dgc", "shards", "local", "server"], *wide(*([name] for name in MAKERS))]
+)
+@on_ranks(2)
+def test_steps_leave_nothing(names: list[str]) -> None:
+    inputs = torch.randn(4, 64)
+    for name in names:
+        optimizer = MAKERS[name](model := nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)))
+
+        def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        try:
+            assert_bounded(step, 500, 300, 0.5)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+        optimizer.close()
+
+
+@on_ranks(2, initialized=False)
+def test_communicators_leave_nothing() -> None:
+    """Each attempt of the ranks to meet leaves one key: where they met."""
+    tensor, store = torch.ones(1000), dist.distributed_c10d._get_default_store()
+
+    def use() -> None:
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as communicator:
+            communicator.allreduce(tensor)
+            communicator.allreduce(tensor, codec="int8")
+
+    use()
+    dist.barrier()
+    keys = store.num_keys()
+    assert_bounded(use, 30, 30, 10)  # of the thousands that it takes
+    dist.barrier()
+    assert store.num_keys() - keys <= 60
