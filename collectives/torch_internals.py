@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives.forks import in_forked_child
 
@@ -89,6 +90,19 @@ def graph_task() -> int:
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Let the autograd engine call a function at the end of the running backward(), which raises its errors."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def hook_runs_last(tensor: torch.Tensor, handle: RemovableHandle) -> bool:
+    """Return whether no other hook runs on the tensor's accumulated gradient after this one."""
+    hooks = tensor._post_accumulate_grad_hooks
+    return len(hooks) < 2 or next(reversed(hooks)) == handle.id
+
+
+def run_hook_last(tensor: torch.Tensor, handle: RemovableHandle) -> None:
+    """Let a hook on the tensor's accumulated gradient run after those that were registered later. Do not call it in a hook:
+    fully_shard iterates over them."""
+    hooks = tensor._post_accumulate_grad_hooks
+    hooks[handle.id] = hooks.pop(handle.id)
 
 
 def share_hooks(wrapper: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:

@@ -47,7 +47,9 @@ class DistributedOptimizer(WrappingOptimizer):
     and methods that only the wrapped optimizer has, such as first_step() of SAM, can be used as if they were its own.
     docs/guides/optimizer.md is the guide, and has the special cases.
 
-    - `parameter.grad` is a view of a bucket. Clone it to keep it beyond the next backward().
+    - `parameter.grad` is in the memory of a bucket. Clone it to keep it beyond the next backward(), or give
+      gradient_as_bucket_view=False. Exception: if parameter.grad exists before backward(), as a view of a buffer of yours may,
+      it remains the same tensor, and the results are copied to it.
     - All ranks call backward(), step(), synchronize() and zero_grad() in the same order, and freeze, unfreeze or add the same
       parameters. If a parameter has a gradient on some ranks only, the other ranks contribute zeros. If it has a gradient on no
       rank, its grad stays None.
@@ -111,6 +113,8 @@ class DistributedOptimizer(WrappingOptimizer):
     the model. docs/guides/optimizer.md lists what "next_forward" supports.
     model: with overlap="next_forward", the model that is trained. The optimizer hooks the forward of every module of this
     model.
+    gradient_as_bucket_view: as in DistributedDataParallel, but True by default. False leaves parameter.grad in the memory that
+    backward() has allocated, and copies the results to it.
     straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when the others have waited
     for the same rank in three reports in a row, each time for more than a tenth of a step and more than 5 ms on average. Rank 0
     also logs when this ends.
@@ -143,6 +147,7 @@ class DistributedOptimizer(WrappingOptimizer):
         straggler_report_every: int = 100,
         overlap: str = "backward",
         model: nn.Module | None = None,
+        gradient_as_bucket_view: bool = True,
     ) -> None:
         if bucket_bytes is None:
             awaited = SMALL_BUCKET_BYTES if overlap == "next_forward" else None
@@ -151,6 +156,11 @@ class DistributedOptimizer(WrappingOptimizer):
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         returning = movements_as(parameter_compression)
         rule = overlapping(checked_rule(rule, op, shard_states, returning is not None), overlap, model)
+        if overlap == "next_forward" and not gradient_as_bucket_view:
+            raise ValueError(
+                f"{here()}gradient_as_bucket_view=False is for overlap='backward': with overlap='next_forward', gradients are in "
+                "their buckets until the next forward"
+            )
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
@@ -173,7 +183,16 @@ class DistributedOptimizer(WrappingOptimizer):
         def setup_on(communicator: Communicator) -> Setup:
             combination = Combination(communicator, op, gradient_predivide_factor)
             return Setup(
-                optimizer, combination, checked, bucket_bytes, passes, numbers, sparse_as_dense, returning, tried
+                optimizer,
+                combination,
+                checked,
+                bucket_bytes,
+                passes,
+                numbers,
+                sparse_as_dense,
+                gradient_as_bucket_view,
+                returning,
+                tried,
             )
 
         self._setup_on = setup_on

@@ -142,6 +142,8 @@ def assert_as_in_one_process(
     alone, together = model_of(), model_of()
     expected = train(alone, make(alone), batch)
     options = {"bucket_bytes": 200, **options}
+    if options.get("overlap") == "next_forward":
+        options["model"] = together
     optimizer = hvd.DistributedOptimizer(make(together), together.named_parameters(), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,7 +221,7 @@ def assert_equal(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
 
 def assert_same_on_all_ranks(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Compare bit for bit, on all ranks or on those of a group."""
-    mine = [tensor.detach().numpy().tobytes() for tensor in tensors]
+    mine = [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group)
     for rank, theirs in enumerate(everyones):

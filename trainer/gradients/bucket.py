@@ -12,7 +12,7 @@ from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.buffers import CodedBuffer, PlainBuffer, buffer_for
 from gradwire.trainer.gradients.combination import Combination
 from gradwire.trainer.gradients.compression import Cast, Encoding
-from gradwire.trainer.gradients.dtensors import as_gradient_of, held_here, placed_like
+from gradwire.trainer.gradients.dtensors import as_gradient_of, held_here, is_placed_like, placed_like
 from gradwire.trainer.gradients.layout import BucketPlan
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.world.world import here
@@ -28,8 +28,10 @@ class Bucket:
     rank has the gradient, and after the exchange, whether any rank has it; below zero if a rank has a sparse gradient, which
     the bucket does not exchange. With codes or shares, the buffer of presence_of() holds the presence and has its own message;
     else it is in the bucket's message. in_flight: whether the bucket is being exchanged. shares: by rank, the parts of the
-    memory that are the rank's share; empty if each rank gets the whole memory. finished_version: the memory's version when its
-    gradients were assigned. gradients: the future parameter.grad, by slot: views of the memory, if parameters are not sharded.
+    memory that are the rank's share; empty if each rank gets the whole memory. gradients: the future parameter.grad, by slot:
+    tensors in the memory, if parameters are not sharded. To autograd they are no views, so that grad.detach_() works.
+    programs: the gradients that the program keeps in memory of its own, by slot: they remain parameter.grad, and the results
+    are copied to them.
     """
 
     def __init__(
@@ -66,20 +68,44 @@ class Bucket:
             self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(held, plan.offsets, strict=True)
         ]
-        self.gradients = list(map(as_gradient_of, self.parameters, self._views))
+        self._is_sharded = [tensor is not parameter for tensor, parameter in zip(held, self.parameters, strict=True)]
+        self._kinds = [dtype] * len(held), [device] * len(held)
+        self._takes_gradients = setup.gradient_as_bucket_view
+        self.gradients = [self._new_gradient(slot) for slot in range(len(held))]
+        self.programs: dict[int, Tensor] = {}
+        self._returned: dict[int, Tensor] = {}
+        self._noted: list[tuple[int, int, int] | None] = []
         self.presence = self.memory[plan.presence_offset :]
         self.in_flight = False
         self._absent: list[int] = []
         self._present: list[float] = []
-        self.take_note()
 
     @property
     def coded(self) -> CodedBuffer | None:
         """Return the buffer if a codec exchanges it; else None."""
         return self.buffer if isinstance(self.buffer, CodedBuffer) else None
 
+    @property
+    def is_moved(self) -> bool:
+        """Return whether the program has moved any parameter to another dtype or device than the memory's."""
+        kinds = [parameter.dtype for parameter in self.parameters], [parameter.device for parameter in self.parameters]
+        return kinds != self._kinds
+
+    def note_programs(self, arrived: int | None = None) -> None:
+        """Find the gradients that the program keeps in memory of its own: those that are there before backward(), or before an
+        exchange outside of it. arrived: the slot whose gradient has arrived already; it is the program's if backward() has
+        added to it in place."""
+        self.programs = {}
+        for slot, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or self._is_in_memory(slot, gradient) or (slot == arrived and not gradient._version):
+                continue
+            if _is_writable(gradient) and (not self._is_sharded[slot] or is_placed_like(gradient, parameter)):
+                self.programs[slot] = gradient
+
     def collect(self, slot: int) -> bool:
-        """Copy the gradient of the slot's parameter into the memory, and make parameter.grad the view of it.
+        """Copy the gradient of the slot's parameter into the memory, unless it is there. Make parameter.grad the tensor in the
+        memory, unless it is the program's.
 
         Return False, with zeros in the memory, if the parameter has no gradient, or one that stays sparse.
         """
@@ -88,7 +114,7 @@ class Bucket:
         if gradient is None:
             view.zero_()
             return False
-        if gradient is not self.gradients[slot]:
+        if not self._is_in_memory(slot, gradient):
             if gradient.layout is not torch.strided:
                 if not self._densifies and self.shares:
                     raise ValueError(
@@ -100,18 +126,57 @@ class Bucket:
                     return False
                 gradient = gradient.to_dense()
                 self._densified.add(self.items[slot])
-            is_sharded = self.gradients[slot] is not view
-            view.copy_(held_here(placed_like(gradient, parameter)) if is_sharded else gradient)
-            parameter.grad = self.gradients[slot]
+            view.copy_(held_here(placed_like(gradient, parameter)) if self._is_sharded[slot] else gradient)
+            if self.programs.get(slot) is not gradient:
+                self._take_gradient(slot, gradient)
         return True
 
+    def _is_in_memory(self, slot: int, gradient: Tensor) -> bool:
+        """Return whether a gradient is the slot's, in the slot's memory: a program may have given the tensor other memory."""
+        if gradient is not self.gradients[slot]:
+            return False
+        return (held_here(gradient) if self._is_sharded[slot] else gradient).is_set_to(self._views[slot])
+
+    def _new_gradient(self, slot: int) -> Tensor:
+        return as_gradient_of(self.parameters[slot], self._views[slot].data)
+
+    def gradient_in_memory(self, slot: int) -> Tensor:
+        """Return the slot's gradient, made anew if the program has given the last one other memory."""
+        if not self._is_in_memory(slot, self.gradients[slot]):
+            self.gradients[slot] = self._new_gradient(slot)
+        return self.gradients[slot]
+
+    def _take_gradient(self, slot: int, gradient: Tensor | None) -> None:
+        """Make parameter.grad the tensor in the memory, in place of one that backward() has made, or of none. If gradients are
+        not to be in buckets, the one of backward() stays, as if the program had made it."""
+        parameter = self.parameters[slot]
+        if self._takes_gradients:
+            parameter.grad = self.gradient_in_memory(slot)
+            return
+        if gradient is None:
+            parameter.grad = gradient = torch.empty_like(parameter, requires_grad=False)
+        self.programs[slot] = gradient
+
     def holds_gradient(self, slot: int) -> bool:
-        """Return whether parameter.grad is the view of this bucket."""
-        return self.parameters[slot].grad is self.gradients[slot]
+        """Return whether parameter.grad is the tensor that the last exchange has left there, in whatever memory."""
+        gradient = self.parameters[slot].grad
+        return gradient is not None and (gradient is self.gradients[slot] or gradient is self._returned.get(slot))
+
+    def take_over(self, slot: int, other: Bucket, other_slot: int) -> None:
+        """Take a parameter's gradient from another bucket, if it is there."""
+        gradient = self.parameters[slot].grad
+        if gradient is None:
+            return
+        if gradient is other._returned.get(other_slot):
+            self._returned[slot] = gradient
+        elif gradient is other.gradients[other_slot]:
+            self.collect(slot)
 
     def scale(self, slot: int, factor: float) -> None:
-        """Multiply a gradient by a factor, in place."""
-        self._views[slot].mul_(factor)
+        """Multiply the gradient of the slot's parameter by a factor, in place."""
+        gradient = self.parameters[slot].grad
+        assert gradient is not None
+        held_here(gradient).mul_(factor)
 
     def start(self, step: int, residuals: Mapping[int, Tensor]) -> None:
         """Collect this rank's gradients and begin their exchange. Do not use the gradients until the exchange is done.
@@ -151,18 +216,50 @@ class Bucket:
             self.memory.copy_(self.buffer.values)
         for slot in self._absent:
             if self._present[slot] > 0 or (self._present[slot] < 0 and self._densifies):
-                self.parameters[slot].grad = self.gradients[slot]
+                self._take_gradient(slot, None)
                 if self._present[slot] < 0:
                     self._densified.add(self.items[slot])
             elif self.coded is not None:  # the code has a result for it nevertheless
                 self.coded.withhold(slot)
         if self._of_others:
             torch._foreach_zero_(self._of_others)
-        self.take_note()
+        self.give_programs()
+
+    @torch.no_grad()
+    def give_programs(self) -> None:
+        """Copy results to the gradients that the program keeps in memory of its own."""
+        self._returned = {}
+        for slot, gradient in self.programs.items():
+            if self.parameters[slot].grad is gradient:
+                held_here(gradient).copy_(self._views[slot])
+                self._returned[slot] = gradient
 
     def take_note(self) -> None:
-        """Record the memory's version with the finished gradients."""
-        self.finished_version = self.memory._version
+        """Record the gradients, for changed(). Call it when all buckets are finished: gradients of the program may be parts of
+        one tensor, which have one version."""
+        self._noted = self._seen()
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter whose gradient has been changed or replaced since take_note(), as far as torch notices;
+        None if there is none. Changes by way of grad.data in the same memory are not noticed, and count."""
+        seen = self._seen()
+        if seen == self._noted:
+            return None
+        pairs = enumerate(zip(seen, self._noted, strict=True))
+        slots = [slot for slot, (now, then) in pairs if now != then and self.parameters[slot].grad is not None]
+        return self.names[slots[0]] if slots else None
+
+    def _seen(self) -> list[tuple[int, int, int] | None]:
+        """Return the identity, version and address of each gradient."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [g if g is None else (id(g), g._version, g.data_ptr()) for g in gradients]
+
+
+def _is_writable(gradient: Tensor) -> bool:
+    """Return whether results can be copied to a gradient: not to a sparse one, nor to one whose elements share memory."""
+    if gradient.layout is not torch.strided:
+        return False
+    return not any(stride == 0 and length > 1 for stride, length in zip(gradient.stride(), gradient.shape, strict=True))
 
 
 def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:

@@ -49,6 +49,7 @@ class Bucketing:
         self._sizes: list[Size] = []
         self._is_stale = False
         self._waiting: dict[int, Carried] = {}
+        self._here: dict[int, Tensor] = {}  # residuals of this rank only
         self._order: list[int] = []
         self._arrivals: list[int] | None = None
         self.is_learning = True
@@ -114,9 +115,20 @@ class Bucketing:
         )
 
     def extend(self) -> None:
-        """Add buckets, after the others, for parameters that require gradients only since the last update(). Sends nothing."""
-        known = self._laid_out()
-        newcomers = [index for index in reversed(self._trainable()) if index not in known]
+        """Add buckets, after the others, for parameters that require gradients only since the last update(), or that have been
+        moved to another dtype or device since. Sends nothing: if ranks differ in them, the exchange or the next update() raises
+        an error."""
+        moved = [bucket for bucket in self.buckets if bucket.is_moved]
+        if moved:
+            self._is_stale = True
+            for bucket in moved:
+                self._keep_here(bucket)
+            order = [index for bucket in moved for index in bucket.items]
+            stays = [bucket for bucket in self.buckets if bucket not in moved]
+            self._replace([*stays, *self._made(order, len(self.buckets))])
+        known = self._laid_out() if self.sparse.items else self.places.keys()
+        others = [index for index in range(len(self.parameters)) if index not in known]
+        newcomers = [index for index in reversed(others) if self.parameters[index].requires_grad]
         if newcomers:
             _check_dtypes((self.names[index], self.parameters[index]) for index in newcomers)
             self.known_sparse |= self._sparse_among(self._new_tables(newcomers))
@@ -167,7 +179,9 @@ class Bucketing:
         self.sparse = self.sparse_gradients([index for index in agreed if index in self.known_sparse])
         for buffer in self.coded:
             self._waiting |= {
-                index: carried for index, carried in zip(buffer.items, buffer.take(), strict=True) if carried
+                index: {name: tensor.to(held_here(self.parameters[index]).device) for name, tensor in carried.items()}
+                for index, carried in zip(buffer.items, buffer.take(), strict=True)
+                if carried
             }
         self._replace(self._made(self._order))
         for index in dense:
@@ -185,12 +199,13 @@ class Bucketing:
 
     def _replace(self, buckets: list[Bucket]) -> None:
         """Replace the buckets with these, and move the gradients."""
-        held = {index for index, (bucket, slot) in self.places.items() if self.buckets[bucket].holds_gradient(slot)}
+        before = {index: (self.buckets[number], slot) for index, (number, slot) in self.places.items()}
         self.buckets, self.places = [], {}
         self._take_in(buckets)
-        for index in self.places.keys() & held:
-            bucket, slot = self.places[index]
-            self.buckets[bucket].collect(slot)
+        for index in self.places.keys() & before:
+            number, slot = self.places[index]
+            if self.buckets[number] is not before[index][0]:
+                self.buckets[number].take_over(slot, *before[index])
 
     def _laid_out(self) -> set[int]:
         """Return the parameters whose gradients are exchanged."""
@@ -252,11 +267,29 @@ class Bucketing:
             if buffer is not None and buffer.give(slot, self._waiting[index]):
                 del self._waiting[index]
 
+    def _keep_here(self, bucket: Bucket) -> None:
+        """Keep this rank's residuals of a bucket whose parameters have been moved, for its next gradients."""
+        if bucket.coded is None or not bucket.coded.kept:
+            return
+        combination = self._combination
+        residual = bucket.coded.outstanding() * (
+            combination.predivide * combination.communicator.size / combination.inputs
+        )
+        for index, span in zip(bucket.items, bucket.coded.spans, strict=True):
+            self._here[index] = residual[span].to(held_here(self.parameters[index]).device)
+
     def residuals_for(self, number: int) -> dict[int, Tensor]:
-        """Remove and return, by slot, the waiting residuals of a bucket without error feedback, which are added to its
-        gradients."""
-        slots = enumerate(self.buckets[number].items) if self._waiting else ()
-        return {slot: self._waiting.pop(index)["residual"] for slot, index in slots if index in self._waiting}
+        """Remove and return, by slot, the residuals that are added to the gradients of a bucket: those that wait and whose
+        bucket has no error feedback now, and those of parameters that have been moved."""
+        if not (self._waiting or self._here):
+            return {}
+        slots = list(enumerate(self.buckets[number].items))
+        found = {slot: self._waiting.pop(index)["residual"] for slot, index in slots if index in self._waiting}
+        for slot, index in slots:
+            if index in self._here:
+                here = self._here.pop(index)
+                found[slot] = found[slot] + here if slot in found else here
+        return found
 
     # Checkpoints
 

@@ -17,6 +17,7 @@ from gradwire.trainer.gradients.bucketing import Bucketing
 from gradwire.trainer.gradients.exchange import GradientExchange
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import uncompiled
+from gradwire.trainer.world.world import here
 
 _MEASURED, _MORE, _KEPT = 3, 4, 48
 """After _MEASURED steps with one layout, the ranks agree on the order in which they start its buckets. They do so again after
@@ -24,17 +25,34 @@ _MORE times as many steps, and so on, since each order changes the times a littl
 steps."""
 
 
+_MOVED = (
+    "{}{!r} has been moved to {} on {} while its gradient was being exchanged: with overlap='next_forward', call settle() of the "
+    "distributed optimizer before"
+)
+
+
 class AwaitedGradient(Tensor):
-    """A gradient that is being exchanged. Any torch function that takes it calls `settle` first."""
+    """A gradient that is being exchanged. Any torch function that takes it calls `settle` first, and then takes `exchanged`, the
+    gradient that parameter.grad is from then on, in its place."""
 
     settle: Callable[[], None]
+    exchanged: Tensor
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        map_only(AwaitedGradient, lambda awaited: awaited.settle(), (args, kwargs))
+        args, kwargs = map_only(AwaitedGradient, _settled, (args, kwargs))
         return plainly(func, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the gradient other memory; torch does not call __torch_function__ for this method."""
+        return self.__torch_function__(Tensor.set_, (), (self, *args), kwargs)  # type: ignore[no-any-return]
+
+
+def _settled(awaited: AwaitedGradient) -> Tensor:
+    awaited.settle()
+    return awaited.exchanged
 
 
 class DeferredExchange(GradientExchange):
@@ -83,9 +101,11 @@ class DeferredExchange(GradientExchange):
             bucket.buffer.complete()
             bucket.finish()
             bucket.in_flight = False
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+            for slot, parameter in enumerate(bucket.parameters):
                 if is_awaited(parameter.grad):
-                    parameter.grad = gradient
+                    if parameter.dtype is not bucket.memory.dtype or parameter.device != bucket.memory.device:
+                        raise RuntimeError(_MOVED.format(here(), bucket.names[slot], parameter.dtype, parameter.device))
+                    parameter.grad = bucket.gradients[slot]
             self.waiting.remove(number)
             if not self.waiting:
                 for presence in self._bucketing.presence:
@@ -152,13 +172,16 @@ class DeferredExchange(GradientExchange):
             now = time.perf_counter()
             self._last_full = self.step, [self._full_s.get(number, now) for number in range(len(buckets))]
             self._full_s.clear()
-            if self._completing is not None or self._bucketing.is_learning:
+            # What the program keeps in memory of its own may be read there, which nothing would notice.
+            keeps = any(bucket.programs for bucket in buckets)
+            if self._completing is not None or self._bucketing.is_learning or keeps:
                 self._finish()
                 return
             for bucket in buckets:
-                for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                for slot, parameter in enumerate(bucket.parameters):
+                    gradient = bucket.gradient_in_memory(slot)
                     awaited = gradient.as_subclass(AwaitedGradient)
-                    awaited.settle = self.settle
+                    awaited.settle, awaited.exchanged = self.settle, gradient
                     parameter.grad = awaited
             self.waiting = [*self._order()]
             self.is_pending = bool(buckets)

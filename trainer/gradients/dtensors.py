@@ -41,6 +41,15 @@ def placed_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient
 
 
+def is_placed_like(gradient: Tensor, parameter: Tensor) -> bool:
+    """Return whether a gradient has the parameter's placements."""
+    from torch.distributed.tensor import DTensor
+
+    return (
+        isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements == parameter.placements
+    )
+
+
 def shard_of(parameter: Tensor) -> str:
     """Return a text that identifies this rank's shard, equal for equal shards; empty for an ordinary tensor."""
     from torch.distributed.tensor import DTensor

@@ -13,7 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import Work
 from gradwire.collectives.daemon import DaemonThread
-from gradwire.collectives.torch_internals import OUTSIDE_BACKWARD, graph_task, when_backward_ends
+from gradwire.collectives.torch_internals import (
+    OUTSIDE_BACKWARD,
+    graph_task,
+    hook_runs_last,
+    run_hook_last,
+    when_backward_ends,
+)
 from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.bucketing import Bucketing
@@ -67,6 +73,9 @@ class GradientExchange:
         self._pass_is_open = False
         self._arrived: dict[int, None] = {}
         self._missing: list[int] = []
+        self._overtaken: list[
+            int
+        ] = []  # parameters with hooks that run after this one, so that their gradients may change
         self._started, self._counting, self._sparse_started = 0, False, False
         self._found = bucketing.sparse_gradients(())
         self._completing: Work | None = None
@@ -87,6 +96,8 @@ class GradientExchange:
             if self.has_unreduced or not self._exchanged:
                 if self._started == 0:
                     self._bucketing.extend()
+                    for bucket in self._bucketing.buckets:
+                        bucket.note_programs()
                 self._pass_is_open = False
                 self.moments.flush_begins()
                 self._start_all()
@@ -111,6 +122,8 @@ class GradientExchange:
 
     def _watch(self) -> None:
         """Hook every parameter that requires a gradient and has no hook. (Torch refuses hooks on the others.)"""
+        if len(self._hooks) == len(self._bucketing.parameters):
+            return
         for index, parameter in enumerate(self._bucketing.parameters):
             if parameter.requires_grad and index not in self._hooks:
                 hook = Weakly.of(self.on_gradient, index)
@@ -121,7 +134,7 @@ class GradientExchange:
     def on_gradient(self, index: int, parameter: Tensor) -> None:
         """Handle the gradient that autograd has just accumulated in parameter.grad. Hooks call this."""
         with self._lock:
-            self._enter_pass()
+            self._enter_pass(index)
             if index in self._bucketing.sparse.items:
                 self._on_sparse_gradient(index)
                 return
@@ -142,12 +155,16 @@ class GradientExchange:
                     raise RuntimeError(_OF_A_SHARE.format(name))
                 if self._combination.op == Sum:
                     raise RuntimeError(_ON_A_SUM.format(name))
-            bucket.collect(slot)
+            is_final = hook_runs_last(parameter, self._hooks[index])
+            if is_final:
+                bucket.collect(slot)
+            else:
+                self._overtaken.append(index)
             self._reduced.discard(index)
             self.has_unreduced = True
             if index not in self._arrived:
                 self._arrived[index] = None
-                self._missing[number] -= 1
+                self._missing[number] -= is_final
             if self._passes.is_due():
                 self._start(only_full=True)
 
@@ -166,7 +183,8 @@ class GradientExchange:
         """Return whether a gradient in its bucket was exchanged before and not changed by a backward() since."""
         return bucket.items[slot] in self._reduced and bucket.holds_gradient(slot)
 
-    def _enter_pass(self) -> None:
+    def _enter_pass(self, index: int) -> None:
+        """Begin a pass if this gradient, of the parameter with this index, is the first of a backward()."""
         task = graph_task()
         if task == self._graph_task:
             return
@@ -179,6 +197,9 @@ class GradientExchange:
             self.moments.gradients_begin()
             self._arrived.clear()
             self._missing = [len(bucket.items) for bucket in self._bucketing.buckets]
+            arrived_in, arrived = self._bucketing.places.get(index, (None, 0))
+            for number, bucket in enumerate(self._bucketing.buckets):
+                bucket.note_programs(arrived if number == arrived_in else None)
 
     # When backward() ends
 
@@ -193,6 +214,9 @@ class GradientExchange:
             if not self._pass_is_open:
                 return
             self._pass_is_open = False
+            while self._overtaken:
+                index = self._overtaken.pop()
+                run_hook_last(self._bucketing.parameters[index], self._hooks[index])
             self.moments.gradients_end()
             if self._passes.paused:
                 return
@@ -282,6 +306,9 @@ class GradientExchange:
                 self._completing.wait()
             for bucket in buckets:  # when nothing can fail any more
                 bucket.finish()
+            if self._combination.in_shares:
+                for bucket in buckets:
+                    bucket.take_note()
             sparse.finish()
             self._found.finish()
         finally:

@@ -110,10 +110,10 @@ class Sharded(Synchronous):
         """Let the optimizer step the pieces in the with block. Raises RuntimeError if gradients have changed since
         backward()."""
         for bucket in self.bucketing.buckets:
-            is_changed = bucket.memory._version != bucket.finished_version
-            for slot, parameter in enumerate(bucket.parameters):
-                if is_changed or not (parameter.grad is None or bucket.holds_gradient(slot)):
-                    raise RuntimeError(here() + _CHANGED.format(bucket.names[slot]))
+            if (name := bucket.changed()) is not None:
+                raise RuntimeError(here() + _CHANGED.format(name))
+            for slot in bucket.programs:
+                bucket.collect(slot)
         self._pieces.fill()
         with self._pieces.in_place_of_parameters():
             yield
@@ -125,8 +125,6 @@ class Sharded(Synchronous):
         begin = time.perf_counter()
         self._pieces.gather(self.exchange.step - 1)
         self._gathered_s += time.perf_counter() - begin
-        for bucket in self.bucketing.buckets:  # an optimizer may overwrite gradients, as it may without shards
-            bucket.take_note()
         super().after_step()
 
     @torch.no_grad()
@@ -145,6 +143,8 @@ class Sharded(Synchronous):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN if the norm is NaN
         for each in filter(None, parts):
             torch._foreach_mul_(each, factor.to(each[0].device))
+        for bucket in self.bucketing.buckets:
+            bucket.give_programs()
         for bucket in self.bucketing.buckets:
             bucket.take_note()
         return total.to(own.dtype)

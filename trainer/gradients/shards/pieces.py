@@ -81,7 +81,7 @@ class Pieces:
                 size, numel = self._communicator.size, parameter.numel()
                 evenly = tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
                 wanted[parameter] = evenly if known is None else known.by_rank
-            if known is None or known.by_rank != wanted[parameter]:
+            if known is None or known.by_rank != wanted[parameter] or known.is_moved:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
         self._transfers = []  # free its memory before the next one is allocated

@@ -35,6 +35,11 @@ class Piece:
         memory = memory_of(self.parameter)
         self.tensor = memory.new_zeros(length(self.ranges)) if self.has_residual else in_place(memory, self.ranges)
 
+    @property
+    def is_moved(self) -> bool:
+        """Return whether the parameter has been moved to another dtype or device."""
+        return (self.parameter.dtype, self.parameter.device) != (self.tensor.dtype, self.tensor.device)
+
     def set_residual(self, residual: Tensor | None) -> None:
         """Set the residual; None sets zero. Does nothing if `has_residual` is False."""
         if self.has_residual:

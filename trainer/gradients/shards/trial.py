@@ -179,7 +179,9 @@ def _resized(state: Mapping[str, Any], shape: Sequence[int], wanted: Sequence[in
     for name, value in state.items():
         if isinstance(value, Tensor) and name != "step" and value.shape == shape:
             for dim, numel in enumerate(wanted):
-                value = value.index_select(dim, torch.arange(numel, dtype=torch.int64, device=value.device) % shape[dim])
+                value = value.index_select(
+                    dim, torch.arange(numel, dtype=torch.int64, device=value.device) % shape[dim]
+                )
         found[name] = value
     return found
 
