@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from gradwire.trainer.reports.metrics import Reports, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.selection import checked_rule, described_settings, overlapping
+from gradwire.trainer.rules.superseded import Superseded
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here, is_initialized, record_in_timelines
@@ -105,8 +108,9 @@ class DistributedOptimizer(WrappingOptimizer):
     Codecs always have error feedback here. By default, the ranks send the parameters themselves, uncompressed, and the weights
     are bitwise those of training without shard_states.
     check_replicas_every: the number of steps after which the ranks compare hashes of their parameters and optimizer state; 0:
-    never. With shard_states or op=Adasum, only parameters are compared. If values differ, step() raises ReplicasDiffer on
-    all ranks.
+    never. With shard_states or op=Adasum, only parameters are compared. Before the first step, the ranks compare the parameters
+    that require gradients in any case, unless check_replicas_every=None. If values differ, step() raises ReplicasDiffer on all
+    ranks.
     overlap: "backward": the exchange overlaps with backward(), which waits for the end of the exchange. "next_forward":
     backward() and step() do not wait for the exchange, and a module's parameters are updated before its next forward,
     with bitwise the same result for equal bucket_bytes. Call settle() before parameters are used outside of a forward of
@@ -143,7 +147,7 @@ class DistributedOptimizer(WrappingOptimizer):
         shard_states: bool = False,
         parameter_compression: Compressor = Compression.none,
         on_step: Callable[[StepMetrics], object] | None = None,
-        check_replicas_every: int = 0,
+        check_replicas_every: int | None = 0,
         straggler_report_every: int = 100,
         overlap: str = "backward",
         model: nn.Module | None = None,
@@ -210,6 +214,8 @@ class DistributedOptimizer(WrappingOptimizer):
         record_in_timelines(self._communicator)
         setup = self._setup_on(self._communicator)
         self._rule = Rule(setup)  # a rule without communication, until the real one is made
+        self._parameters: list[Tensor] = []  # of the param groups, as the rule knows them
+        self._called: dict[Tensor, str] = {}  # the name of each parameter that has ever been one of them
         check_every = self._reported.check_replicas_every
         try:
             described = described_settings(setup, self._make_rule, tensors_of(self.param_groups))
@@ -226,19 +232,34 @@ class DistributedOptimizer(WrappingOptimizer):
                     f"for {type(made).__name__}: name a codec"
                 )
             self._rule = made
-            self._add_new(known=())
+            self._add_new()
             made.start()
             compared_on = self._communicator
-            if not isinstance(process_set, Communicator) and not outside and check_every:
+            if not isinstance(process_set, Communicator) and not outside and check_every is not None:
                 compared_on = current_world().communicator(process_set)
-            self._reports = Reports(made, self._reported, self._all_names, compared_on)
+            all_names = partial(_named, self._parameters, self._called)  # does not keep this optimizer alive
+            self._reports = Reports(made, self._reported, all_names, compared_on)
         except BaseException:
             self.close()  # else its hooks would go on exchanging, as long as the error is alive
             raise
         is_allowed = made.can_stand_in
         self._communicator.absence.allow(lambda _: is_allowed)
+        for other, name in self._others_with(self._parameters):
+            other.close()
+            other._rule = Superseded(other._rule, name)
         if is_initialized():
             current_world().enrol(self)
+
+    def _others_with(self, parameters: Iterable[Tensor]) -> list[tuple[DistributedOptimizer, str]]:
+        """Return the other optimizers in use that exchange any of these parameters on this rank, each with the name of one; none
+        if this one exchanges nothing here, as outside of its process set."""
+        if type(self._rule) is Rule:
+            return []
+        enrolled = current_world().optimizers if is_initialized() else []
+        others = [each for each in enrolled if isinstance(each, DistributedOptimizer) and each is not self]
+        exchanging = [other for other in others if type(other._rule) is not Rule]
+        shared = [(other, [other._called[p] for p in parameters if p in other._called]) for other in exchanging]
+        return [(other, names[0]) for other, names in shared if names]
 
     @property
     def can_rebind(self) -> bool:
@@ -326,7 +347,8 @@ class DistributedOptimizer(WrappingOptimizer):
                 stacklevel=4,  # the caller's line: two frames of `uncompiled` lie between
             )
         self._was_synchronized = False
-        self._reports.before_step()
+        self._follow_groups()
+        self._reports.before_step(self._rule.synchronize if closure is None else None)
         loss = self._rule.take_step() if closure is None else self.optimizer.step(lambda: self._rule.evaluate(closure))
         self._rule.after_step()
         self._reports.after_step()
@@ -335,6 +357,7 @@ class DistributedOptimizer(WrappingOptimizer):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does, and the number of passes that count towards backward_passes_per_step."""
+        self._follow_groups()
         self.optimizer.zero_grad(set_to_none)
         self._rule.reset()
         self._was_synchronized = False
@@ -380,29 +403,40 @@ class DistributedOptimizer(WrappingOptimizer):
         """Add a param group to the wrapped optimizer, and its parameters to the exchange. Collective with shard_states=True.
         Raises ValueError, with nothing added, for parameters that cannot be exchanged."""
         self._rule.settle()
-        known = set(tensors_of(self.param_groups))
         self.optimizer.add_param_group(param_group)
         try:
-            self._add_new(known)
+            self._add_new()
         except BaseException:
             self.optimizer.param_groups.pop()
             raise
 
-    def _add_new(self, known: Collection[Tensor]) -> None:
+    def _follow_groups(self) -> None:
+        """Exchange from now on what the program has put into the param groups, in place of what it has removed. Raises
+        ValueError for parameters that cannot be exchanged."""
+        now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
+            self._rule.settle()
+            self._add_new()
+
+    def _add_new(self) -> None:
         """Add the parameters that are not known yet to the exchange."""
-        names = {parameter: name for parameter, name in self._all_names().items() if parameter not in known}
-        self._rule.add(list(names.values()), list(names))
+        now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        new = [parameter for parameter in dict.fromkeys(now) if parameter not in self._called]
+        if self._parameters and (others := self._others_with(new)):
+            raise ValueError(
+                f"{here()}{others[0][1]!r} is a parameter of another DistributedOptimizer: the gradients of a parameter can be "
+                "exchanged by one only. close() the other one before"
+            )
+        names = [self._names.get(new_one, f"parameter {i}") for i, new_one in enumerate(new, len(self._called))]
+        self._rule.add(names, new)
+        self._called |= zip(new, names, strict=True)
+        self._parameters[:] = now
 
     @property
     def names(self) -> list[str]:
         """Return the names of the parameters, in the order of the param groups. A parameter without a name is called
         "parameter" with its number."""
-        return list(self._all_names().values())
-
-    def _all_names(self) -> dict[Tensor, str]:
-        """Return the name of each parameter of the optimizer; "parameter" and its number where it has none."""
-        parameters = tensors_of(self.param_groups)
-        return {parameter: self._names.get(parameter, f"parameter {i}") for i, parameter in enumerate(parameters)}
+        return list(_named(self._parameters, self._called).values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state_dict() of the wrapped optimizer, so that checkpoints do not depend on this class.
@@ -478,6 +512,11 @@ class DistributedOptimizer(WrappingOptimizer):
         finally:
             if not isinstance(self._process_set, Communicator):
                 self._communicator.close()
+
+
+def _named(parameters: Iterable[Tensor], names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    """Return the name of each parameter."""
+    return {parameter: names[parameter] for parameter in dict.fromkeys(parameters)}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
+from gradwire.collectives import ReplicasDiffer
 from tests.ranks.training import (
     STEPS,
     Data,
@@ -231,3 +232,99 @@ def test_two_wrapped_optimizers() -> None:
         alone = perceptron(seed)
         take_steps(alone, sgd(alone.parameters()), batch, steps)
         assert_close(model.parameters(), alone.parameters(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": "next_forward"}, {"shard_states": True}, {"policy": {"0.*": "int8"}}], ids=str
+)
+def test_a_parameter_may_be_replaced(options: dict[str, Any]) -> None:
+    """In the model and in the param groups, before the first step and later; another one is moved to a group of its own, and the
+    first one is given back."""
+
+    def train(model: Any, optimizer: Optimizer, data: Data) -> None:
+        group = optimizer.param_groups[0]
+        first = model[0].weight
+        for step in range(STEPS):
+            if isinstance(optimizer, hvd.DistributedOptimizer):
+                optimizer.settle()
+            if step in (0, 2):
+                new = nn.Parameter(model[2].weight.detach() * 0.9)
+                group["params"] = [new if old is model[2].weight else old for old in group["params"]]
+                model[2].weight = new
+            if step == 3:
+                group["params"].remove(first)
+            if step == 4:
+                optimizer.param_groups.append({**group, "params": [first]})
+            if step % 2 and "shard_states" not in options:
+                model.zero_grad()  # which the wrapper does not notice
+                loss_of(model, data(step)).backward()
+                optimizer.step()
+            else:
+                take_steps(model, optimizer, data, [step])
+
+    tolerance = 0.05 if "policy" in options else 1e-5
+    assert_as_in_one_process(train, rtol=tolerance, atol=tolerance, **options)
+
+
+@on_ranks(2)
+def test_a_parameter_of_two_optimizers() -> None:
+    """The one that was made first refuses to step, before anything changes; a set that this rank is not in does not count."""
+    for kind in (hvd.DistributedOptimizer, lambda inner: hvd.LocalUpdates(inner, every=2)):
+        encoder, actor, critic = (perceptron(seed)[0] for seed in range(3))
+        first = kind(sgd([*encoder.parameters(), *actor.parameters()]))
+        second = kind(sgd([*encoder.parameters(), *critic.parameters()]))
+        inputs = share(0)[0]
+        (encoder(inputs) + actor(inputs) + critic(inputs)).sum().backward()
+        before = [parameter.detach().clone() for parameter in [*encoder.parameters(), *actor.parameters()]]
+        with pytest.raises(RuntimeError, match="a DistributedOptimizer of their own"):
+            first.step()
+        assert_close([*encoder.parameters(), *actor.parameters()], before, rtol=0, atol=0)
+        second.step()
+        second.close()
+    third = distributed(actor.parameters())
+    fourth = distributed(critic.parameters())
+    with pytest.raises(ValueError, match="parameter of another DistributedOptimizer"):
+        fourth.add_param_group({"params": list(actor.parameters())})
+    third.close()
+    fourth.add_param_group({"params": list(actor.parameters())})
+    fourth.close()
+    sets = [hvd.add_process_set([rank]) for rank in range(2)]
+    apart = [distributed(encoder.parameters(), process_set=each) for each in sets]
+    for optimizer in apart:
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["backward", "next_forward", "shard_states", "adasum", "a rank without a gradient"])
+def test_replicas_that_do_not_start_equal(kind: str) -> None:
+    options: dict[str, Any] = {
+        "next_forward": {"overlap": "next_forward"},
+        "shard_states": {"shard_states": True},
+        "adasum": {"op": hvd.Adasum},
+    }.get(kind, {})
+    for compared in (0, None):
+        model = perceptron(hvd.rank() if compared == 0 else 0)
+        if compared is None:
+            with torch.no_grad():
+                model[2].weight[0, 0] += hvd.rank()
+        model[0].requires_grad_(False)  # a frozen parameter may differ
+        if kind == "next_forward":
+            options["model"] = model
+        optimizer = distributed(model.parameters(), 0.1, check_replicas_every=compared, **options)
+        if hvd.rank() == 0 or kind != "a rank without a gradient":
+            loss_of(model, share(0)).backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if compared is None:
+            optimizer.step()
+        else:
+            with pytest.raises(ReplicasDiffer) as caught:
+                optimizer.step()
+            assert "parameter 2" in str(caught.value)
+            assert_close(model.parameters(), before, rtol=0, atol=0)
+        optimizer.close()
+    model = perceptron(0)
+    with torch.no_grad():
+        model[0].weight += hvd.rank()
+    model[0].requires_grad_(False)
+    take_steps(model, distributed(model.parameters()), share, [0])

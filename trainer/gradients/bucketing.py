@@ -24,6 +24,7 @@ from gradwire.trainer.gradients.layout import (
 )
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.sparse import SparseGradients, large_tables, of_sparse_modules
+from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.world.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,6 +53,7 @@ class Bucketing:
         self._here: dict[int, Tensor] = {}  # residuals of this rank only
         self._order: list[int] = []
         self._arrivals: list[int] | None = None
+        self._removed: set[int] = set()  # parameters that are no longer the optimizer's
         self.is_learning = True
         """Whether learn() records the order in which gradients arrive in the next exchange."""
         self.known_sparse: set[int] = set()
@@ -82,6 +84,8 @@ class Bucketing:
             self._encodings.append(policy.encoding(name, parameter))
             self._is_chosen.append(policy.is_chosen(name, parameter))
         self.parameters += parameters
+        kept = set(tensors_of(self._setup.optimizer.param_groups))
+        self._removed = {index for index, parameter in enumerate(self.parameters) if parameter not in kept}
 
     @property
     def is_encoded(self) -> bool:
@@ -115,7 +119,7 @@ class Bucketing:
         )
 
     def extend(self) -> None:
-        """Add buckets, after the others, for parameters that require gradients only since the last update(), or that have been
+        """Add buckets, after the others, for parameters that require gradients only since the last update(), or have been
         moved to another dtype or device since. Sends nothing: if ranks differ in them, the exchange or the next update() raises
         an error."""
         moved = [bucket for bucket in self.buckets if bucket.is_moved]
@@ -128,7 +132,7 @@ class Bucketing:
             self._replace([*stays, *self._made(order, len(self.buckets))])
         known = self._laid_out() if self.sparse.items else self.places.keys()
         others = [index for index in range(len(self.parameters)) if index not in known]
-        newcomers = [index for index in reversed(others) if self.parameters[index].requires_grad]
+        newcomers = [index for index in reversed(others) if self._is_trained(index)]
         if newcomers:
             _check_dtypes((self.names[index], self.parameters[index]) for index in newcomers)
             self.known_sparse |= self._sparse_among(self._new_tables(newcomers))
@@ -212,7 +216,10 @@ class Bucketing:
         return self.places.keys() | set(self.sparse.items)
 
     def _trainable(self) -> list[int]:
-        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        return [index for index in range(len(self.parameters)) if self._is_trained(index)]
+
+    def _is_trained(self, index: int) -> bool:
+        return self.parameters[index].requires_grad and index not in self._removed
 
     def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
         items = []

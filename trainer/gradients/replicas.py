@@ -29,8 +29,9 @@ class ReplicaCheck:
 
     def compare(self, step: int) -> None:
         """Compare one hash of each rank first, and the hashes of all values only if the first ones differ. Collective. Raises
-        ReplicasDiffer on all ranks. step: the number of the step, for the error."""
-        hashes = {name: hash_of(value) for name, value in self._values()}
+        ReplicasDiffer on all ranks. step: the number of steps so far; before the first one, only the parameters that require
+        gradients are compared."""
+        hashes = {name: hash_of(value) for name, value in (self._values() if step else self._trained())}
         summary = (
             f"{hash_of(tuple(sorted(hashes.items()))):016x}"  # ranks may list their parameters in different orders
         )
@@ -46,17 +47,28 @@ class ReplicaCheck:
             [theirs.get(differing[0]) for theirs, _ in gathered],
             len(differing),
             rank=self.communicator.rank,
-            operation=f"check of replicas after step {step}",
+            operation=f"check of replicas after step {step}" if step else "check of replicas before the first step",
             detail=f". The states of torch's random numbers on the CPU {are}. If the ranks began with different values: call "
-            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step",
+            "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step. If they are to differ, give "
+            "check_replicas_every=None",
         )
 
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        """Yield names and values: of the parameters, then of the optimizer's state of each, then of its groups' settings."""
-        called = {
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names and values of the parameters that require gradients."""
+        for parameter, name in self._called().items():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def _called(self) -> dict[Tensor, str]:
+        """Return the parameters with their names in errors."""
+        return {
             parameter: name if name.startswith("parameter ") else f"parameter {name!r}"
             for parameter, name in self.all_names().items()
         }
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and values: of the parameters, then of the optimizer's state of each, then of its groups' settings."""
+        called = self._called()
         for parameter, name in called.items():
             yield name, parameter
         if not self.with_state:

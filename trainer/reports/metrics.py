@@ -74,12 +74,12 @@ class StepMetrics:
 class WantedReports:
     """The reports that a DistributedOptimizer must make. Raises TypeError and ValueError for invalid arguments.
 
-    on_step: called with a StepMetrics after each step. check_replicas_every: steps, 0 for never. straggler_report_every:
-    exchanges.
+    on_step: called with a StepMetrics after each step. check_replicas_every: steps, 0 for only before the first one, None for
+    never. straggler_report_every: exchanges.
     """
 
     on_step: Callable[[StepMetrics], object] | None = None
-    check_replicas_every: int = 0
+    check_replicas_every: int | None = 0
     straggler_report_every: int = 100
 
     def __post_init__(self) -> None:
@@ -87,6 +87,8 @@ class WantedReports:
             raise TypeError(f"{here()}on_step must be a function of a StepMetrics, or None, not {self.on_step!r}")
         for name, least in (("check_replicas_every", 0), ("straggler_report_every", 1)):
             value = getattr(self, name)
+            if value is None and name == "check_replicas_every":
+                continue
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
 
@@ -113,12 +115,18 @@ class Reports:
         self._journal = None if folder is None else StepJournal(folder, rule)
         self._check: ReplicaCheck | None = None
         self._check_every = wanted.check_replicas_every
-        if self._check_every:
+        if self._check_every is not None and type(rule) is not Rule and compared_on.size > 1:
             optimizer = rule.setup.optimizer
             self._check = ReplicaCheck(compared_on, optimizer, all_names, with_state=rule.shares_state)
 
-    def before_step(self) -> None:
-        """Note that the wrapped optimizer begins its step."""
+    def before_step(self, synchronize: Callable[[], None] | None) -> None:
+        """Note that the wrapped optimizer begins its step. Collective before the first step if replicas are compared. Raises
+        ReplicasDiffer on all ranks if they differ. synchronize: exchanges gradients before the comparison, since another rank may
+        wait in its backward() for those of this one; None with a closure, which calls backward() later."""
+        if self._check is not None and self.step == 0:
+            if synchronize is not None:
+                synchronize()
+            self._compare(0)
         if self._communicator.timeline is not None:
             self._began_ns = now_ns()
 
@@ -135,15 +143,19 @@ class Reports:
         if self._journal is not None:
             self._journal.after_step()
         reads_residuals = self._on_step is not None and self.step % _ERROR_EVERY == 0
-        compares = self._check is not None and self.step % self._check_every == 0
+        compares = bool(self._check and self._check_every and self.step % self._check_every == 0)
         if reads_residuals or compares:
             self._rule.settle()
         metrics = self._metrics() if self._on_step is not None else None
-        if self._check is not None and compares:
-            with suppress(PeerJoined):  # a joined rank holds an older model, until join() updates it
-                self._check.compare(self.step)
+        if compares:
+            self._compare(self.step)
         if self._on_step is not None and metrics is not None:
             self._on_step(metrics)
+
+    def _compare(self, step: int) -> None:
+        assert self._check is not None
+        with suppress(PeerJoined):  # a joined rank holds an older model, until join() updates it
+            self._check.compare(step)
 
     def stragglers(self) -> Stragglers | None:
         """Return the report of stragglers; None before all ranks have posted their waits."""

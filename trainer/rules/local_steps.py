@@ -115,7 +115,7 @@ class LocalSteps(Rule):
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         if self._fragments or self._averaging is not None:
-            raise ValueError(f"{here()}parameters cannot be added to an optimizer with local updates once it is made")
+            raise ValueError(f"{here()}parameters cannot be added to or removed from an optimizer with local updates")
         self._names += names
         self._parameters += parameters
 

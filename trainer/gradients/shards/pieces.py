@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Pieces:
         self._returning = setup.returning
         self._buckets: list[Bucket] = []
         self._transfers: list[Transfer] = []
+        self._cut: list[Tensor] = []
         self._of: dict[Tensor, Piece] = {}
 
     def _parameters(self) -> list[Tensor]:
@@ -65,9 +67,10 @@ class Pieces:
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Make new pieces if the buckets' shares have changed. Collective."""
         everything = self._parameters()
-        if self._buckets == list(buckets) and len(everything) == len(self._of):
+        is_same = len(everything) == len(self._cut) and all(map(operator.is_, everything, self._cut))
+        if self._buckets == list(buckets) and is_same:
             return
-        self._buckets = list(buckets)
+        self._buckets, self._cut = list(buckets), everything
         wanted = {
             parameter: tuple(overlap(mine, span) for mine in bucket.shares)
             for bucket in buckets
