@@ -146,7 +146,6 @@ class LocalUpdates(DistributedOptimizer):
                 process_set=process_set,
                 bucket_bytes=bucket_bytes,
                 rule=lambda setup: LocalSteps(setup, locality),
-                check_replicas_every=None,  # the exchanges compare what is to be equal
             )
         except BaseException:
             if joined is not None and joined is not inner:

@@ -235,7 +235,8 @@ class DistributedOptimizer(WrappingOptimizer):
             self._add_new()
             made.start()
             compared_on = self._communicator
-            if not isinstance(process_set, Communicator) and not outside and check_every is not None:
+            compares = check_every or (check_every == 0 and made.starts_equal)
+            if not isinstance(process_set, Communicator) and not outside and compares:
                 compared_on = current_world().communicator(process_set)
             all_names = partial(_named, self._parameters, self._called)  # does not keep this optimizer alive
             self._reports = Reports(made, self._reported, all_names, compared_on)

@@ -115,7 +115,7 @@ class Reports:
         self._journal = None if folder is None else StepJournal(folder, rule)
         self._check: ReplicaCheck | None = None
         self._check_every = wanted.check_replicas_every
-        if self._check_every is not None and type(rule) is not Rule and compared_on.size > 1:
+        if (self._check_every or (self._check_every == 0 and rule.starts_equal)) and compared_on.size > 1:
             optimizer = rule.setup.optimizer
             self._check = ReplicaCheck(compared_on, optimizer, all_names, with_state=rule.shares_state)
 
@@ -123,7 +123,7 @@ class Reports:
         """Note that the wrapped optimizer begins its step. Collective before the first step if replicas are compared. Raises
         ReplicasDiffer on all ranks if they differ. synchronize: exchanges gradients before the comparison, since another rank may
         wait in its backward() for those of this one; None with a closure, which calls backward() later."""
-        if self._check is not None and self.step == 0:
+        if self._check is not None and self._rule.starts_equal and self.step == 0:
             if synchronize is not None:
                 synchronize()
             self._compare(0)

@@ -39,6 +39,7 @@ class AdaptiveSummation(Rule):
     """
 
     shares_state = False
+    starts_equal = True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

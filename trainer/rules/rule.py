@@ -30,6 +30,8 @@ class Rule:
 
     shares_state: whether the optimizers of all ranks have the same state. If False, check_replicas_every= compares parameters
     only.
+    starts_equal: whether all ranks must hold the same parameters before the first step, also after loading a checkpoint. If so,
+    they are compared then, unless check_replicas_every=None.
     keeps_replicas: whether all ranks have the same parameters and state after each step, so that a rank that has lost them can
     load those of any other.
     can_stand_in: whether stand_in() supports a rank that waits in join(); the same on all ranks. If False, operations of the
@@ -38,6 +40,7 @@ class Rule:
     """
 
     shares_state: bool = True
+    starts_equal: bool = False
     keeps_replicas: bool = False
     can_stand_in: bool = False
     moments: Moments | None = None
@@ -66,8 +69,9 @@ class Rule:
         return ()
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Add parameters: first those of the optimizer, later those of a new param group. Raises ValueError, with
-        nothing added, for parameters that cannot be exchanged."""
+        """Add parameters: first those of the optimizer, later those of a new param group, or those that have replaced others in
+        its param groups; none if some were only removed from them. Raises ValueError, with nothing added, for parameters that
+        cannot be exchanged."""
 
     def start(self) -> None:
         """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks if the ranks

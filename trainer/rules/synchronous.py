@@ -23,7 +23,7 @@ class Synchronous(Rule):
     """Exchanges gradients in the last backward() before a step: hooks of the parameters start the exchange, and backward()
     returns when it is done."""
 
-    keeps_replicas = can_stand_in = True
+    starts_equal = keeps_replicas = can_stand_in = True
     exchange_kind: type[GradientExchange] = GradientExchange
 
     def __init__(self, setup: Setup) -> None:
