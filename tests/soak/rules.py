@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from tests.soak.faults import EXITS, KILLED, RAISES, STOPPED, FaultOfOne
+from tests.soak.habits import HABITS
 
 SYNCHRONOUS, LOCAL, SERVER, KEYS, HOGWILD = RULES = (
     "DistributedOptimizer",
@@ -41,7 +42,8 @@ class Rule:
     """Says how ranks train: the class of the optimizer, its options, and what else its making needs.
 
     feedback: whether the codec of a DistributedOptimizer is to have error feedback. momentum: of the outer optimizer of
-    LocalUpdates, None for none. pairs: whether pairs of ranks average in every step.
+    LocalUpdates, None for none. pairs: whether pairs of ranks average in every step. habit: of HABITS, what the program does to
+    gradients around each step.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Rule:
     feedback: bool = False
     momentum: float | None = None
     pairs: bool = False
+    habit: str = "none"
 
     def outlives(self, victim: int, size: int) -> bool:
         """Return whether the others go on without a rank."""
@@ -71,8 +74,8 @@ class Rule:
         return self.name == SYNCHRONOUS or alone <= 0 or (not late and alone % self.options["every"] == 0)
 
     def __str__(self) -> str:
-        more = {"feedback": self.feedback, "momentum": self.momentum, "pairs": self.pairs}
-        said = {**self.options, **{name: value for name, value in more.items() if value}}
+        more = {"feedback": self.feedback, "momentum": self.momentum, "pairs": self.pairs, "habit": self.habit}
+        said = {**self.options, **{name: value for name, value in more.items() if value and value != "none"}}
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in said.items())})"
 
 
@@ -162,7 +165,10 @@ def _synchronous(random: Random, size: int) -> Rule:
         "shard_states": shards,
         "parameter_compression": random.choice(("none", "int8", "onebit")) if shards else "none",
     }
-    return Rule(SYNCHRONOUS, options, feedback=codec in WITH_FEEDBACK and random.random() < 0.7)
+    feedback = codec in WITH_FEEDBACK and random.random() < 0.7
+    # Of shards, a rank may not change its gradients.
+    habits = ["none", "clips in hooks"] if shards else list(HABITS)
+    return Rule(SYNCHRONOUS, options, feedback, habit=random.choice(habits))
 
 
 def _local(random: Random, size: int) -> Rule:

@@ -21,6 +21,7 @@ from tests.harness import meet
 from tests.ranks.training import batch_of, loss_of, network
 from tests.soak.exchange import digest
 from tests.soak.faults import EXIT_CODES, EXITS, KILLED, RAISES
+from tests.soak.habits import HABITS
 from tests.soak.ranks import Life, failed_at_file, leave
 from tests.soak.rules import (
     BACKWARD,
@@ -106,6 +107,7 @@ class _Victim:
 def _train(fault: TrainingFault, model: nn.Module, optimizer: Any, victim: _Victim | None, life: Life) -> None:
     """Train step by step."""
     last: int | None = None
+    habit = HABITS[fault.rule.habit](model, optimizer)
     until = time.monotonic() + ON_S
     for step in count():
         life.wait()
@@ -124,9 +126,10 @@ def _train(fault: TrainingFault, model: nn.Module, optimizer: Any, victim: _Vict
             optimizer.load_state_dict(state)
         if victim is not None and step == fault.step:
             victim.prepare()
-        optimizer.zero_grad()
+        habit.before()
         for part in range(fault.rule.options.get("backward_passes_per_step", 1)):
             loss_of(model, batch_of(2 * step + part, life.rank)).backward()
+        habit.between()
         life.note(f"step {step}: stepping")
         optimizer.step()
         life.report.done += 1
