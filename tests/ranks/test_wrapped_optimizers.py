@@ -264,7 +264,6 @@ def test_methods_that_would_step_past_the_exchange() -> None:
         return hvd.DistributedOptimizer(sam(net), net.named_parameters(), **options)
 
     for make in (
-        lambda model: wrapped(model, shard_states=True),
         lambda model: wrapped(model, op=hvd.Adasum),
         lambda model: wrapped(model, overlap="next_forward", model=model),
         lambda model: wrapped(model, backward_passes_per_step=2),

@@ -15,6 +15,7 @@ from gradwire.collectives.link import listener as listener_module
 from gradwire.collectives.link.handshake import give_up_on_silence
 from gradwire.collectives.link.listener import Listener, neighbours
 from gradwire.collectives.link.watch import Neighbour, Watch
+from tests.harness import wait_until
 
 DEADLINE_S = 20.0
 SECRET = secrets.token_bytes(32)
@@ -113,7 +114,7 @@ def test_what_the_other_end_has_not_taken_is_unconfirmed() -> None:
     mine, theirs = (connections[1 - rank] for rank, connections in enumerate(joined(2)))
     with mine, theirs:
         neighbour = Neighbour(mine)
-        assert not neighbour.is_unconfirmed()
+        wait_until(lambda: not neighbour.is_unconfirmed())  # the system has taken the end of the handshake
         neighbour.outgoing += bytes(64 << 20)
         neighbour.write()
         assert neighbour.is_unconfirmed()
