@@ -77,7 +77,7 @@ WAITS_FOR_ANOTHER_HOST = """
     from gradwire.collectives.link.process_group import _GlooPending
 
     class Work:
-        def wait(self):
+        def wait(self, timeout):
             began.set()
             threading.Event().wait()
 
