@@ -98,7 +98,9 @@ class Bucket:
         self.programs = {}
         for slot, parameter in enumerate(self.parameters):
             gradient = parameter.grad
-            if gradient is None or self._is_in_memory(slot, gradient) or (slot == arrived and not gradient._version):
+            if gradient is None or (slot == arrived and not gradient._version):
+                continue
+            if gradient is self.gradients[slot] and self._lies_there(slot, gradient):
                 continue
             if _is_writable(gradient) and (not self._is_sharded[slot] or is_placed_like(gradient, parameter)):
                 self.programs[slot] = gradient
@@ -114,7 +116,7 @@ class Bucket:
         if gradient is None:
             view.zero_()
             return False
-        if not self._is_in_memory(slot, gradient):
+        if gradient is not self.gradients[slot] or not self._lies_there(slot, gradient):
             if gradient.layout is not torch.strided:
                 if not self._densifies and self.shares:
                     raise ValueError(
@@ -131,10 +133,8 @@ class Bucket:
                 self._take_gradient(slot, gradient)
         return True
 
-    def _is_in_memory(self, slot: int, gradient: Tensor) -> bool:
-        """Return whether a gradient is the slot's, in the slot's memory: a program may have given the tensor other memory."""
-        if gradient is not self.gradients[slot]:
-            return False
+    def _lies_there(self, slot: int, gradient: Tensor) -> bool:
+        """Return whether a gradient is in the slot's memory: a program may have given the slot's tensor other memory."""
         return (held_here(gradient) if self._is_sharded[slot] else gradient).is_set_to(self._views[slot])
 
     def _new_gradient(self, slot: int) -> Tensor:
@@ -142,9 +142,15 @@ class Bucket:
 
     def gradient_in_memory(self, slot: int) -> Tensor:
         """Return the slot's gradient, made anew if the program has given the last one other memory."""
-        if not self._is_in_memory(slot, self.gradients[slot]):
-            self.gradients[slot] = self._new_gradient(slot)
-        return self.gradients[slot]
+        gradient = self.gradients[slot]
+        if not self._lies_there(slot, gradient):
+            gradient = self.gradients[slot] = self._new_gradient(slot)
+        return gradient
+
+    def place_gradients(self) -> None:
+        """Make every parameter.grad the tensor in the memory, before there are gradients."""
+        for slot, parameter in enumerate(self.parameters):
+            parameter.grad = self.gradient_in_memory(slot)
 
     def _take_gradient(self, slot: int, gradient: Tensor | None) -> None:
         """Make parameter.grad the tensor in the memory, in place of one that backward() has made, or of none. If gradients are

@@ -44,14 +44,14 @@ class Fragment:
         self.rule.add(names, self._outer)
         self.rule.bucketing.learn(range(len(self._outer)))  # the order does not matter, since all arrive together
         self.rule.start()
+        for bucket in self.rule.buckets:
+            bucket.place_gradients()
         named: dict[Tensor, str] = dict(zip(self._outer, names, strict=True))
         self._names = names
         self._marks: list[tuple[int, int]] | None = None
         self._merged_late: dict[int, Tensor] = {}  # what _merged() returns, where it depends on the parameter, too
-        self._loaded: dict[
-            int, tuple[Tensor, bool]
-        ] = {}  # values of parameters that no step has set, since the last move();
-        # and whether they were set during an exchange
+        # By parameter, a value that no step has set, since the last move(), and whether it was set during an exchange.
+        self._loaded: dict[int, tuple[Tensor, bool]] = {}
         self._moving: dict[int, tuple[Tensor, bool]] = {}  # the same before the last move(), until it is exchanged
         self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named)
 
@@ -77,8 +77,8 @@ class Fragment:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Set the outer parameters' gradients to the values at which this rank's movements began - parameter. From the second
-        call on, the gradients are views of buckets. Frozen parameters have none."""
+        """Set the outer parameters' gradients, in the buckets, to the values at which this rank's movements began - parameter.
+        Frozen parameters have none."""
         self._moving, self._loaded = self._loaded, {}
         for index, (parameter, outer) in enumerate(zip(self._parameters, self._outer, strict=True)):
             outer.requires_grad_(parameter.requires_grad)
