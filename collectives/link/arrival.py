@@ -119,6 +119,10 @@ class _Arrival:
                 raise TurnedAway(place.rank, str(error), again=True) from error
             if place is not None:
                 self.left.add(place.key)
+                if hub is None and (reason := self._reason(error, place, presence)) is not None:
+                    if presence is not None:
+                        presence.close()
+                    raise reason from error
             failure = Failure.of(error, self.card["rank"])
             if presence is not None:
                 # First, because the store may be slow, and this process answers no inquiry of the hub meanwhile.
@@ -134,13 +138,22 @@ class _Arrival:
                 hub.disown()
             raise
 
+    def _reason(self, error: BaseException, place: HubPlace, presence: Presence | None) -> LinkError | None:
+        """Return the error of another rank because of which the hub has ended before it admitted this process; None if there is
+        none."""
+        if not _is_early(error, presence):
+            return None
+        with suppress(LinkError):  # the store has ended too
+            if (failure := self._notes.failure(place.key)) is not None:
+                return failure.as_link_error()
+        return None
+
     def _may_follow(self, error: BaseException, place: HubPlace, presence: Presence | None) -> bool:
         """Return whether this rank looks for a newer hub after an error: if the hub at this place is of an earlier attempt than
         this rank's, or if it ended before it admitted this process, and a launcher may have restarted all ranks."""
         if not isinstance(error, LinkError) or error.timed_out:
             return False
-        is_early = presence is None or not presence.is_admitted
-        return place.number < self.number or (self.by_agent and is_early and error.ended)
+        return place.number < self.number or (self.by_agent and error.ended and _is_early(error, presence))
 
     def _check_lost(self) -> None:
         """Raise LinkError if the launcher has noted the end of ranks, including ranks that never arrived."""
@@ -198,8 +211,7 @@ class _Arrival:
         return None, HubPlace.of(card, 0, secrets.token_hex(_KEY_BYTES), "-", self.number)
 
     def _enter(self, place: HubPlace, hub: Hub | None) -> Presence:
-        """Connect to the hub, and send it this process's card. If the hub cannot be reached, raise LinkError, with the first
-        failure in the store if there is one."""
+        """Connect to the hub, and send it this process's card. Raises LinkError if the hub cannot be reached."""
         rank = self.card["rank"]
         if hub is not None:
             connection, theirs = socket.socketpair()
@@ -221,10 +233,13 @@ class _Arrival:
                 raise
             if place.build != build():  # perhaps it cannot be reached for that reason
                 raise OtherBuild(rank, build(), place.rank, place.build) from error
-            if (failure := self._notes.failure(place.key)) is not None:
-                raise failure.as_link_error() from error
             raise
         return Presence(self.card, place.rank, connection)
+
+
+def _is_early(error: BaseException, presence: Presence | None) -> bool:
+    """Return whether a link has failed, before a deadline and before the hub admitted this process."""
+    return isinstance(error, LinkError) and not error.timed_out and (presence is None or not presence.is_admitted)
 
 
 def withdraw_from(store: Store, error: Exception, rank: int, keepers: Collection[int], deadline: float) -> None:

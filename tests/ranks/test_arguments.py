@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.plan.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, communicator, contribution, reduced
@@ -114,12 +114,13 @@ def test_making_one() -> None:
 )
 @on_ranks(2, initialized=False)
 def test_wrong_variables(variable: str, text: str, said: str, wrong_on: list[int]) -> None:
-    """Find them before a rank has connected: where one has them alone, the others go on."""
-    if dist.get_rank() in wrong_on:
-        with pytest.MonkeyPatch.context() as patch:
+    """Find them before a rank has connected. Where one has them alone, the others raise its error, and all may try again."""
+    is_wrong = dist.get_rank() in wrong_on
+    with pytest.MonkeyPatch.context() as patch:
+        if is_wrong:
             patch.setenv(variable, text)
-            with pytest.raises(ValueError, match=said):
-                Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+        with pytest.raises(ValueError if is_wrong else CollectiveError, match=said):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
     with communicator() as comm:
         comm.barrier()
 

@@ -114,7 +114,7 @@ def test_what_the_other_end_has_not_taken_is_unconfirmed() -> None:
     mine, theirs = (connections[1 - rank] for rank, connections in enumerate(joined(2)))
     with mine, theirs:
         neighbour = Neighbour(mine)
-        wait_until(lambda: not neighbour.is_unconfirmed())  # the system has taken the end of the handshake
+        wait_until(lambda: not neighbour.is_unconfirmed())  # the kernel may delay the acknowledgement of the handshake
         neighbour.outgoing += bytes(64 << 20)
         neighbour.write()
         assert neighbour.is_unconfirmed()
