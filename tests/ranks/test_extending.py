@@ -150,7 +150,7 @@ def test_a_link_that_returns_a_transport_of_others(ranks_off: int, size_off: int
             closed.append(self)
 
     def strange(membership: Membership, timeout_s: float) -> Transport:
-        transport = Strange(process_group(membership, timeout_s)._backends)
+        transport = Strange(process_group(membership, timeout_s)._backends, timeout_s)
         transport.rank += ranks_off
         transport.size += size_off
         return transport

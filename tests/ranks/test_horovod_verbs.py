@@ -221,7 +221,7 @@ def test_errors_found_before_data_moves() -> None:
 
     if rank == 0:
         for group in forms(*GROUPED).values():
-            for other in (torch.empty(2, device="meta"), torch.ones(2, dtype=torch.complex64), "x"):
+            for other in (torch.empty(2, device="meta"), "x"):
                 with pytest.raises(TypeError, match="rank 0: "):
                     group([own(2), other])
         with pytest.raises(ValueError, match="grouped_reducescatter: needs tensors of at least one dimension"):
