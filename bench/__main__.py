@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall")
+COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "barrier", "latency", "bandwidth")
 MODULES = {
     "step": "gradwire.bench.training.step",
     "backends": "gradwire.bench.training.backends",
@@ -31,7 +31,8 @@ usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a col
        gradwire simulate [flags]                                           training on ranks that are described
        gradwire bench hosts [flags] -- NAME|COMMAND                        any of these on simulated hosts (as root)
 
-COLLECTIVE is one of {collectives}."""
+COLLECTIVE is one of {collectives}; latency and bandwidth are those of
+messages between two ranks."""
 
 
 def main() -> int:

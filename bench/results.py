@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import platform
@@ -47,3 +48,14 @@ def write_json(path: Path | None, meta: Mapping[str, Any], rows: Sequence[Any]) 
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def write_csv(path: Path | None, rows: Sequence[Any]) -> None:
+    """Write rows, which are dataclasses of one kind, to a file with a line of names, and make its folder. None is an empty
+    cell. Do nothing if path is None."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, asdict(rows[0]))
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))

@@ -107,6 +107,15 @@ def slowest_rank(seconds: Times, device: torch.device) -> Times:
     return slowest
 
 
+def every_rank(seconds: Times, device: torch.device) -> Times:
+    """Return, on every rank, the times of all ranks: the shape of `seconds`, preceded by the number of ranks."""
+    mine = torch.from_numpy(seconds).to(device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    times: Times = torch.stack(gathered).cpu().numpy()
+    return times
+
+
 def most_bytes(sent: int | None, device: torch.device) -> int | None:
     """Return, on every rank, the bytes of the rank that sends most; None if no rank knows its bytes."""
     most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])

@@ -6,7 +6,7 @@ reduce_scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +20,16 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+OUT_OF_PLACE, IN_PLACE = PLACES = ("out-of-place", "in-place")
+"""Whether a call's result replaces its input."""
+
+
 @dataclass(frozen=True)
 class BenchJob:
     """One measurement of one collective, on one rank.
 
     size: the number of ranks. count: the number of elements, of one rank's share if they are shared out. op: "none" if
-    nothing is reduced. root: -1 if there is none.
+    nothing is reduced. root: -1 if there is none. place: one of PLACES.
     """
 
     rank: int
@@ -35,6 +39,7 @@ class BenchJob:
     op: str
     root: int
     device: torch.device
+    place: str
 
     def expand(self, tile: torch.Tensor, start: int, count: int) -> torch.Tensor:
         return expand(tile, start, count, self.dtype, self.device)
@@ -46,7 +51,7 @@ class BenchJob:
 
 @dataclass(frozen=True)
 class Buffers:
-    """The tensors of a call. `output` is filled from `initial` before it; in place, `input` is `output`."""
+    """The tensors of a call. `output` is filled from `initial` before it; in place, `input` is `output`, or a part of it."""
 
     initial: torch.Tensor
     output: torch.Tensor
@@ -56,10 +61,20 @@ class Buffers:
     def reset(self) -> None:
         self.output.copy_(self.initial)
 
+    def filled(self) -> torch.Tensor:
+        """Return the output with the input copied into it, for calls that have an in-place form only. The copy is timed, as
+        users would have to make it."""
+        if self.output is not self.input:
+            self.output.copy_(self.input)
+        return self.output
 
-def in_place(initial: torch.Tensor, expected: torch.Tensor) -> Buffers:
+
+def made(job: BenchJob, tensor: torch.Tensor, expected: torch.Tensor) -> Buffers:
+    """Return the buffers of a call whose input is as large as its output."""
     output = torch.empty_like(expected)
-    return Buffers(initial, output, expected, output)
+    if job.place == IN_PLACE:
+        return Buffers(tensor, output, expected, output)
+    return out_of_place(job, tensor, expected)
 
 
 def out_of_place(job: BenchJob, tensor: torch.Tensor, expected: torch.Tensor) -> Buffers:
@@ -68,8 +83,9 @@ def out_of_place(job: BenchJob, tensor: torch.Tensor, expected: torch.Tensor) ->
 
 @dataclass(frozen=True)
 class Case:
-    """A collective. shared_out: whether elements are divided over the ranks; all others run in place. busbw_factor:
-    world size -> busbw / algbw.
+    """A collective. shared_out: whether elements are divided over the ranks. places: those of PLACES that the calls have.
+    busbw_factor: world size -> busbw / algbw. messages: the messages that a call sends one after the other; the time is that
+    of one. has_algorithms: whether the Communicator knows algorithms of this name. sized: whether a call has data.
 
     run: our call. run_torch: the call that users of torch.distributed alone would write.
     """
@@ -81,15 +97,15 @@ class Case:
     reduces: bool = False
     rooted: bool = False
     shared_out: bool = True
+    places: Sequence[str] = PLACES
     busbw_factor: Callable[[int], float] = lambda size: (size - 1) / size
-
-    @property
-    def in_place(self) -> bool:
-        return not self.shared_out
+    messages: int = 1
+    has_algorithms: bool = True
+    sized: bool = True
 
     def count(self, nbytes: int, size: int, dtype: torch.dtype) -> int:
-        """Return BenchJob.count for at most `nbytes`; at least 1."""
-        return max(1, nbytes // dtype.itemsize // (size if self.shared_out else 1))
+        """Return BenchJob.count for at most `nbytes`; at least 1, unless a call has no data."""
+        return 0 if not self.sized else max(1, nbytes // dtype.itemsize // (size if self.shared_out else 1))
 
     def nbytes(self, job: BenchJob) -> int:
         return job.count * job.dtype.itemsize * (job.size if self.shared_out else 1)
@@ -116,11 +132,11 @@ def divide(total: torch.Tensor, job: BenchJob) -> None:
 
 def _prepare_allreduce(job: BenchJob) -> Buffers:
     mine = job.expand(contribution_tile(job.rank, job.size, job.op, job.dtype), 0, job.count)
-    return in_place(mine, job.expand(reduced_tile(job.size, job.op, job.dtype), 0, job.count))
+    return made(job, mine, job.expand(reduced_tile(job.size, job.op, job.dtype), 0, job.count))
 
 
 def _torch_allreduce(buffers: Buffers, job: BenchJob) -> None:
-    dist.all_reduce(buffers.output, TORCH_OPS[job.op])
+    dist.all_reduce(buffers.filled(), TORCH_OPS[job.op])
     divide(buffers.output, job)
 
 
@@ -137,12 +153,18 @@ def _torch_reduce_scatter(buffers: Buffers, job: BenchJob) -> None:
 
 def _prepare_allgather(job: BenchJob) -> Buffers:
     blocks = [job.expand(own_tile(rank, job.dtype), rank * job.count, job.count) for rank in range(job.size)]
-    return out_of_place(job, blocks[job.rank], torch.cat(blocks))
+    expected = torch.cat(blocks)
+    if job.place == OUT_OF_PLACE:
+        return out_of_place(job, blocks[job.rank], expected)
+    initial, output = torch.zeros_like(expected), torch.empty_like(expected)
+    own = slice(job.rank * job.count, (job.rank + 1) * job.count)
+    initial[own] = blocks[job.rank]
+    return Buffers(initial, output, expected, output[own])
 
 
 def _prepare_broadcast(job: BenchJob) -> Buffers:
     expected = job.expand(own_tile(job.root, job.dtype), 0, job.count)
-    return in_place(expected if job.rank == job.root else job.unwritten(job.count), expected)
+    return made(job, expected if job.rank == job.root else job.unwritten(job.count), expected)
 
 
 def _prepare_alltoall(job: BenchJob) -> Buffers:
@@ -157,7 +179,7 @@ CASES = {
         Case(
             "allreduce",
             _prepare_allreduce,
-            lambda comm, buffers, job, name: comm.allreduce(buffers.output, job.op, algorithm=name),
+            lambda comm, buffers, job, name: comm.allreduce(buffers.filled(), job.op, algorithm=name),
             _torch_allreduce,
             reduces=True,
             shared_out=False,
@@ -169,6 +191,7 @@ CASES = {
             lambda comm, buffers, job, name: comm.reduce_scatter(buffers.output, buffers.input, job.op, algorithm=name),
             _torch_reduce_scatter,
             reduces=True,
+            places=(OUT_OF_PLACE,),
         ),
         Case(
             "allgather",
@@ -179,8 +202,8 @@ CASES = {
         Case(
             "broadcast",
             _prepare_broadcast,
-            lambda comm, buffers, job, name: comm.broadcast(buffers.output, src=job.root, algorithm=name),
-            lambda buffers, job: dist.broadcast(buffers.output, job.root),
+            lambda comm, buffers, job, name: comm.broadcast(buffers.filled(), src=job.root, algorithm=name),
+            lambda buffers, job: dist.broadcast(buffers.filled(), job.root),
             rooted=True,
             shared_out=False,
             busbw_factor=lambda size: 1.0,
@@ -190,6 +213,18 @@ CASES = {
             _prepare_alltoall,
             lambda comm, buffers, job, name: comm.alltoall(buffers.output, buffers.input, algorithm=name),
             lambda buffers, job: dist.all_to_all_single(buffers.output, buffers.input),
+            places=(OUT_OF_PLACE,),
         ),
     )
 }
+
+BARRIER = Case(
+    "barrier",
+    lambda job: made(job, job.unwritten(0), job.unwritten(0)),
+    lambda comm, buffers, job, name: comm.barrier(algorithm=name),
+    lambda buffers, job: dist.barrier(),
+    shared_out=False,
+    places=(IN_PLACE,),
+    busbw_factor=lambda size: 0.0,
+    sized=False,
+)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.bench.codec.checks import relative_error
-from gradwire.bench.micro.cases import CASES, BenchJob, Buffers
+from gradwire.bench.micro.cases import CASES, IN_PLACE, BenchJob, Buffers
 from gradwire.bench.micro.table import (
     MeasuredRow,
     Row,
@@ -32,6 +32,7 @@ from gradwire.bench.micro.table import (
 from gradwire.bench.timing import (
     Protocol,
     distributed_waits,
+    every_rank,
     most_bytes,
     over_ranks,
     slowest_rank,
@@ -165,7 +166,8 @@ def measure(
     jobs: Sequence[BenchJob], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
 ) -> list[MeasuredRow]:
     """Return the rows of all jobs, the same on every rank. For each job: torch's, ours, ours with each codec."""
-    return [one for job in jobs for one in _measure(job, comm, codecs, protocol, device)]
+    in_place = [job for job in jobs if job.place == IN_PLACE]
+    return [one for job in in_place for one in _measure(job, comm, codecs, protocol, device)]
 
 
 def _measure(
@@ -186,7 +188,7 @@ def _measure(
     seconds, wrong = take_turns(
         [maker() for maker in makers], buffers.reset, partial(differing, buffers.output), waits, protocol
     )
-    slowest, wrong_anywhere = slowest_rank(seconds, device), over_ranks(np.array(wrong), device)
+    everyones, wrong_anywhere = every_rank(seconds, device), over_ranks(np.array(wrong), device)
 
     names = [(TORCH, NONE), (AUTO, NONE), *((AUTO, label) for label in codecs)]
     measured: list[MeasuredRow] = []
@@ -203,7 +205,7 @@ def _measure(
             "relative_error": errors[index],
             **parts,
         }
-        measured.append(measured_row(ALLREDUCE, job, algorithm, slowest[index], **known))
+        measured.append(measured_row(ALLREDUCE, job, algorithm, everyones[:, index], **known))
     return measured
 
 
@@ -239,8 +241,8 @@ def report(comm: Communicator, measured: Sequence[MeasuredRow], codecs: Codecs) 
     for label in (NONE, *codecs):
         block = [one for one in measured if one[1].codec == label]
         print(f"# Codec {label}{f': {codecs[label][0]!r}' if label in codecs else ''}")
-        print("\n".join(format_heading(in_place=True, codecs=True)))
-        print("\n".join(format_row(row, job.count, job.root) + f"  {row.algorithm}" for job, row, _ in block))
+        print("\n".join(format_heading([IN_PLACE], codecs=True)))
+        print("\n".join(format_row([row], job.count, job.root) + f"  {row.algorithm}" for job, row, _ in block))
         print("\n".join(format_trailer([row for _, row, _ in block])))
         rows += [row for _, row, _ in block]
     torchs = [one for one in measured if one[1].algorithm == TORCH]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from gradwire.bench.micro.cases import BenchJob, Buffers, divide
+from gradwire.bench.micro.cases import IN_PLACE, BenchJob, Buffers, divide
+from gradwire.bench.micro.point_to_point import bandwidth, latency
 
 MPI = "mpi"
 _DTYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -50,14 +52,27 @@ def call(name: str, buffers: Buffers, job: BenchJob) -> Callable[[], None]:
         "max": library.MAX,
         "product": library.PROD,
     }
-    output, source = buffers.output.numpy(), buffers.input.numpy()
+    output, source, in_place = buffers.output.numpy(), buffers.input.numpy(), job.place == IN_PLACE
     op = operations.get(job.op, library.OP_NULL)
+
+    def send(tensor: torch.Tensor, rank: int) -> None:
+        world.Send(tensor.numpy(), rank)
+
+    def recv(tensor: torch.Tensor, rank: int) -> None:
+        world.Recv(tensor.numpy(), rank)
+
+    def start(tensor: torch.Tensor, rank: int) -> Any:
+        return world.Isend(tensor.numpy(), rank)
+
     calls: dict[str, Callable[[], None]] = {
-        "allreduce": lambda: world.Allreduce(library.IN_PLACE, output, op),
+        "allreduce": lambda: world.Allreduce(library.IN_PLACE if in_place else source, output, op),
         "reduce_scatter": lambda: world.Reduce_scatter_block(source, output, op),
-        "allgather": lambda: world.Allgather(source, output),
-        "broadcast": lambda: world.Bcast(output, job.root),
+        "allgather": lambda: world.Allgather(library.IN_PLACE if in_place else source, output),
+        "broadcast": lambda: world.Bcast(buffers.filled().numpy(), job.root),
         "alltoall": lambda: world.Alltoall(source, output),
+        "barrier": world.Barrier,
+        "latency": lambda: latency(send, recv, buffers, job.rank),
+        "bandwidth": lambda: bandwidth(start, send, recv, buffers, job.rank),
     }
     started = calls[name]
 

@@ -15,8 +15,8 @@ from gradwire.collectives.compression.registry import make_codec
 
 NOT_HERE = """\
 nccl-tests' flags that are not here: -m, for a turn is one operation, and what launching many at once saves is not measured;
--z, for every operation is waited for; -t and -g, for a process is one rank with one device. Its columns come once, not for
-out-of-place and in-place: allreduce and broadcast run in place, the others out of place, as the heading says."""
+-z, for every operation is waited for; -t and -g, for a process is one rank with one device. allreduce and broadcast have an
+in-place form only: out of place, the copy of the input is timed, too."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -57,14 +57,14 @@ def _codecs(text: str) -> dict[str, tuple[Codec, bool]]:
     return chosen
 
 
-def size_range(min_bytes: int, max_bytes: int, step_bytes: int, step_factor: int | None) -> list[int]:
-    """Return the sizes from `min_bytes` to at most `max_bytes`. If `step_factor` is given, `step_bytes` is ignored.
+def size_range(min_bytes: int, max_bytes: int, step_bytes: int | None, step_factor: int) -> list[int]:
+    """Return the sizes from `min_bytes` to at most `max_bytes`. If `step_bytes` is given, `step_factor` is ignored.
 
     Raises ValueError for an empty range, or a step that does not grow.
     """
     if not 1 <= min_bytes <= max_bytes:
         raise ValueError(f"no size from {min_bytes} to {max_bytes} bytes")
-    if step_factor is None:
+    if step_bytes is not None:
         if step_bytes < 1:
             raise ValueError(f"step of {step_bytes} bytes does not grow")
         return list(range(min_bytes, max_bytes + 1, step_bytes))
@@ -84,10 +84,17 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-b", "--minbytes", type=size, default="32M", help="smallest size, e.g. 8, 4K, 32M (default 32M)")
-    add("-e", "--maxbytes", type=size, default="32M", help="largest size (default 32M)")
-    add("-i", "--stepbytes", type=size, default="1M", help="bytes from one size to the next (default 1M)")
-    add("-f", "--stepfactor", type=partial(count_from, 2), help="factor from one size to the next, instead of -i")
+    add("-b", "--minbytes", type=size, default="1K", help="smallest size, e.g. 8, 4K, 32M (default 1K)")
+    add("-e", "--maxbytes", type=size, default="64M", help="largest size (default 64M)")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("-i", "--stepbytes", type=size, help="bytes from one size to the next")
+    steps.add_argument(
+        "-f",
+        "--stepfactor",
+        type=partial(count_from, 2),
+        default=4,
+        help="factor from one size to the next (default 4)",
+    )
     add("-n", "--iters", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("-w", "--warmup_iters", type=partial(count_from, 0), default=1, help="untimed turns before (default 1)")
     add("-c", "--check", type=partial(count_from, 0), default=1, help="checked turns; 0 checks nothing (default 1)")
@@ -124,6 +131,7 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("-T", "--timeout", type=float, default=300.0, help="seconds that one collective may take (default 300)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    add("--csv", type=Path, metavar="FILE", help="write rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw time and bus bandwidth over size")
     chosen = parser.parse_args(arguments)
     if name != "allreduce":

@@ -63,7 +63,8 @@ def subtitle(rows: Sequence[Row], meta: Mapping[str, Any]) -> str:
 
 
 def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG of the rows of one collective."""
+    """Write a PNG of the rows of one collective: of the calls in place, if there are such."""
+    rows = [row for row in rows if row.place == rows[-1].place]
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(line_name(row, rows, meta["backend"]), []).append(row)

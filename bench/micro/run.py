@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.micro import compressed, mpi
-from gradwire.bench.micro.cases import CASES, BenchJob, Buffers, Case, torch_takes
+from gradwire.bench.micro.cases import BARRIER, CASES, BenchJob, Buffers, Case, torch_takes
 from gradwire.bench.micro.options import DTYPES, parse_arguments
+from gradwire.bench.micro.point_to_point import POINT_TO_POINT
 from gradwire.bench.micro.table import (
     MeasuredRow,
     Row,
@@ -30,14 +32,14 @@ from gradwire.bench.micro.table import (
     measured_row,
 )
 from gradwire.bench.micro.verification import check_size, count_wrong
-from gradwire.bench.results import device_name, software_and_machine, write_json
+from gradwire.bench.results import device_name, software_and_machine, write_csv, write_json
 from gradwire.bench.timing import (
     Protocol,
     Times,
     distributed_waits,
+    every_rank,
     most_bytes,
     over_ranks,
-    slowest_rank,
     take_turns,
 )
 from gradwire.collectives import Communicator
@@ -88,8 +90,8 @@ def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, devi
             if op == "average" and dtype == torch.bool:
                 continue
             root = chosen.root if case.rooted else -1
-            for nbytes in chosen.sizes:
-                jobs[BenchJob(rank, size, case.count(nbytes, size, dtype), dtype, op, root, device)] = None
+            for nbytes, place in itertools.product(chosen.sizes, case.places):
+                jobs[BenchJob(rank, size, case.count(nbytes, size, dtype), dtype, op, root, device, place)] = None
     return list(jobs)
 
 
@@ -124,7 +126,7 @@ def measure(
     wrong: list[int] = []
     for job in jobs:
         buffers = case.prepare(job)
-        if shared and case.in_place and device.type == "cpu":
+        if shared and buffers.input is buffers.output and device.type == "cpu":
             output = comm.empty(buffers.output.numel(), dtype=job.dtype)
             buffers = Buffers(buffers.initial, output, buffers.expected, output)
         present = [algorithm for algorithm in algorithms if has(algorithm, job)]
@@ -134,12 +136,12 @@ def measure(
         turns += [(job, algorithm) for algorithm in present]
         seconds += list(job_seconds)
         wrong += job_wrong
-    slowest, wrong_anywhere = slowest_rank(np.stack(seconds), device), over_ranks(np.array(wrong), device)
+    everyones, wrong_anywhere = every_rank(np.stack(seconds), device), over_ranks(np.array(wrong), device)
 
     measured: list[MeasuredRow] = []
-    for (job, algorithm), times, wrong_elements in zip(turns, slowest, wrong_anywhere, strict=True):
+    for (job, algorithm), times, wrong_elements in zip(turns, everyones.swapaxes(0, 1), wrong_anywhere, strict=True):
         sent, nbytes = None, case.nbytes(job)
-        if algorithm not in (TORCH, mpi.MPI):
+        if case.has_algorithms and case.sized and algorithm not in (TORCH, mpi.MPI):
             runs = comm.chosen(case.name, nbytes, device=device.type) if algorithm == "auto" else algorithm
             sent = comm.wire_bytes(case.name, nbytes, runs)
         wrong_seen = int(wrong_elements) if protocol.check_iters > 0 else None
@@ -167,7 +169,7 @@ def describe_rank(comm: Communicator, device: torch.device) -> str:
 
 
 def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], ranks: Sequence[str]) -> list[str]:
-    step = f"{chosen.stepfactor}(factor)" if chosen.stepfactor else f"{chosen.stepbytes}(bytes)"
+    step = f"{chosen.stepbytes}(bytes)" if chosen.stepbytes else f"{chosen.stepfactor}(factor)"
     return [
         f"# {name} world size {meta['world_size']} hosts {len(meta['hosts'])} backend {meta['backend']}"
         f" minBytes {chosen.minbytes} maxBytes {chosen.maxbytes} step: {step}"
@@ -181,10 +183,13 @@ def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], r
 
 
 def format_block(case: Case, algorithm: str, measured: Sequence[MeasuredRow]) -> list[str]:
+    lines: dict[BenchJob, list[Row]] = {}
+    for job, row, _ in measured:
+        lines.setdefault(replace(job, place=""), []).append(row)
     return [
         f"# Algorithm {algorithm}",
-        *format_heading(case.in_place),
-        *(format_row(row, job.count, job.root) for job, row, _ in measured),
+        *format_heading(case.places),
+        *(format_row(rows, job.count, job.root) for job, rows in lines.items()),
         *format_trailer([row for _, row, _ in measured]),
     ]
 
@@ -199,7 +204,10 @@ def plan(
     """
     if chosen.root >= comm.size:
         raise ValueError(f"root {chosen.root} is not one of {comm.size} ranks")
-    algorithms = choose_algorithms(chosen.algorithm, comm.algorithms(case.name), peers=chosen.peers)
+    if not case.has_algorithms and comm.size < 2:
+        raise ValueError("a message needs two ranks")
+    legal = comm.algorithms(case.name) if case.has_algorithms else ()
+    algorithms = choose_algorithms(chosen.algorithm, legal, peers=chosen.peers)
     jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
     jobs = [job for job in jobs if any(has(algorithm, job) for algorithm in algorithms)]
     if not jobs:
@@ -220,9 +228,10 @@ def report(
         if block:
             print("\n".join(format_block(case, algorithm, block)))
             rows += [row for _, row, _ in block]
+    runs = partial(comm.chosen, case.name, device=device.type) if case.has_algorithms else lambda nbytes: ""
     speedups = []
     for peer in PEERS:
-        compared = compare(measured, "auto", peer, partial(comm.chosen, case.name, device=device.type))
+        compared = compare(measured, "auto", peer, runs)
         print("".join(f"{line}\n" for line in format_comparison(compared)), end="")
         speedups += compared
     return rows, speedups
@@ -230,6 +239,7 @@ def report(
 
 def save(chosen: argparse.Namespace, rows: Sequence[Row], speedups: Sequence[Speedup], meta: dict[str, Any]) -> None:
     write_json(chosen.json, {**meta, "speedups": list(map(asdict, speedups))}, rows)
+    write_csv(chosen.csv, rows)
     if chosen.plot:
         from gradwire.bench.micro.plot import draw
 
@@ -239,7 +249,7 @@ def save(chosen: argparse.Namespace, rows: Sequence[Row], speedups: Sequence[Spe
 def main(name: str, arguments: Sequence[str]) -> int:
     """Run the benchmark. Return, on every rank, 1 if any element was wrong on any rank, and 2 for wrong arguments."""
     chosen = parse_arguments(name, arguments)
-    case = CASES[name]
+    case = {**CASES, BARRIER.name: BARRIER, **POINT_TO_POINT}[name]
     if chosen.peers and not mpi.under_mpirun():
         print(f"bench {name}: --peers needs mpirun -n N python -m gradwire.bench {name} ...", file=sys.stderr)
         return 2

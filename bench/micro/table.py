@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from gradwire.bench.micro.cases import BenchJob, Case
 from gradwire.bench.timing import Times, format_interval, median_and_p99, speedup_interval
 from gradwire.collectives.notation import format_size
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,9 @@ class Row:
     2(p-1)/p of the array, over wire_bytes. relative_error: in L2, against float64. encode_us, decode_us: the time of
     all encodings and decodings of a call. wire_us: the time of a call whose codec does no work, with codes of equal
     length. As these overlap in a call, their sum may exceed time_us.
+
+    place: whether the result replaces the input, one of PLACES. min_us, avg_us, max_us: the least, mean and greatest of
+    the ranks' own median times.
     """
 
     collective: str
@@ -44,15 +51,22 @@ class Row:
     encode_us: float | None = None
     wire_us: float | None = None
     decode_us: float | None = None
+    place: str | None = None
+    min_us: float | None = None
+    avg_us: float | None = None
+    max_us: float | None = None
 
 
 #: The result of one competitor in one job: its row, and each turn's seconds on its slowest rank.
 MeasuredRow = tuple[BenchJob, Row, Times]
 
 
-def measured_row(case: Case, job: BenchJob, algorithm: str, slowest: Times, **known: Any) -> MeasuredRow:
-    """Return the result of an algorithm. slowest: each turn's seconds on its slowest rank. known: the fields of the row
-    that do not follow from times."""
+def measured_row(case: Case, job: BenchJob, algorithm: str, everyones: Times, **known: Any) -> MeasuredRow:
+    """Return the result of an algorithm. everyones: each turn's seconds, (ranks, turns). known: the fields of the row that
+    do not follow from times."""
+    everyones = everyones / case.messages
+    slowest: Times = everyones.max(axis=0)
+    of_ranks = np.median(everyones, axis=1) * 1e6
     nbytes, (median_s, p99_s) = case.nbytes(job), median_and_p99(slowest)
     algbw = nbytes / median_s / 1e9
     row = Row(
@@ -66,26 +80,33 @@ def measured_row(case: Case, job: BenchJob, algorithm: str, slowest: Times, **kn
         p99_us=p99_s * 1e6,
         algbw_GBps=algbw,
         busbw_GBps=algbw * case.busbw_factor(job.size),
+        place=job.place,
+        min_us=float(of_ranks.min()),
+        avg_us=float(of_ranks.mean()),
+        max_us=float(of_ranks.max()),
         **known,
     )
     return job, row, slowest
 
 
-COLUMNS = (
-    # name, unit, width
+Column = tuple[str, str, int]
+"""The name, the unit and the width."""
+OF_JOB: Sequence[Column] = (
     ("size", "(B)", 12),
     ("count", "(elements)", 12),
     ("type", "", 8),
     ("redop", "", 8),
     ("root", "", 6),
-    ("time", "(us)", 9),
-    ("algbw", "(GB/s)", 8),
-    ("busbw", "(GB/s)", 8),
-    ("#wrong", "", 7),
+)
+OF_PLACE: Sequence[Column] = (("time", "(us)", 9), ("algbw", "(GB/s)", 8), ("busbw", "(GB/s)", 8), ("#wrong", "", 7))
+OF_RANKS: Sequence[Column] = (
+    ("min", "(us)", 9),
+    ("avg", "(us)", 9),
+    ("max", "(us)", 9),
     ("p99", "(us)", 9),
     ("wire", "(B)", 12),
 )
-CODEC_COLUMNS = (
+OF_CODEC: Sequence[Column] = (
     ("ratio", "", 7),
     ("t_encode", "(us)", 9),
     ("t_wire", "(us)", 9),
@@ -94,19 +115,25 @@ CODEC_COLUMNS = (
 )
 
 
-def _line(cells: Iterable[str], mark: str) -> str:
-    """Return a line of the table, with CODEC_COLUMNS if there are cells for them."""
-    columns = (*COLUMNS, *CODEC_COLUMNS)
-    return mark + "".join(f" {cell:>{width}}" for cell, (_, _, width) in zip(cells, columns, strict=False))
+def _columns(places: Sequence[str], *, codecs: bool) -> list[Column]:
+    return [*OF_JOB, *(column for _ in places for column in OF_PLACE), *OF_RANKS, *(OF_CODEC if codecs else ())]
 
 
-def format_heading(in_place: bool, *, codecs: bool = False) -> list[str]:
-    place = "in-place" if in_place else "out-of-place"
-    left = sum(width + 1 for _, _, width in COLUMNS[:5])
-    measured = sum(width + 1 for _, _, width in COLUMNS[5:9])
-    columns = (*COLUMNS, *CODEC_COLUMNS) if codecs else COLUMNS
+def _line(cells: Iterable[str], columns: Sequence[Column], mark: str) -> str:
+    return mark + "".join(f" {cell:>{width}}" for cell, (_, _, width) in zip(cells, columns, strict=True))
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(width + 1 for _, _, width in columns)
+
+
+def format_heading(places: Sequence[str], *, codecs: bool = False) -> list[str]:
+    """Return the lines above a table. places: those of its calls; the columns from min on are of the last one."""
+    columns = _columns(places, codecs=codecs)
+    above = "".join(f"{place:^{_width(OF_PLACE)}}" for place in places)
     names, units = [name for name, _, _ in columns], [unit for _, unit, _ in columns]
-    return ["#", f"#{'':{left}}{place:^{measured}}".rstrip(), _line(names, "#"), _line(units, "#").rstrip()]
+    first = f"#{'':{_width(OF_JOB)}}{above}{f'{places[-1]}, over ranks':^{_width(OF_RANKS[:3])}}".rstrip()
+    return ["#", first, _line(names, columns, "#"), _line(units, columns, "#").rstrip()]
 
 
 def format_us(time_us: float) -> str:
@@ -115,26 +142,25 @@ def format_us(time_us: float) -> str:
     return f"{time_us:.{decimals}f}"
 
 
-def format_row(row: Row, count: int, root: int) -> str:
-    """Return a line of the table. count: elements as nccl-tests counts them. root: -1 if there is none."""
-    cells = (
-        str(row.bytes),
-        str(count),
-        row.dtype,
-        row.op,
-        str(root),
-        format_us(row.time_us),
-        f"{row.algbw_GBps:.3f}",
-        f"{row.busbw_GBps:.3f}",
-        "N/A" if row.wrong is None else str(row.wrong),
-        format_us(row.p99_us),
-        "N/A" if row.wire_bytes is None else str(row.wire_bytes),
-    )
-    if row.relative_error is None:
-        return _line(cells, " ")
-    parts = ("N/A" if part is None else format_us(part) for part in (row.encode_us, row.wire_us, row.decode_us))
-    ratio = "N/A" if row.ratio is None else f"{row.ratio:.2f}"
-    return _line((*cells, ratio, *parts, f"{row.relative_error:.2e}"), " ")
+def format_row(rows: Sequence[Row], count: int, root: int) -> str:
+    """Return a line of the table. rows: of one job, by its places. count: elements as nccl-tests counts them. root: -1 if
+    there is none."""
+    row = rows[-1]
+    cells = [str(row.bytes), str(count), row.dtype, row.op, str(root)]
+    for each in rows:
+        cells += [format_us(each.time_us), f"{each.algbw_GBps:.3f}", f"{each.busbw_GBps:.3f}", _known(each.wrong, str)]
+    cells += [_known(time_us, format_us) for time_us in (row.min_us, row.avg_us, row.max_us, row.p99_us)]
+    cells.append(_known(row.wire_bytes, str))
+    codecs = row.relative_error is not None
+    if codecs:
+        cells.append(_known(row.ratio, "{:.2f}".format))
+        cells += [_known(part, format_us) for part in (row.encode_us, row.wire_us, row.decode_us)]
+        cells.append(f"{row.relative_error:.2e}")
+    return _line(cells, _columns([""] * len(rows), codecs=codecs), " ")
+
+
+def _known(value: T | None, text: Callable[[T], str]) -> str:
+    return "N/A" if value is None else text(value)
 
 
 def format_trailer(rows: Sequence[Row]) -> list[str]:
@@ -154,6 +180,7 @@ class Speedup:
     bytes: int
     dtype: str
     op: str
+    place: str
     competitor: str
     peer: str
     time_us: float
@@ -173,7 +200,7 @@ def compare(measured: Sequence[MeasuredRow], algorithm: str, peer: str, runs: Ca
             peer_row, peer_seconds = peers[job]
             times, interval = peer_row.time_us / row.time_us, speedup_interval(seconds, peer_seconds)
             both = (row.time_us, peer_row.time_us, times, interval)
-            compared.append(Speedup(row.bytes, row.dtype, row.op, algorithm, peer, *both, runs(row.bytes)))
+            compared.append(Speedup(row.bytes, row.dtype, row.op, job.place, algorithm, peer, *both, runs(row.bytes)))
     return compared
 
 
@@ -184,10 +211,10 @@ def format_comparison(speedups: Sequence[Speedup]) -> list[str]:
     ours, peer = speedups[0].competitor, speedups[0].peer
     lines = [
         f"# How many times as fast {ours} is as {peer} in this run, with the 95 % interval",
-        f"#{'size':>12} {'type':>8} {'redop':>8} {ours + ' us':>10} {peer + ' us':>10} {'times':>7}",
+        f"#{'size':>12} {'type':>8} {'redop':>8} {'':>12} {ours + ' us':>10} {peer + ' us':>10} {'times':>7}",
     ]
     for each in speedups:
-        what = f"#{format_size(each.bytes):>12} {each.dtype:>8} {each.op:>8}"
+        what = f"#{format_size(each.bytes):>12} {each.dtype:>8} {each.op:>8} {each.place:>12}"
         both = f"{format_us(each.time_us):>10} {format_us(each.peer_time_us):>10}"
         lines.append(f"{what} {both} {each.times:7.2f}  {format_interval(each.interval):16}  {each.runs}")
     times = [each.times for each in speedups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 from dataclasses import fields
@@ -55,17 +56,22 @@ def rows_of(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 @pytest.mark.parametrize("collective", ["allreduce", *wide("reduce_scatter", "broadcast")])
 def test_every_algorithm_is_measured_and_right(collective: str, tmp_path: Path) -> None:
     flags = ["-b", "64", "-e", "16K", "-f", "256", "-n", "2", "-w", "0", "-c", "1"]
-    said = bench(collective, *flags, *into(tmp_path), ranks=3)
+    said = bench(collective, *flags, *into(tmp_path), "--csv", str(tmp_path / "out.csv"), ranks=3)
     meta, rows = rows_of(tmp_path / "out.json")
     assert (meta["world_size"], meta["backend"], meta["hosts"]) == (3, "gloo", [[0, 1, 2]])
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
     assert {"auto", "native", "torch"} < set(algorithms)
-    assert len(rows) == 2 * len(algorithms)
+    places = ["out-of-place"] if collective == "reduce_scatter" else ["out-of-place", "in-place"]
+    assert len(rows) == 2 * len(places) * len(algorithms)
+    assert list(dict.fromkeys(row["place"] for row in rows)) == places
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert [row["time_us"] for row in csv.DictReader(file)] == [str(row["time_us"]) for row in rows]
     for row in rows:
         assert set(row) == {field.name for field in fields(Row)}
         assert (row["collective"], row["world_size"], row["codec"], row["dtype"]) == (collective, 3, "none", "float32")
         assert row["wrong"] == 0
         assert 0 < row["time_us"] <= row["p99_us"]
+        assert 0 < row["min_us"] <= row["avg_us"] <= row["max_us"] <= row["p99_us"]
         assert row["algbw_GBps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3)
         assert row["algorithm"] in ("auto", "shared", "native", "torch") or row["wire_bytes"] > 0
     assert said.count("# Out of bounds values : 0 OK") == len(algorithms)
@@ -78,6 +84,14 @@ def test_dtypes_and_ops(tmp_path: Path) -> None:
     _, rows = rows_of(tmp_path / "out.json")
     assert len({(row["dtype"], row["op"]) for row in rows}) == 10 * 5 - 1
     assert not any(row["wrong"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["bandwidth", *wide("latency", "barrier")])
+def test_messages_and_barriers(name: str, tmp_path: Path) -> None:
+    bench(name, "-b", "1000", "-e", "1000", "-n", "2", "-w", "0", "--json", str(tmp_path / "out.json"), ranks=3)
+    _, rows = rows_of(tmp_path / "out.json")
+    assert {"auto", "torch"} <= {row["algorithm"] for row in rows}
+    assert [(row["wrong"], row["bytes"]) for row in rows] == [(0, 0 if name == "barrier" else 1000)] * len(rows)
 
 
 @pytest.mark.wide
@@ -130,7 +144,7 @@ def test_one_wrong_element_on_one_rank_fails_the_run(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         launch_text(CORRUPT, tmp_path)
     said = str(caught.value)
-    assert "# Out of bounds values : 2 FAILED" in said  # one checked turn, and the last timed one
+    assert "# Out of bounds values : 4 FAILED" in said  # one checked turn, and the last timed one, of two places
     assert "# Out of bounds values : 0 OK" in said
 
 
@@ -140,6 +154,7 @@ def test_alone() -> None:
     assert done.returncode == 0, done.stderr
     assert "world size 1 hosts 1" in done.stdout
     for arguments, said in (
+        ("latency", "a message needs two ranks"),
         ("broadcast -b 8 -e 8 --algorithm auto,rong", "'rong' is not one of auto, native, torch"),
         ("rules alone --slow 1:0.1", "--slow names rank 1, and there are ranks 0 to 0"),
         ("convergence --steps 1", "one rank exchanges nothing"),

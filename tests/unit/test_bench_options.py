@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.bench import options
-from gradwire.bench.micro.cases import CASES
+from gradwire.bench.micro.cases import CASES, IN_PLACE, OUT_OF_PLACE
 from gradwire.bench.micro.options import DTYPES, OPS, parse_arguments, size_range
 from gradwire.bench.micro.run import choose_algorithms, plan, plan_jobs
 from gradwire.collectives.notation import format_size, parse_size
 
 
-def test_defaults_are_those_of_nccl_tests() -> None:
+def test_defaults_sweep_sizes_and_else_are_those_of_nccl_tests() -> None:
     chosen = parse_arguments("allreduce", [])
-    assert chosen.sizes == [32 << 20]
+    assert chosen.sizes == [1024 * 4**power for power in range(9)]
     assert (chosen.iters, chosen.warmup_iters, chosen.check, chosen.root) == (20, 1, 1, 0)
     assert (chosen.datatype, chosen.op) == (["float32"], ["sum"])
 
@@ -45,14 +45,15 @@ def test_wrong_flags_are_refused(flags: str, capsys: pytest.CaptureFixture[str])
 def test_all_dtypes_and_ops() -> None:
     chosen = parse_arguments("allreduce", ["-b", "64", "-e", "64", "-d", "all", "-o", "all"])
     jobs = plan_jobs(CASES["allreduce"], chosen, 0, 2, torch.device("cpu"))
-    assert len(jobs) == len(DTYPES) * len(OPS) - 1
+    assert len(jobs) == 2 * (len(DTYPES) * len(OPS) - 1)
     assert not [job for job in jobs if job.dtype == torch.bool and job.op == "average"]
 
 
 def test_sizes_that_round_to_one_count_are_measured_once() -> None:
     chosen = parse_arguments("allgather", ["-b", "1", "-e", "32", "-f", "2"])
     jobs = plan_jobs(CASES["allgather"], chosen, 0, 2, torch.device("cpu"))
-    assert [job.count for job in jobs] == [1, 2, 4]
+    assert [job.count for job in jobs if job.place == IN_PLACE] == [1, 2, 4]
+    assert [job.count for job in jobs if job.place == OUT_OF_PLACE] == [1, 2, 4]
     assert {(job.op, job.root) for job in jobs} == {("none", -1)}
 
 
@@ -68,11 +69,11 @@ def test_algorithms_default_to_all_with_the_peers_beside_auto() -> None:
 @pytest.mark.parametrize("name", ["allreduce", "reduce_scatter"])
 def test_sums_that_the_ranks_would_round_are_refused_before_anything_is_measured(name: str) -> None:
     world = Mock(rank=0, size=128, algorithms=lambda verb: ("ring",))
-    chosen = parse_arguments(name, ["-d", "int8"])
+    chosen = parse_arguments(name, ["-d", "int8", "-b", "64", "-e", "64"])
     with pytest.raises(ValueError, match=r"sum of torch.int8 over 128 ranks .*: at most 127 ranks are allowed"):
         plan(CASES[name], chosen, world, torch.device("cpu"))
     chosen.op = ["max"]
-    assert len(plan(CASES[name], chosen, world, torch.device("cpu"))[0]) == 1
+    assert len(plan(CASES[name], chosen, world, torch.device("cpu"))[0]) == len(CASES[name].places)
 
 
 def test_what_is_missing_can_be_installed_as_said(
@@ -107,18 +108,18 @@ def test_format_takes_the_largest_unit_that_is_exact(nbytes: int, text: str) -> 
     assert format_size(nbytes) == text
 
 
-def test_a_factor_goes_before_a_step() -> None:
-    assert size_range(8, 128, 1, 4) == [8, 32, 128]
-    assert size_range(8, 127, 1, 4) == [8, 32]
+def test_sizes_grow_by_a_factor() -> None:
+    assert size_range(8, 128, None, 4) == [8, 32, 128]
+    assert size_range(8, 127, None, 4) == [8, 32]
 
 
 def test_a_step_includes_both_ends() -> None:
-    assert size_range(4, 12, 4, None) == [4, 8, 12]
-    assert size_range(4, 11, 4, None) == [4, 8]
-    assert size_range(4, 4, 1 << 20, None) == [4]
+    assert size_range(4, 12, 4, 2) == [4, 8, 12]
+    assert size_range(4, 11, 4, 2) == [4, 8]
+    assert size_range(4, 4, 1 << 20, 2) == [4]
 
 
-@pytest.mark.parametrize("arguments", [(0, 8, 1, None), (16, 8, 1, None), (8, 16, 0, None), (8, 16, 1, 1)])
-def test_a_range_that_cannot_be_walked_is_refused(arguments: tuple[int, int, int, int | None]) -> None:
+@pytest.mark.parametrize("arguments", [(0, 8, 1, 2), (16, 8, 1, 2), (8, 16, 0, 2), (8, 16, None, 1)])
+def test_a_range_that_cannot_be_walked_is_refused(arguments: tuple[int, int, int | None, int]) -> None:
     with pytest.raises(ValueError, match=r"no size|not grow"):
         size_range(*arguments)

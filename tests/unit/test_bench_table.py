@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.bench.micro.cases import BenchJob
+from gradwire.bench.micro.cases import CASES, IN_PLACE, OUT_OF_PLACE, BenchJob
+from gradwire.bench.micro.point_to_point import POINT_TO_POINT
 from gradwire.bench.micro.table import (
     Row,
     compare,
@@ -15,31 +16,35 @@ from gradwire.bench.micro.table import (
     format_row,
     format_trailer,
     format_us,
+    measured_row,
 )
 from gradwire.bench.timing import speedup_interval
 
 ROW = Row("allreduce", "ring", "none", "float32", "sum", 4, 4096, 1234.5, 2000.0, 0.0033, 0.005, 6144, 0)
-JOB = BenchJob(0, 4, 1024, torch.float32, "sum", -1, torch.device("cpu"))
+OUT = replace(ROW, time_us=3000.0, place=OUT_OF_PLACE)
+IN = replace(ROW, place=IN_PLACE, min_us=1000.0, avg_us=1100.0, max_us=1234.5)
+JOB = BenchJob(0, 4, 1024, torch.float32, "sum", -1, torch.device("cpu"), IN_PLACE)
 
 
 def test_columns_begin_with_those_of_nccl_tests() -> None:
-    heading = format_heading(in_place=True)
-    names = "size count type redop root time algbw busbw #wrong p99 wire"
+    heading = format_heading([OUT_OF_PLACE, IN_PLACE])
+    names = "size count type redop root time algbw busbw #wrong time algbw busbw #wrong min avg max p99 wire"
     assert heading[2].lstrip("#").split() == names.split()
-    assert "in-place" in heading[1]
-    assert "out-of-place" in format_heading(in_place=False)[1]
+    assert heading[1].index(OUT_OF_PLACE) < heading[1].index(f" {IN_PLACE}")
+    assert IN_PLACE not in format_heading([OUT_OF_PLACE])[1]
 
 
 def test_cells_stand_under_their_names() -> None:
-    names = format_heading(in_place=True)[2]
-    row = format_row(ROW, count=1024, root=-1)
-    assert row.split() == ["4096", "1024", "float32", "sum", "-1", "1234.5", "0.003", "0.005", "0", "2000.0", "6144"]
+    names = format_heading([OUT_OF_PLACE, IN_PLACE])[2]
+    row = format_row([OUT, IN], count=1024, root=-1)
+    job = "4096 1024 float32 sum -1"
+    assert row.split() == f"{job} 3000.0 0.003 0.005 0 1234.5 0.003 0.005 0 1000.0 1100.0 1234.5 2000.0 6144".split()
     assert len(row) == len(names)
 
 
 def test_what_was_not_checked_or_is_not_known_says_so() -> None:
-    unknown = replace(ROW, wrong=None, wire_bytes=None)
-    assert format_row(unknown, 1024, -1).split().count("N/A") == 2
+    unknown = replace(IN, wrong=None, wire_bytes=None)
+    assert format_row([unknown], 1024, -1).split().count("N/A") == 2
     assert format_trailer([unknown])[0] == "# Out of bounds values : N/A"
 
 
@@ -84,3 +89,13 @@ def test_interval_holds_the_speedup_and_narrows_with_the_scatter() -> None:
 def test_few_turns_have_no_interval() -> None:
     assert speedup_interval(np.ones(7), np.ones(7)) is None
     assert speedup_interval(np.ones(8), np.ones(8)) == (1.0, 1.0)
+
+
+def test_times_are_those_of_the_slowest_rank_and_of_all_ranks() -> None:
+    everyones = np.array([[1e-3] * 9, [2e-3] * 9, [6e-3] * 9])
+    known = {"codec": "none", "wire_bytes": None, "wrong": 0}
+    _, row, slowest = measured_row(CASES["allreduce"], JOB, "ring", everyones, **known)
+    assert (row.time_us, row.min_us, row.avg_us, row.max_us) == pytest.approx((6000, 1000, 3000, 6000))
+    assert list(slowest) == [6e-3] * 9
+    _, row, _ = measured_row(POINT_TO_POINT["latency"], JOB, "auto", everyones, **known)
+    assert row.time_us == pytest.approx(3000)  # half of a round trip

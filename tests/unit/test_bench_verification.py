@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gradwire.bench.micro import verification
-from gradwire.bench.micro.cases import CASES, BenchJob, Buffers, Case, torch_takes
+from gradwire.bench.micro.cases import CASES, IN_PLACE, BenchJob, Buffers, Case, torch_takes
 from gradwire.bench.micro.options import DTYPES, OPS
 from gradwire.bench.micro.verification import (
     PERIOD,
@@ -23,8 +23,12 @@ BY_DEFINITION = {**verification.REDUCTIONS, "average": verification.REDUCTIONS["
 REDUCTIONS = [(op, dtype) for op in OPS for dtype in DTYPES.values() if not (op == "average" and dtype == torch.bool)]
 
 
-def job(dtype: torch.dtype, op: str, rank: int = 0, size: int = 3, count: int = 10) -> BenchJob:
-    return BenchJob(rank, size, count, dtype, op, root=0, device=CPU)
+CALLS = [(case, place) for case in CASES.values() for place in case.places]
+each_call = pytest.mark.parametrize(("case", "place"), CALLS, ids=[f"{case.name}-{place}" for case, place in CALLS])
+
+
+def job(dtype: torch.dtype, op: str, rank: int = 0, size: int = 3, count: int = 10, place: str = IN_PLACE) -> BenchJob:
+    return BenchJob(rank, size, count, dtype, op, root=0, device=CPU, place=place)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.int8, 127)])
@@ -88,11 +92,11 @@ def test_every_wrong_element_is_counted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype != torch.bool])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_result_that_was_never_written_is_wrong_everywhere(case: Case, dtype: torch.dtype) -> None:
-    buffers = case.prepare(job(dtype, "sum", rank=1))
+@each_call
+def test_a_result_that_was_never_written_is_wrong_everywhere(case: Case, place: str, dtype: torch.dtype) -> None:
+    buffers = case.prepare(job(dtype, "sum", rank=1, place=place))
     buffers.reset()
-    if buffers.output is buffers.input and buffers.output.count_nonzero():
+    if place == IN_PLACE and buffers.output.count_nonzero():
         assert count_wrong(buffers.output, buffers.expected) > 0
     else:
         assert count_wrong(buffers.output, buffers.expected) == buffers.expected.numel()
@@ -106,9 +110,9 @@ def test_gloo_is_not_asked_for_dtypes_it_lacks() -> None:
 # What the benchmark knows of each collective, in a world that is played by one process
 
 
-def world(case: Case, size: int, dtype: torch.dtype, op: str, count: int) -> list[Buffers]:
+def world(case: Case, size: int, dtype: torch.dtype, op: str, count: int, place: str) -> list[Buffers]:
     root = size - 1 if case.rooted else -1
-    world = [case.prepare(BenchJob(rank, size, count, dtype, op, root, CPU)) for rank in range(size)]
+    world = [case.prepare(BenchJob(rank, size, count, dtype, op, root, CPU, place)) for rank in range(size)]
     for buffers in world:
         buffers.reset()
     return world
@@ -116,7 +120,7 @@ def world(case: Case, size: int, dtype: torch.dtype, op: str, count: int) -> lis
 
 def play(case: Case, world: list[Buffers], op: str) -> None:
     size = len(world)
-    inputs = [buffers.input for buffers in world]
+    inputs = [buffers.input.clone() for buffers in world]
     reduced = torch.empty(0)
     if case.reduces:
         stacked = torch.stack(inputs)
@@ -135,16 +139,16 @@ def play(case: Case, world: list[Buffers], op: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("op", ["sum", "max"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_expected_is_what_the_collective_means(case: Case, op: str, dtype: torch.dtype, size: int) -> None:
-    ranks = world(case, size, dtype, op, count=5000)
+@each_call
+def test_expected_is_what_the_collective_means(case: Case, place: str, op: str, dtype: torch.dtype, size: int) -> None:
+    ranks = world(case, size, dtype, op, 5000, place)
     play(case, ranks, op)
     assert [count_wrong(buffers.output, buffers.expected) for buffers in ranks] == [0] * size
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_one_corrupted_element_is_counted(case: Case) -> None:
-    ranks = world(case, 3, torch.float32, "sum", count=100)
+@each_call
+def test_one_corrupted_element_is_counted(case: Case, place: str) -> None:
+    ranks = world(case, 3, torch.float32, "sum", 100, place)
     play(case, ranks, "sum")
     ranks[1].output[7] += 1
     assert [count_wrong(buffers.output, buffers.expected) for buffers in ranks] == [0, 1, 0]
@@ -152,7 +156,7 @@ def test_one_corrupted_element_is_counted(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "allgather", "alltoall"])
 def test_blocks_in_the_wrong_order_are_counted(name: str) -> None:
-    ranks = world(CASES[name], 3, torch.int32, "sum", count=99)
+    ranks = world(CASES[name], 3, torch.int32, "sum", 99, CASES[name].places[0])
     play(CASES[name], ranks, "sum")
     output = ranks[0].output
     output.copy_(output.roll(33))
@@ -176,10 +180,10 @@ def test_busbw_factors(name: str, size: int, factor: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("size", [1, 3, 8])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_bytes_are_of_the_whole_array(case: Case, size: int, dtype: torch.dtype) -> None:
+@each_call
+def test_bytes_are_of_the_whole_array(case: Case, place: str, size: int, dtype: torch.dtype) -> None:
     """Check that bytes are never more than asked for, and less only by what cannot be shared out evenly."""
-    job = BenchJob(0, size, case.count(1000, size, dtype), dtype, "max", 0, CPU)
+    job = BenchJob(0, size, case.count(1000, size, dtype), dtype, "max", 0, CPU, place)
     assert 1000 - size * dtype.itemsize < case.nbytes(job) <= 1000
     buffers = case.prepare(job)
     assert case.nbytes(job) == max(buffers.input.nbytes, buffers.output.nbytes)
