@@ -437,7 +437,12 @@ class DistributedOptimizer(WrappingOptimizer):
     def names(self) -> list[str]:
         """Return the names of the parameters, in the order of the param groups. A parameter without a name is called
         "parameter" with its number."""
-        return list(_named(self._parameters, self._called).values())
+        return list(self._parameter_names.values())
+
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """Return the names by parameter. Programs that are written for Horovod read this attribute."""
+        return _named(self._parameters, self._called)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state_dict() of the wrapped optimizer, so that checkpoints do not depend on this class.
@@ -489,6 +494,11 @@ class DistributedOptimizer(WrappingOptimizer):
         Call it before parameters are used outside of a forward of the model. Not collective: a single rank may call it.
         """
         self._rule.settle()
+
+    def fill_gradients(self) -> None:
+        """See Rule.fill(); broadcast_optimizer_state() calls this."""
+        self._rule.settle()
+        self._rule.fill()
 
     def begin_window(self) -> None:
         """Count calls of backward() towards backward_passes_per_step from 0 again; join() calls this."""

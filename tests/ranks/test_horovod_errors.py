@@ -101,6 +101,19 @@ def refused_by_one() -> None:
     raise error.value
 
 
+def across_a_barrier() -> None:
+    """Rank 1 is in step again when it has repeated the call that failed."""
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(ones(24))
+        hvd.barrier()
+        hvd.synchronize(handle)
+    else:
+        error = raised(hvd.barrier)
+        hvd.barrier()
+        assert error is not None
+        raise error
+
+
 def other_order() -> None:
     names = mine((("first", "second"), ("second", "first")))
     lengths = {"first": 22, "second": 23}
@@ -291,6 +304,7 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
         partial(held_by_one, verb) for verb in NAMED
     ],
     "reuses a name in flight, on one rank, in a call that the others make": [refused_by_one],
+    "begins an operation before `barrier` on one rank, and after it on the others": [across_a_barrier],
     "calls a verb on a rank outside of the call's `process_set`": [outside],
     "calls `allgather` or `broadcast` while a rank has joined": [
         partial(joined, verb) for verb in forms("allgather", "broadcast").values()

@@ -178,6 +178,23 @@ class Bucket:
         elif gradient is other.gradients[other_slot]:
             self.collect(slot)
 
+    def fill(self) -> dict[int, Tensor]:
+        """Give zeros to the parameters that require gradients and have none; return these zeros by parameter."""
+        slots = [slot for slot, each in enumerate(self.parameters) if each.requires_grad and each.grad is None]
+        for slot in slots:
+            self._take_gradient(slot, None)
+        pairs = [(self.items[slot], self.parameters[slot].grad) for slot in slots]
+        return {item: gradient.zero_() for item, gradient in pairs if gradient is not None}
+
+    def empty(self, slot: int, zeros: Tensor) -> None:
+        """Set the gradient of a slot's parameter to None, if it consists of the zeros that fill() returned, or of the zeros in
+        another bucket that has replaced that one."""
+        gradient = self.parameters[slot].grad
+        if gradient is None or not (gradient is zeros or gradient is self.gradients[slot]):
+            return
+        if not held_here(gradient).any():
+            self.parameters[slot].grad = None
+
     def scale(self, slot: int, factor: float) -> None:
         """Multiply the gradient of the slot's parameter by a factor, in place."""
         gradient = self.parameters[slot].grad

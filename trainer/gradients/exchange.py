@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -83,6 +83,7 @@ class GradientExchange:
 
         self._exchanged = False
         self._reduced: set[int] = set()
+        self._filled: dict[int, Tensor] = {}
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Add parameters. The exchange of this window includes them."""
@@ -93,6 +94,7 @@ class GradientExchange:
     def flush(self) -> None:
         """Exchange now, unless this window's exchange is done and nothing was accumulated since."""
         with self._lock:
+            self._empty()
             if self.has_unreduced or not self._exchanged:
                 if self._started == 0:
                     self._bucketing.extend()
@@ -111,7 +113,28 @@ class GradientExchange:
             self.has_unreduced = False
             self._reduced.clear()
             self._bucketing.sparse.forget()
+            self._empty()
         self._watch()
+
+    def fill(self) -> None:
+        """Give zeros to the parameters that have no gradient, for programs that read gradients before the first backward().
+
+        To the exchange, these zeros are no gradients. Those to which backward() adds nothing are removed again when it ends, and
+        all are removed when gradients are reset, or exchanged without a backward(), unless the program has written other values
+        into them.
+        """
+        for bucket in self._bucketing.buckets:
+            filled = bucket.fill()
+            self._filled |= filled
+            self._reduced -= filled.keys()
+
+    def _empty(self, arrived: Container[int] = ()) -> None:
+        """Remove the zeros of fill() from the parameters whose gradients have not arrived."""
+        for index, zeros in self._filled.items():
+            if index not in arrived and index in self._bucketing.places:
+                number, slot = self._bucketing.places[index]
+                self._bucketing.buckets[number].empty(slot, zeros)
+        self._filled.clear()
 
     def close(self) -> None:
         """Stop exchanging, and remove the hooks."""
@@ -218,6 +241,7 @@ class GradientExchange:
                 index = self._overtaken.pop()
                 run_hook_last(self._bucketing.parameters[index], self._hooks[index])
             self.moments.gradients_end()
+            self._empty(self._arrived)
             if self._passes.paused:
                 return
             is_due = self._passes.is_due()

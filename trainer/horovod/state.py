@@ -63,13 +63,17 @@ def broadcast_optimizer_state(
 
     optimizer: any optimizer whose state_dict() consists of dicts, lists, (named) tuples, tensors and picklable values. No step
     is taken: parameters, and the optimizer of root_rank, are unchanged. Of a DistributedOptimizer, the wrapped optimizer's
-    state is copied; the state of codecs remains separate on each rank.
+    state is copied; the state of codecs remains separate on each rank. As with Horovod, its parameters that have no gradient get
+    zeros, but these do not count as gradients: zero_grad() and step() remove them, and backward() those to which it adds
+    nothing. So no parameter moves that has no gradient on any rank.
     model: Horovod's argument, which is ignored.
 
     Raises TypeError for an optimizer of DTensors, and ValueError for one with shard_states=True.
     """
     communicator = communicator_of(process_set)
     share_optimizer_state(optimizer, communicator, root_in(communicator, root_rank))
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer.fill_gradients()
 
 
 def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Communicator, root: int) -> None:

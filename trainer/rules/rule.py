@@ -126,6 +126,10 @@ class Rule:
     def after_step(self) -> None:
         """Do the rule's work that follows a step of the optimizer."""
 
+    def fill(self) -> None:
+        """Give zeros, which do not count as gradients, to parameters that have no gradient, if programs written for Horovod may
+        use this rule: there, parameters have gradients before the first backward()."""
+
     def reset(self) -> None:
         """Discard accumulated gradients, after they have been zeroed."""
 

@@ -101,6 +101,9 @@ class Synchronous(Rule):
         self._within_step.close()
         self.start()
 
+    def fill(self) -> None:
+        self.exchange.fill()
+
     def reset(self) -> None:
         self.exchange.renew(forget=True)
 
