@@ -144,3 +144,14 @@ def test_only_some_ranks_have_the_zeros() -> None:
     assert torch.equal(model.idle.weight, idle)
     assert model.idle.weight.grad is None
     assert_same_on_all_ranks(model.parameters())
+
+
+@on_ranks(2)
+def test_parameters_have_the_same_names_on_all_ranks() -> None:
+    """Under the name by which Horovod's programs ask for them."""
+    model = Partly()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([{"params": [each]} for each in model.parameters()], lr=0.1))
+    names = optimizer._parameter_names
+    assert list(names) == list(model.parameters())
+    assert len(set(names.values())) == len(names)
+    assert hvd.allgather_object(list(names.values())) == [optimizer.names] * hvd.size()

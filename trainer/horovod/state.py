@@ -63,9 +63,9 @@ def broadcast_optimizer_state(
 
     optimizer: any optimizer whose state_dict() consists of dicts, lists, (named) tuples, tensors and picklable values. No step
     is taken: parameters, and the optimizer of root_rank, are unchanged. Of a DistributedOptimizer, the wrapped optimizer's
-    state is copied; the state of codecs remains separate on each rank. As with Horovod, its parameters that have no gradient get
-    zeros, but these do not count as gradients: zero_grad() and step() remove them, and backward() those to which it adds
-    nothing. So no parameter moves that has no gradient on any rank.
+    state is copied; the state of codecs remains separate on each rank. With its default rule, parameters that have no gradient
+    get zeros, as with Horovod. The zeros do not count as gradients: zero_grad() and step() set them to None again, and
+    backward() does so where it has added nothing. So no parameter moves that has no gradient on any rank.
     model: Horovod's argument, which is ignored.
 
     Raises TypeError for an optimizer of DTensors, and ValueError for one with shard_states=True.
