@@ -120,7 +120,8 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def _step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
     """Return the tables of the hooks before and after the steps of an optimizer: its own, and those of all optimizers."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # which optimizers around others may lack
+    own = [getattr(optimizer, name) for name in names if hasattr(optimizer, name)]
     return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 

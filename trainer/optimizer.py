@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import warnings
 from collections import defaultdict
@@ -215,7 +216,7 @@ class DistributedOptimizer(WrappingOptimizer):
         setup = self._setup_on(self._communicator)
         self._rule = Rule(setup)  # a rule without communication, until the real one is made
         self._parameters: list[Tensor] = []  # of the param groups, as the rule knows them
-        self._called: dict[Tensor, str] = {}  # the name of each parameter that has ever been one of them
+        self._called: dict[Tensor, str] = {}  # their names
         check_every = self._reported.check_replicas_every
         try:
             described = described_settings(setup, self._make_rule, tensors_of(self.param_groups))
@@ -422,15 +423,22 @@ class DistributedOptimizer(WrappingOptimizer):
     def _add_new(self) -> None:
         """Add the parameters that are not known yet to the exchange."""
         now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        new = [parameter for parameter in dict.fromkeys(now) if parameter not in self._called]
+        places = {parameter: place for place, parameter in enumerate(dict.fromkeys(now))}
+        new = [parameter for parameter in places if parameter not in self._called]
         if self._parameters and (others := self._others_with(new)):
             raise ValueError(
                 f"{here()}{others[0][1]!r} is a parameter of another DistributedOptimizer: the gradients of a parameter can be "
                 "exchanged by one only. close() the other one before"
             )
-        names = [self._names.get(new_one, f"parameter {i}") for i, new_one in enumerate(new, len(self._called))]
-        self._rule.add(names, new)
-        self._called |= zip(new, names, strict=True)
+        called = {parameter: name for parameter, name in self._called.items() if parameter in places}
+        taken = {*called.values(), *self._names.values()}
+        for parameter in new:
+            numbered = (f"parameter {number}" for number in itertools.count(places[parameter]))
+            called[parameter] = self._names.get(parameter) or next(name for name in numbered if name not in taken)
+            taken.add(called[parameter])
+        self._rule.add([called[parameter] for parameter in new], new)
+        self._called.clear()
+        self._called.update(called)
         self._parameters[:] = now
 
     @property

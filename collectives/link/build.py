@@ -8,7 +8,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
+_ROOMS = ("collectives", "trainer")
 _SUFFIXES = (".py", ".cu", ".cuh")
 _DIGITS = 12
 
@@ -17,14 +18,17 @@ _DIGITS = 12
 def build() -> str:
     """Return the version of gradwire, a digest of its sources, and the byte order of this process.
 
-    The sources of this package define the layout of everything that ranks send each other or share: headers, programs, codes,
-    records, shared memory. No list of these layouts could be forgotten when one changes."""
+    The sources define the layout of everything that ranks send each other or share: headers, programs, codes, records, shared
+    memory, commits. So there is no list of layouts, which could be incomplete."""
     version = import_module(__name__.partition(".")[0]).__version__
     found = hashlib.sha256()
-    for source in sorted(_PACKAGE.rglob("*")):
-        if source.suffix in _SUFFIXES:
+    for source in sorted(each for room in _ROOMS for each in (_PACKAGE / room).rglob("*")):
+        place = source.relative_to(_PACKAGE)
+        if source.suffix in _SUFFIXES and not any(
+            part.startswith(".") for part in place.parts
+        ):  # such as editors' copies
             content = source.read_bytes()
-            found.update(f"{source.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
+            found.update(f"{place} {len(content)}\n".encode() + content)
     return f"gradwire {version}, sources {found.hexdigest()[:_DIGITS]}, {sys.byteorder}-endian"
 
 

@@ -34,7 +34,7 @@ class NcclConnections:
         if device in self._devices:
             return
         thread = DaemonThread("gradwire-nccl")  # it cannot be ended
-        connecting = thread.submit(partial(self._backend.eager_connect_single_device, device))
+        connecting = thread.submit(partial(self._connect, device))
         thread.close()
         while not wait([connecting], min(_POLL_S, max(0.0, deadline - time.monotonic()))).done:
             if self._is_over() or time.monotonic() >= deadline:
@@ -43,3 +43,7 @@ class NcclConnections:
         if (error := connecting.exception()) is not None:
             raise LinkError(None, timed_out=False, detail=f"NCCL cannot connect the ranks: {error}")
         self._devices.add(device)
+
+    def _connect(self, device: torch.device) -> None:
+        with torch.cuda.device(device):  # the current device is that of each thread
+            self._backend.eager_connect_single_device(device)

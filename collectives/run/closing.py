@@ -58,12 +58,14 @@ class ClosableOperations(Operations):
         """Report to the other ranks the exception that is about to end this rank."""
         self._watch.report_leaving(self._unfinished, why)
 
+    def finish_calls(self, deadline: float) -> None:
+        """Wait for the functions to be called after operations, but not beyond the deadline (time.monotonic())."""
+        self._queue.finish_calls(max(0.0, deadline - time.monotonic()))
+
     def announce_close(self, error: BaseException | None = None) -> bool:
         """Report to the other ranks how many operations this one has issued, and that it issues no more. This is the first of
         four steps to close (drain, part and join follow), which take a few seconds at most, even after a failure. Return False,
         with nothing done, the second time. error: the exception that makes this rank leave."""
-        if error is None:  # what functions call belongs to the operations of this rank
-            self._queue.finish_calls(DRAIN_S)
         promised = None if self._queue.sealed else self._queue.seal()
         if promised is None:
             return False
@@ -141,6 +143,11 @@ class ClosableOperations(Operations):
 
 def close_all(engines: Iterable[Engine], error: BaseException | None = None) -> None:
     """Close the Communicators of several engines. Arguments: see communicator.close_all()."""
+    engines = list(engines)
+    if error is None:  # operations that callbacks call count
+        call_by = time.monotonic() + DRAIN_S
+        for engine in engines:
+            engine.operations.finish_calls(call_by)
     engines = [engine for engine in engines if engine.operations.announce_close(error)]
     drain_by = time.monotonic() + DRAIN_S
     try:

@@ -13,7 +13,7 @@ from threading import get_ident
 import torch
 
 from gradwire.collectives.daemon import DaemonThread
-from gradwire.collectives.errors import CollectiveError
+from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
 from gradwire.collectives.run.work import Work, call_back
 from gradwire.collectives.scheduling import wake_soon
 
@@ -84,7 +84,7 @@ class WorkQueue:
                 if self._at_once < _MANY:
                     self._changed.notify_all()
         if is_inner:
-            self._run_here(work)
+            self._run_here(work, is_queued=False)
 
     def call_after(self, work: Work, function: Callable[[], None]) -> bool:
         """Call a function on the second thread after a work that was submitted. Return False, with nothing done, if the work
@@ -144,7 +144,7 @@ class WorkQueue:
         if may_run and is_main and self._last_begun is not None and not (work.is_completed() or self.sealed):
             self._help(work, self._last_begun)
         while not work.is_completed() and self.calls_here() and (first := self._first_work()) is not None:
-            self._run_here(first)  # it would wait for the function that waits for it
+            self._run_here(first, is_queued=True)  # it would wait for the function that waits for it
         if not work.is_completed():
             self.wake()
 
@@ -178,17 +178,21 @@ class WorkQueue:
                 if has_begun:
                     work.end()
 
-    def _run_here(self, work: Work) -> None:
+    def _run_here(self, work: Work, *, is_queued: bool) -> None:
         """Run a work in the thread of a function that waits for it. Another thread may have a turn that it took before the
-        function was called."""
-        turn = (get_ident(),)
+        function was called. is_queued: whether the work was in the queue, from which another thread may have taken it by now.
+        Raises CollectiveTimeout if the other thread does not end its turn within Work.timeout_s."""
+        turn, seconds = (get_ident(),), min(work.timeout_s, threading.TIMEOUT_MAX)
         with self._changed:
-            self._changed.wait_for(lambda: self._turn.setdefault("taken", turn) is turn)
-            if work in self._queue:
+            if not self._changed.wait_for(lambda: self._turn.setdefault("taken", turn) is turn, seconds):
+                raise CollectiveTimeout(seconds, (), rank=work.rank, operation=work.operation)
+            is_mine = not is_queued or work in self._queue
+            if is_queued and is_mine:
                 self._queue.remove(work)
-            self.number += work.counted
+            self.number += work.counted and is_mine
         try:
-            work.run()
+            if is_mine:
+                work.run()
         finally:
             self.leave(turn, self.number)
 
@@ -286,7 +290,7 @@ class WorkQueue:
         if left_s is not None and left_s <= 0:
             self.overdue = True
             self._queue.popleft()
-            self._called = None
+            self._called, self._calling_thread = None, 0
             self._caller = self._new_caller(or_callers=True)  # the other one may never end
         if self._queue and isinstance(first := self._queue[0], _Callback):
             if self._called is None and not self._turn:
@@ -311,7 +315,9 @@ class WorkQueue:
 
     def _call(self, callback: _Callback) -> None:
         """Call a function, on the second thread."""
-        self._calling_thread = get_ident()
+        with self._changed:
+            if self._called is callback:  # else works no longer wait for it
+                self._calling_thread = get_ident()
         callback.call()
         with self._changed:
             if self._called is callback:

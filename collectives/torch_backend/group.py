@@ -32,6 +32,9 @@ from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profi
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 #: The names that torch up to 2.12 has for verbs, by their newer names.
+#: Methods that only two ranks call. NCCL connects these two by itself.
+_OF_TWO_RANKS = ("send", "recv", "recv_anysource")
+
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -49,7 +52,8 @@ def _verb(name: str) -> Callable[[_Method], _Method]:
         @wraps(method)
         def call(self: GradwireGroup, *arguments: Any, **options: Any) -> GradwireWork:
             if (device := _device_of(arguments)) is not None:
-                nccl, verb = self.nccl(device), method.__name__
+                verb = method.__name__
+                nccl = self.nccl(None if verb in _OF_TWO_RANKS else device)
                 theirs = verb if hasattr(nccl, verb) else _OLDER_NAMES[verb]
                 return getattr(nccl, theirs)(*arguments, **options)  # type: ignore[no-any-return]
             with profiling(f"{TORCH_BACKEND}:{name}"):

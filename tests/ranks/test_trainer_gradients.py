@@ -1,5 +1,7 @@
 """Which parameters have gradients, on which ranks, of what kind: missing, frozen, added, tied, mixed, of several optimizers."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -268,6 +270,27 @@ def test_a_parameter_may_be_replaced(options: dict[str, Any]) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"compression": "onebit"}], ids=str)
+def test_replaced_parameters_are_released(options: dict[str, Any]) -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 64, bias=False), nn.Linear(64, 3))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = distributed(model.parameters(), **options)
+    old = []
+    for step in range(6):
+        take_steps(model, optimizer, share, [step])
+        old.append(weakref.ref(model[0].weight))
+        new = nn.Parameter(model[0].weight.detach() * 0.9)
+        group = optimizer.param_groups[0]
+        optimizer.state.pop(model[0].weight, None)
+        group["params"] = [new if each is model[0].weight else each for each in group["params"]]
+        model[0].weight = new
+    take_steps(model, optimizer, share, [6, 7])
+    del new
+    gc.collect()
+    assert [ref() for ref in old] == [None] * 6
+
+
+@on_ranks(2)
 def test_a_parameter_of_two_optimizers() -> None:
     """The one that was made first refuses to step, before anything changes; a set that this rank is not in does not count."""
     for kind in (hvd.DistributedOptimizer, lambda inner: hvd.LocalUpdates(inner, every=2)):
@@ -282,8 +305,11 @@ def test_a_parameter_of_two_optimizers() -> None:
         assert_close([*encoder.parameters(), *actor.parameters()], before, rtol=0, atol=0)
         second.step()
         second.close()
-    third = distributed(actor.parameters())
-    fourth = distributed(critic.parameters())
+    third = distributed([*actor.parameters(), *encoder.parameters()])
+    third.param_groups[0]["params"] = list(actor.parameters())
+    third.zero_grad()
+    fourth = distributed([*critic.parameters(), *encoder.parameters()])  # which the third one no longer has
+    third.step()
     with pytest.raises(ValueError, match="parameter of another DistributedOptimizer"):
         fourth.add_param_group({"params": list(actor.parameters())})
     third.close()

@@ -71,6 +71,7 @@ def train(model: Bag, optimizer: torch.optim.Optimizer, parts: int, set_to_none:
         ("sparse adam", {}, True),
         ("sgd", {"backward_passes_per_step": 4}, True),
         ("sgd", {"sparse_as_dense": True, "backward_passes_per_step": 4}, False),
+        ("sgd", {"sparse_as_dense": True, "gradient_as_bucket_view": False}, True),
         ("sparse adam", {"sparse_as_dense": True}, True),
         ("sparse adam", {"sparse_as_dense": True, "backward_passes_per_step": 4, "bucket_bytes": 64}, True),
         ("adagrad", {}, True),
@@ -101,6 +102,17 @@ def test_as_one_process(name: str, options: dict[str, Any], set_to_none: bool) -
         buckets: Any = optimizer._rule.bucketing.buckets
         in_buckets = sum(bucket.buffer.values.numel() for bucket in buckets)
         assert in_buckets < model.words.weight.numel(), "the table is still exchanged as a dense one, too"
+
+
+@on_ranks(2)
+def test_other_optimizers_get_dense_gradients() -> None:
+    """Such as Adam, which refuses sparse ones."""
+    model, alone = (Bag(sparse=sparse, dense_too=True) for sparse in (True, False))
+    adam = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    optimizer = hvd.DistributedOptimizer(adam, model.named_parameters(), sparse_as_dense=True)
+    train(model, optimizer, 1, True, [hvd.rank()])
+    train(alone, torch.optim.Adam(alone.parameters(), weight_decay=0.1), 1, True, range(2))
+    assert_close(model.parameters(), alone.parameters(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["closure", "next_forward"])

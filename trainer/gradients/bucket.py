@@ -159,8 +159,10 @@ class Bucket:
         if self._takes_gradients:
             parameter.grad = self.gradient_in_memory(slot)
             return
-        if gradient is None:
-            parameter.grad = gradient = torch.empty_like(parameter, requires_grad=False)
+        if gradient is None or (self._is_sharded[slot] and not is_placed_like(gradient, parameter)):
+            gradient = torch.empty_like(parameter, requires_grad=False)
+        if parameter.grad is not gradient:  # a sparse gradient that was made dense, or one with other placements
+            parameter.grad = gradient
         self.programs[slot] = gradient
 
     def holds_gradient(self, slot: int) -> bool:

@@ -29,6 +29,9 @@ from gradwire.trainer.world.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+_REMOVED = torch.empty(0, dtype=torch.float32, device="cpu")
+"""Stands for a parameter that is no longer the optimizer's. Parameters are identified by their index, so it keeps its place."""
+
 
 class Bucketing:
     """Holds the buckets of the parameters that require gradients. Parameters are identified by their index.
@@ -50,10 +53,11 @@ class Bucketing:
         self._sizes: list[Size] = []
         self._is_stale = False
         self._waiting: dict[int, Carried] = {}
-        self._here: dict[int, Tensor] = {}  # residuals of this rank only
+        self._own_residuals: dict[int, Tensor] = {}  # residuals of this rank only
         self._order: list[int] = []
         self._arrivals: list[int] | None = None
-        self._removed: set[int] = set()  # parameters that are no longer the optimizer's
+        self.removed: set[int] = set()
+        """Parameters that are no longer the optimizer's."""
         self.is_learning = True
         """Whether learn() records the order in which gradients arrive in the next exchange."""
         self.known_sparse: set[int] = set()
@@ -85,7 +89,7 @@ class Bucketing:
             self._is_chosen.append(policy.is_chosen(name, parameter))
         self.parameters += parameters
         kept = set(tensors_of(self._setup.optimizer.param_groups))
-        self._removed = {index for index, parameter in enumerate(self.parameters) if parameter not in kept}
+        self.removed = {index for index, parameter in enumerate(self.parameters) if parameter not in kept}
 
     @property
     def is_encoded(self) -> bool:
@@ -188,11 +192,19 @@ class Bucketing:
                 if carried
             }
         self._replace(self._made(self._order))
+        self._release_removed()
         for index in dense:
             result = self._sparse_results.pop(index, None)
             if result is not None and result is self.parameters[index].grad:
                 number, slot = self.places[index]
                 self.buckets[number].collect(slot)
+
+    def _release_removed(self) -> None:
+        """Release the memory of parameters that are no longer the optimizer's."""
+        for index in self.removed:
+            self.parameters[index] = _REMOVED
+            for kept in (self._waiting, self._own_residuals, self._sparse_results):
+                kept.pop(index, None)
 
     def follow(self, step: int, *, counts: bool) -> None:
         """Correct the choice of codecs by the time of the last step; the next update() applies the correction. Collective in
@@ -219,7 +231,7 @@ class Bucketing:
         return [index for index in range(len(self.parameters)) if self._is_trained(index)]
 
     def _is_trained(self, index: int) -> bool:
-        return self.parameters[index].requires_grad and index not in self._removed
+        return self.parameters[index].requires_grad and index not in self.removed
 
     def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
         items = []
@@ -283,19 +295,19 @@ class Bucketing:
             combination.predivide * combination.communicator.size / combination.inputs
         )
         for index, span in zip(bucket.items, bucket.coded.spans, strict=True):
-            self._here[index] = residual[span].to(held_here(self.parameters[index]).device)
+            self._own_residuals[index] = residual[span].to(held_here(self.parameters[index]).device)
 
     def residuals_for(self, number: int) -> dict[int, Tensor]:
         """Remove and return, by slot, the residuals that are added to the gradients of a bucket: those that wait and whose
         bucket has no error feedback now, and those of parameters that have been moved."""
-        if not (self._waiting or self._here):
+        if not (self._waiting or self._own_residuals):
             return {}
         slots = list(enumerate(self.buckets[number].items))
         found = {slot: self._waiting.pop(index)["residual"] for slot, index in slots if index in self._waiting}
         for slot, index in slots:
-            if index in self._here:
-                here = self._here.pop(index)
-                found[slot] = found[slot] + here if slot in found else here
+            if index in self._own_residuals:
+                own = self._own_residuals.pop(index)
+                found[slot] = found[slot] + own if slot in found else own
         return found
 
     # Checkpoints

@@ -88,6 +88,8 @@ class GradientExchange:
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Add parameters. The exchange of this window includes them."""
         self._bucketing.add(names, parameters)
+        for index in self._bucketing.removed & self._hooks.keys():
+            self._hooks[index].remove()
         self._exchanged = False
         self._watch()
 

@@ -63,11 +63,13 @@ class Synchronous(Rule):
 
     @contextmanager
     def sparse_again(self, parameters: Collection[Tensor]) -> Iterator[None]:
-        """Give those of the parameters whose sparse gradients were exchanged as dense ones sparse gradients in the with
-        block."""
-        indices = self.bucketing.densified
-        found = {index: self.bucketing.parameters[index] for index in indices} if indices else {}
-        dense = {each: each.grad for each in found.values() if each.grad is not None and each in set(parameters)}
+        """Give those of the parameters whose sparse gradients were exchanged as dense ones sparse gradients in the with block,
+        if the optimizer accepts no others."""
+        if not self.bucketing.densified or not isinstance(self.setup.optimizer, torch.optim.SparseAdam):
+            yield
+            return
+        wanted, found = set(parameters), [self.bucketing.parameters[index] for index in self.bucketing.densified]
+        dense = {each: each.grad for each in found if each.grad is not None and each in wanted}
         for parameter, gradient in dense.items():
             parameter.grad = gradient.to_sparse(1)
         try:

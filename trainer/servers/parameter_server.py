@@ -41,6 +41,9 @@ for their first rank, which wait for timeout_s. The shortest wait raises first, 
 answer."""
 
 _SLICE_S = 1.0
+
+#: A parameter with fewer elements is hashed together with others.
+_SMALL_NUMEL = 1 << 14
 """How many seconds Ctrl-C takes at most to interrupt serve()."""
 
 
@@ -362,12 +365,16 @@ class ParameterServer(WrappingOptimizer):
 
     @torch.no_grad()
     def _hashed(self) -> list[int]:
-        """Return hashes of the parameters, one for each dtype and device. (Tensor._version would not suffice: `parameter.data`
-        and broadcasts leave it.)"""
-        flat: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        """Return hashes of the parameters: one for each large one, and one for the small ones of each dtype and device, since
+        each call takes time. (Tensor._version would not suffice: `parameter.data` and broadcasts leave it.)"""
+        small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        hashes = []
         for parameter in self._trained.values():
-            flat.setdefault((parameter.dtype, parameter.device), []).append(parameter.reshape(-1))
-        return [hash_of(torch.cat(parameters)) for parameters in flat.values()]
+            if parameter.numel() < _SMALL_NUMEL:
+                small.setdefault((parameter.dtype, parameter.device), []).append(parameter.reshape(-1))
+            else:
+                hashes.append(hash_of(parameter))
+        return hashes + [hash_of(torch.cat(parameters)) for parameters in small.values()]
 
     def _changes(self) -> str | None:
         """Return what to raise if parameters have changed since the servers copied or sent them; None if none has."""
@@ -385,10 +392,11 @@ class ParameterServer(WrappingOptimizer):
         if getattr(self, "found_inf", 0):
             return [None] * len(gradients), 0.0
         if (scale := getattr(self, "grad_scale", None)) is not None:
+            factor = 1 / scale.item()
             with torch.no_grad():
                 for gradient in gradients:
                     if gradient is not None:
-                        gradient.mul_(1 / scale.item())
+                        gradient.mul_(factor)
         return gradients, weight
 
     def _training(self) -> PushPullWorker | Member:

@@ -129,8 +129,9 @@ def meet(
     def make_group() -> None:
         init_group(backend, timeout_s, group_store, launch.rank, launch.size)
 
-    interface = name_interface(membership.address)
+    interface = None
     try:
+        interface = name_interface(membership.address)
         with coming_together(launch.rank, timeout_s, membership, "init"):
             _bounded(make_group, deadline + _GRACE_S, hang_up, membership.check)
             membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from datetime import timedelta
@@ -28,10 +29,13 @@ def name_interface(address: str) -> str | None:
     """Let gloo use the interface of an address of this host, in the default group and in groups that the user makes beside it.
     Without this, gloo would use the address to which the name of this host resolves, which may be a loopback address.
 
-    Return the name of the interface, for destroy_group(); None if GLOO_SOCKET_IFNAME names one already, or if no interface has
-    the address as its first one. torch passes nothing to gloo except this variable, and gloo takes an interface's first address.
+    Return the name of the interface, for destroy_group(); None if GLOO_SOCKET_IFNAME names one already, if no interface has the
+    address as its first one, or if the address is a loopback address: with one host, gloo needs no name, and child processes
+    inherit the variable. torch passes nothing to gloo except this variable, and gloo takes an interface's first address.
     """
-    if os.environ.get(GLOO_INTERFACE) or (interface := interface_of(address)) is None:
+    if os.environ.get(GLOO_INTERFACE) or ipaddress.ip_address(address).is_loopback:
+        return None
+    if (interface := interface_of(address)) is None:
         return None
     os.environ[GLOO_INTERFACE] = interface
     return interface
