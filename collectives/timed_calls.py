@@ -109,9 +109,8 @@ def _numbers(
     takes."""
     cases = [(name, nbytes) for nbytes in sizes for name in names]
     mine = [number(*case) if index % verbs.size == verbs.rank else 0 for index, case in enumerate(cases)]
-    numbers = torch.tensor(
-        mine, dtype=torch.float64, device="cpu"
-    )  # like the times, so that the arithmetic of one dtype is compiled
+    # In the dtype of the times, so that the arithmetic of one dtype is compiled.
+    numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
     verbs.allreduce(numbers, algorithm="recursive_doubling")
     return {case: int(each) for case, each in zip(cases, numbers.tolist(), strict=True) if each}
 

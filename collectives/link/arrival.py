@@ -24,7 +24,7 @@ from gradwire.collectives.link.presence import Presence, TurnedAway
 
 _Answer = TypeVar("_Answer")
 
-#: How long a rank that does not come tries to leave a note in the store.
+#: How long a rank that has failed tries to leave a note in the store.
 _NOTE_S = 5.0
 _KEY_BYTES = 16
 
@@ -176,7 +176,7 @@ class _Arrival:
         return Notes(self.store, self._ask, self.left, self.number)
 
     def _find_hub(self) -> tuple[HubPlace, Hub | None]:
-        """Return where the hub listens, and the hub if it runs in this process. Raises LinkError if a rank does not come, and at
+        """Return where the hub listens, and the hub if it runs in this process. Raises LinkError if a rank has failed, and at
         the deadline."""
         notes = self._notes
         while True:
@@ -243,7 +243,7 @@ def _is_early(error: BaseException, presence: Presence | None) -> bool:
 
 
 def withdraw_from(store: Store, error: Exception, rank: int, keepers: Collection[int], deadline: float) -> None:
-    """Let the other ranks of an attempt to arrive know at once that a rank does not, and why. store: used by this attempt only.
-    keepers: as in arrive(). If the store does not answer by the deadline, nobody knows."""
+    """Report to the other ranks of an attempt to arrive that a rank has failed, and why. store: used by this attempt only.
+    keepers: as in arrive(). If the store does not answer by the deadline, the other ranks wait until their deadline."""
     with closing(Asking(store, keepers=keepers)) as asking, suppress(LinkError):
         Notes(store, partial(asking.ask, deadline=deadline)).leave(Failure.of(error, rank), None)

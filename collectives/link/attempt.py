@@ -74,8 +74,8 @@ class Attempt:
         return membership_from(presence, store, device_types, self._global_ranks)
 
     def withdraw(self, error: Exception) -> None:
-        """Let the other ranks know at once that this one does not come, so that they need not wait, and count the attempt as they
-        do. Not a collective call. error: the reason, which the caller raises, also if the store does not answer."""
+        """Report to the other ranks that this rank has failed, so that they need not wait, and count the attempt as they do. Not
+        a collective call. error: the reason, which the caller raises, also if the store does not answer."""
         if len(self._global_ranks) > 1:
             deadline = time.monotonic() + _WITHDRAW_S
             with suppress(LinkError, RuntimeError):

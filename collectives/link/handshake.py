@@ -110,9 +110,8 @@ class Handshake:
         return hmac.digest(self._secret, (b"dials" if dials else b"listens") + mine + theirs, "sha256")
 
     def _send(self, message: bytes) -> None:
-        with suppress(
-            OSError
-        ):  # advance() notices a connection that has ended; an empty buffer has room for both messages
+        # advance() notices a connection that has ended; an empty buffer has room for both messages.
+        with suppress(OSError):
             self.connection.send(message)
 
 

@@ -42,14 +42,14 @@ class Membership:
 
     rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. device_types:
     those whose tensors they exchange. secret: authenticates them when they connect. address: that at which the others
-    reach this rank. lost: returns the members whose
-    process is known to have ended. noted: returns, without waiting, the members whose end a launcher has noted,
-    possibly before a connection ends; None if it notes nothing. global_ranks: their ranks in torch.distributed's
-    default group; empty if they have none. beside_others: whether other ranks of the host compute while these wait for
-    each other, so that waits leave the cores to them. presence: of the ranks that arrived together; None for a rank
-    alone. places: the members' ranks in `presence`. scope: marks their failure reports in `presence`. keepers: the
-    member whose process serves the store, if one does. natively: whether algorithm 'native' is wanted; without it,
-    torch's backend for CPU tensors is made only if nothing else connects the members.
+    reach this rank. lost: returns the members whose process is known to have ended. noted: returns, without waiting,
+    the members whose end a launcher has noted, possibly before a connection ends; None if it notes nothing.
+    global_ranks: their ranks in torch.distributed's default group; empty if they have none. beside_others: whether
+    other ranks of the host compute while these wait for each other, so that waits leave the cores to them. presence: of
+    the ranks that arrived together; None for a rank alone. places: the members' ranks in `presence`. scope: marks their
+    failure reports in `presence`. keepers: the member whose process serves the store, if one does. natively: whether
+    algorithm 'native' is wanted; without it, torch's backend for CPU tensors is made only if nothing else connects the
+    members.
     """
 
     rank: int

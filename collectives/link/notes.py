@@ -1,4 +1,4 @@
-"""What ranks leave in the store while they arrive: where the hub listens, and why a rank does not come to the hub.
+"""What ranks leave in the store while they arrive: where the hub listens, and why a rank has failed before it reached the hub.
 
 Several attempts to arrive may share a store. The key of its hub names an attempt. Before there is a hub, the number of a rank's
 attempt does, which is the same on all ranks that have tried equally often.
@@ -102,7 +102,7 @@ class Notes:
         return self._failure(self._missed)
 
     def leave(self, failure: Failure, found: HubPlace | None) -> None:
-        """Write why this rank does not come. found: the hub that it has found; None for a rank that looked for one."""
+        """Write why this rank has failed. found: the hub that it has found; None for a rank that looked for one."""
         if found is None:
             self._write(self._missed, failure)  # first: a hub that is published later reads it
             found = self.hub()

@@ -85,7 +85,9 @@ def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTrans
 
 
 def gloo_key(rank: int) -> str:
-    """Return the key under which gloo stores a rank's address, which no rank needs once all are connected."""
+    """Return the key under which gloo stores a rank's address, which no rank needs once all are connected. The name is that
+    of gloo's store in torch 2.9 to 2.13; tests/ranks/test_growth.py counts the keys, which grow if another version has another
+    name."""
     return f"gloo/0/{rank}"
 
 

@@ -112,7 +112,7 @@ class WorkQueue:
 
     def check_may_wait(self, rank: int, operation: str) -> None:
         """Raise CollectiveError if the calling thread is inside this queue, where only a signal handler or a finalizer can call:
-        it has interrupted what would run the operation for which it wants to wait."""
+        it interrupted the thread that must run the awaited operation."""
         has_turn = self._turn.get("taken", (0,))[0] == get_ident()
         if has_turn or self._thread is threading.current_thread() or self._is_locked_here():
             raise CollectiveError(

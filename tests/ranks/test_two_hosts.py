@@ -22,7 +22,7 @@ from tests.interpreter import python
 
 STEPS = 3
 
-#: Trains, beside gloo that the user makes, and prints the weights and the sum over ranks.
+#: Trains, beside a gloo group that the script makes itself, and prints the weights and the sum over ranks.
 TRAINS = f"""
 import json, os, sys
 import torch

@@ -266,7 +266,7 @@ class Bucket:
 
     def changed(self) -> str | None:
         """Return the name of a parameter whose gradient has been changed or replaced since take_note(), as far as torch notices;
-        None if there is none. Changes by way of grad.data in the same memory are not noticed, and count."""
+        None if there is none. Changes through grad.data in the same memory are not detected; step() uses them."""
         seen = self._seen()
         if seen == self._noted:
             return None

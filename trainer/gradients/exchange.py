@@ -73,9 +73,8 @@ class GradientExchange:
         self._pass_is_open = False
         self._arrived: dict[int, None] = {}
         self._missing: list[int] = []
-        self._overtaken: list[
-            int
-        ] = []  # parameters with hooks that run after this one, so that their gradients may change
+        # Parameters with hooks that run after this one, so that their gradients may change.
+        self._overtaken: list[int] = []
         self._started, self._counting, self._sparse_started = 0, False, False
         self._found = bucketing.sparse_gradients(())
         self._completing: Work | None = None

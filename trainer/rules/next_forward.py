@@ -258,7 +258,7 @@ class NextForward(Synchronous):
         try:
             for group, settings in zip(groups, self._settings, strict=True):
                 group.update(settings, params=[parameter for parameter in group["params"] if parameter in wanted])
-            # Hooks that were registered after step(), which there are none before, are for later steps.
+            # step() defers only without hooks. Hooks registered since then belong to later steps.
             with _outside_of_modes(devices), without_step_hooks(optimizer), self.sparse_again(wanted):
                 optimizer.step()
         finally:

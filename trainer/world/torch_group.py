@@ -26,8 +26,8 @@ def init_group(backend: str, timeout_s: float, store: Store, rank: int, size: in
 
 
 def name_interface(address: str) -> str | None:
-    """Let gloo use the interface of an address of this host, in the default group and in groups that the user makes beside it.
-    Without this, gloo would use the address to which the name of this host resolves, which may be a loopback address.
+    """Let gloo use the interface of an address of this host, in the default group and in a gloo group that the script makes
+    itself. Without this, gloo would use the address to which the name of this host resolves, which may be a loopback address.
 
     Return the name of the interface, for destroy_group(); None if GLOO_SOCKET_IFNAME names one already, if no interface has the
     address as its first one, or if the address is a loopback address: with one host, gloo needs no name, and child processes

@@ -58,8 +58,8 @@ def _numba() -> Finding:
 
 
 def own_name(environment: Mapping[str, str], peer: str | None = None) -> Finding:
-    """Return whether this host's name resolves to an address that other hosts can use, as gloo expects if the user makes it.
-    peer: see machine()."""
+    """Return whether this host's name resolves to an address that other hosts can use, as a gloo group that the script makes
+    itself expects. peer: see machine()."""
     name, deadline = socket.gethostname(), time.monotonic() + _NAME_S
     do = f'only for an init_process_group("gloo") of your own on several hosts: {_gloo_interface(peer, deadline)}'
     try:
