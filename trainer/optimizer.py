@@ -388,6 +388,8 @@ class DistributedOptimizer(WrappingOptimizer):
     def _before_method(self, name: str) -> None:
         """See Rule.before_method()."""
         self._rule.before_method(name)
+        if self._rule.stats.exchanges:  # else a rank may call this alone, before training
+            self._reports.compare_start(None)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Return a context manager in which step() after synchronize() raises no warning, for programs written for Horovod.

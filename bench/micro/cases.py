@@ -85,7 +85,8 @@ def out_of_place(job: BenchJob, tensor: torch.Tensor, expected: torch.Tensor) ->
 class Case:
     """A collective. shared_out: whether elements are divided over the ranks. places: those of PLACES that the calls have.
     busbw_factor: world size -> busbw / algbw. messages: the messages that a call sends one after the other; the time is that
-    of one. has_algorithms: whether the Communicator knows algorithms of this name. sized: whether a call has data.
+    of one. ranks: how many ranks, the first ones, take part; None: all. has_algorithms: whether the Communicator knows
+    algorithms of this name. sized: whether a call has data.
 
     run: our call. run_torch: the call that users of torch.distributed alone would write.
     """
@@ -100,6 +101,7 @@ class Case:
     places: Sequence[str] = PLACES
     busbw_factor: Callable[[int], float] = lambda size: (size - 1) / size
     messages: int = 1
+    ranks: int | None = None
     has_algorithms: bool = True
     sized: bool = True
 

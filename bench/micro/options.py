@@ -84,7 +84,8 @@ def parse_arguments(name: str, arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-b", "--minbytes", type=size, default="1K", help="smallest size, e.g. 8, 4K, 32M (default 1K)")
+    smallest = "8" if name == "latency" else "1K"
+    add("-b", "--minbytes", type=size, default=smallest, help=f"smallest size, e.g. 8, 4K, 32M (default {smallest})")
     add("-e", "--maxbytes", type=size, default="64M", help="largest size (default 64M)")
     steps = parser.add_mutually_exclusive_group()
     steps.add_argument("-i", "--stepbytes", type=size, help="bytes from one size to the next")

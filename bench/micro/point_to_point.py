@@ -64,6 +64,7 @@ def _case(name: str, *, returned: bool, messages: int, run: Callable[..., Any], 
         places=(OUT_OF_PLACE,),
         busbw_factor=lambda size: 1.0,
         messages=messages,
+        ranks=2,
         has_algorithms=False,
     )
 

@@ -49,6 +49,11 @@ from gradwire.trainer.world.world import start_torch_distributed
 TORCH = "torch"
 """The competitor that calls torch.distributed without a Communicator."""
 PEERS = ("native", TORCH, mpi.MPI)
+MEANINGS = {
+    "barrier": "A barrier has no data: only the times of its tables have a meaning.",
+    "latency": "Times are those of one message from rank 0 to rank 1: half of a round trip.",
+    "bandwidth": "Times are those of one of several messages from rank 0 to rank 1 that are in flight together.",
+}
 
 
 def join_world(backend: str | None, timeout_s: float) -> torch.device:
@@ -175,6 +180,7 @@ def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], r
         f" minBytes {chosen.minbytes} maxBytes {chosen.maxbytes} step: {step}"
         f" warmup iters: {chosen.warmup_iters} iters: {chosen.iters} validation: {chosen.check}",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
+        *([f"# {MEANINGS[name]}"] if name in MEANINGS else []),
         "#",
         "# Using devices",
         *(f"#  {rank}" for rank in ranks),

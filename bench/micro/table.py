@@ -64,7 +64,7 @@ MeasuredRow = tuple[BenchJob, Row, Times]
 def measured_row(case: Case, job: BenchJob, algorithm: str, everyones: Times, **known: Any) -> MeasuredRow:
     """Return the result of an algorithm. everyones: each turn's seconds, (ranks, turns). known: the fields of the row that
     do not follow from times."""
-    everyones = everyones / case.messages
+    everyones = everyones[: case.ranks] / case.messages
     slowest: Times = everyones.max(axis=0)
     of_ranks = np.median(everyones, axis=1) * 1e6
     nbytes, (median_s, p99_s) = case.nbytes(job), median_and_p99(slowest)
@@ -164,6 +164,8 @@ def _known(value: T | None, text: Callable[[T], str]) -> str:
 
 
 def format_trailer(rows: Sequence[Row]) -> list[str]:
+    if not any(row.bytes for row in rows):  # a barrier has no data
+        return ["#"]
     wrong = [row.wrong for row in rows if row.wrong is not None]
     verdict = f"{sum(wrong)} {'FAILED' if sum(wrong) else 'OK'}" if wrong else "N/A"
     average = sum(row.busbw_GBps for row in rows) / len(rows)
@@ -217,6 +219,8 @@ def format_comparison(speedups: Sequence[Speedup]) -> list[str]:
         what = f"#{format_size(each.bytes):>12} {each.dtype:>8} {each.op:>8} {each.place:>12}"
         both = f"{format_us(each.time_us):>10} {format_us(each.peer_time_us):>10}"
         lines.append(f"{what} {both} {each.times:7.2f}  {format_interval(each.interval):16}  {each.runs}")
-    times = [each.times for each in speedups]
-    mean = math.exp(sum(map(math.log, times)) / len(times))
-    return [*lines, f"# Geometric mean       : {mean:.2f}  (best {max(times):.2f}, worst {min(times):.2f})", "#"]
+    for place in dict.fromkeys(each.place for each in speedups):
+        times = [each.times for each in speedups if each.place == place]
+        mean = math.exp(sum(map(math.log, times)) / len(times))
+        lines.append(f"# Geometric mean       : {mean:.2f}  (best {max(times):.2f}, worst {min(times):.2f}), {place}")
+    return [*lines, "#"]

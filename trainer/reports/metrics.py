@@ -102,6 +102,7 @@ class Reports:
         self, rule: Rule, wanted: WantedReports, all_names: Callable[[], dict[Tensor, str]], compared_on: Communicator
     ) -> None:
         self.step = 0
+        self._has_compared = False
         self._rule = rule
         self._communicator = rule.communicator
         self._on_step = wanted.on_step
@@ -119,14 +120,19 @@ class Reports:
             optimizer = rule.setup.optimizer
             self._check = ReplicaCheck(compared_on, optimizer, all_names, with_state=rule.shares_state)
 
+    def compare_start(self, synchronize: Callable[[], None] | None) -> None:
+        """Compare replicas, once, before the first step. Arguments and errors: see before_step()."""
+        if self._check is not None and self._rule.starts_equal and self.step == 0 and not self._has_compared:
+            self._has_compared = True
+            if synchronize is not None:
+                synchronize()
+            self._compare(0)
+
     def before_step(self, synchronize: Callable[[], None] | None) -> None:
         """Note that the wrapped optimizer begins its step. Collective before the first step if replicas are compared. Raises
         ReplicasDiffer on all ranks if they differ. synchronize: exchanges gradients before the comparison, since another rank may
         wait in its backward() for those of this one; None with a closure, which calls backward() later."""
-        if self._check is not None and self._rule.starts_equal and self.step == 0:
-            if synchronize is not None:
-                synchronize()
-            self._compare(0)
+        self.compare_start(synchronize)
         if self._communicator.timeline is not None:
             self._began_ns = now_ns()
 

@@ -118,10 +118,7 @@ class Rule:
     def _refused(self, name: str, why: str) -> RuntimeError:
         """Return the error for a call of a method of the wrapped optimizer."""
         optimizer = self.setup.optimizer
-        return RuntimeError(
-            f"{here()}{name}() of the wrapped {type(optimizer).__name__} is not supported here: {why} "
-            f"({type(self).__name__}). optimizer.optimizer.{name}() calls it on the optimizer of this rank alone"
-        )
+        return RuntimeError(f"{here()}{name}() of the wrapped {type(optimizer).__name__} is not supported here: {why}")
 
     def after_step(self) -> None:
         """Do the rule's work that follows a step of the optimizer."""

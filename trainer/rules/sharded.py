@@ -88,8 +88,7 @@ class Sharded(Synchronous):
             if fault is not None:
                 raise ValueError(
                     f"{here()}shard_states=True is for optimizers that update every element independently; {fault} (on rank "
-                    f"{rank}). Leave out shard_states. To clip gradients by their norm, use an optimizer that does not, and "
-                    "clip_grad_norm_() of the distributed optimizer"
+                    f"{rank}). Leave out shard_states"
                 )
         tried.update(new)
 
@@ -119,7 +118,7 @@ class Sharded(Synchronous):
             yield
 
     def before_method(self, name: str) -> None:
-        raise self._refused(name, "with shard_states=True this rank's optimizer has pieces of the parameters only")
+        raise self._refused(name, "this rank's optimizer has pieces of the parameters only: leave out shard_states")
 
     def after_step(self) -> None:
         begin = time.perf_counter()

@@ -55,7 +55,7 @@ def fault_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
         with _random_numbers_kept({parameter.device for parameter in shapes}), without_step_hooks(optimizer):
             return _difference(optimizer, shapes)
     except Exception as error:
-        return f"a trial raised {type(error).__name__}: {error}"
+        return f"a trial of it, on small tensors and pieces of them, raised {type(error).__name__}: {error}"
 
 
 def _shapes(optimizer: torch.optim.Optimizer, parameters: set[Tensor]) -> dict[Tensor, list[int]]:
@@ -131,7 +131,10 @@ def _difference(optimizer: torch.optim.Optimizer, shapes: Mapping[Tensor, list[i
         pieces_of = [pieces[parameter] for pieces in ranks]
         kept = [stepper.state.get(piece.tensor, {}) for stepper, piece in zip(steppers[1:], pieces_of, strict=True)]
         if what := _differing(whole, steppers[0].state.get(whole, {}), pieces_of, kept):
-            return f"it steps the pieces of a tensor of shape {shapes[parameter]} to other values of {what} than the tensor"
+            return (
+                f"it steps the pieces of a tensor of shape {shapes[parameter]} to other values of {what} than the tensor. If it "
+                "clips gradients by their norm, use one that does not, and clip_grad_norm_() of the distributed optimizer"
+            )
     return None
 
 
