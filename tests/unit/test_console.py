@@ -10,9 +10,10 @@ import pytest
 
 from gradwire.trainer.cli.__main__ import main
 from gradwire.trainer.cli.failure import JobFailure, LastWords, cause_among, exit_status, failure_lines
+from gradwire.trainer.cli.fixed import rendezvous_of
 from gradwire.trainer.cli.hosts import Host, parse_hosts, place, read_hostfile
-from gradwire.trainer.cli.job import commands
-from gradwire.trainer.cli.options import Elastic, Job, parse_job
+from gradwire.trainer.cli.options import Elastic, parse_job
+from gradwire.trainer.cli.reach import command_on
 
 SCRIPT = ["train.py", "--lr", "0.1"]
 
@@ -156,13 +157,14 @@ def test_agents_of_several_hosts() -> None:
         "SECRET": "no",
         "PATH": "/a b:/bin",
     }
-    first, second = commands(job, environment)
-    assert first[0] == second[0] == "ssh"
-    assert "BatchMode=yes" in first
-    assert first[first.index("-p") + 1] == "2222"
-    assert first[first.index("-i") + 1] == "key"
-    assert (first[-2], second[-2]) == ("a", "b")
-    words = shlex.split(second[-1])
+    agent = [sys.executable, "agent", *job.command]
+    ssh = command_on(job.hosts[1], job, agent, environment)
+    assert ssh[0] == "ssh"
+    assert "BatchMode=yes" in ssh
+    assert ssh[ssh.index("-p") + 1] == "2222"
+    assert ssh[ssh.index("-i") + 1] == "key"
+    assert ssh[-2] == "b"
+    words = shlex.split(ssh[-1])
     assert words[:5] == ["cd", str(Path.cwd()), "&&", "exec", "env"]
     python = words.index(sys.executable)
     assert set(words[5:python]) == {
@@ -172,26 +174,27 @@ def test_agents_of_several_hosts() -> None:
         "SPACED=it's two words",
         "WANDB_MODE=offline",
     }
-    told = " ".join(words[python + 1 :])
-    assert "--nodes 2 --node 1 --slots 3 --first-rank 2" in told
-    assert "--endpoint a:29500" in told
-    assert told.endswith(" ".join(SCRIPT))
-    for unset in (job, parse_job(["-np", "2", "-x", "WANDB_MODE", *SCRIPT])):
+    assert words[python:] == agent
+    here = Host("localhost", 1, 0, True)
+    assert command_on(here, job, agent, environment) == agent
+    for host in (here, job.hosts[1]):
         with pytest.raises(ValueError, match="-x WANDB_MODE: it is not set here"):
-            commands(unset, {})
+            command_on(host, job, agent, {})
 
 
-def test_the_first_host_is_this_one() -> None:
-    """The others cannot use the name "localhost", so they get an address."""
-    here, there = commands(parse_job(["-H", "localhost:1,b:1", *SCRIPT]), {"COLLECTIVES_INTERFACE": "lo"})
-    assert here[0] == sys.executable
-    assert "127.0.0.1:29500" in here
-    assert "127.0.0.1:29500" in shlex.split(there[-1])
+def test_where_ranks_meet() -> None:
+    """On the first host. Other hosts cannot use the name "localhost", so they get an address. One host needs no fixed port."""
 
+    def met(*flags: str) -> tuple[str, int]:
+        return rendezvous_of(parse_job([*flags, *SCRIPT]), {"COLLECTIVES_INTERFACE": "lo"})
 
-def test_one_host_needs_no_port() -> None:
-    (command,) = commands(Job(["run"], place(2, {"localhost": 2})), {})
-    assert "--endpoint" not in command
+    assert met("-H", "127.0.0.2:1,127.0.0.3:1") == ("127.0.0.2", 29500)
+    assert met("-H", "localhost:1,127.0.0.3:1") == ("127.0.0.1", 29500)
+    assert met("-H", "127.0.0.2:1,localhost:1", "--master-port", "77") == ("127.0.0.2", 77)
+    assert met("-np", "2") == ("127.0.0.1", 0)
+    ports = {met("-H", "127.0.0.2:2")[1] for _ in range(9)}
+    assert len(ports) > 1
+    assert min(ports) > 1024
 
 
 def test_output_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,7 +233,7 @@ def test_a_line_for_each_failure_and_the_cause_first() -> None:
     assert exit_status([lost, cause, ended]) == 3
     assert failure_lines([JobFailure("b", 1, -9, "")]) == ["gradwire: rank 1 on host b was killed by SIGKILL (9)"]
     assert exit_status([JobFailure("b", 1, -9, "")]) == 137
-    raised = JobFailure("b", 1, -15, "ValueError: boom")  # torch's agent ended it after that
+    raised = JobFailure("b", 1, -15, "ValueError: boom")  # the launcher ended it after that
     assert exit_status([raised, ended]) == 1
     assert failure_lines([raised]) == ["gradwire: rank 1 on host b ended with exit code 1: ValueError: boom"]
     assert failure_lines([lost]) == [f"gradwire: rank 0 on host a ended with exit code 1: {lost.words}"]
@@ -257,7 +260,7 @@ def test_failures_that_are_alike_share_a_line() -> None:
     assert failure_lines(failures[3:]) == [
         f"gradwire: rank 3 on host b ended with exit code 1: {failures[3].words}"  # as it stands in its own output
     ]
-    ended = JobFailure("b", 3, -15, failures[3].words)  # by torch's agent, on its way out by the same error
+    ended = JobFailure("b", 3, -15, failures[3].words)  # by the launcher, on its way out by the same error
     assert failure_lines([*failures[:3], ended]) == failure_lines(failures)
     lost = [JobFailure("a", rank, 1, f"PeerLost: rank {rank}: allreduce(): lost rank 2") for rank in range(2)]
     assert failure_lines(lost) == [

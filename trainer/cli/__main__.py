@@ -48,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _training(name: str, arguments: list[str]) -> int:
     from gradwire.collectives.errors import LinkError
-    from gradwire.trainer.cli.elastic.job import run_elastic_job
     from gradwire.trainer.cli.job import run_job
     from gradwire.trainer.cli.options import parse_job
     from gradwire.trainer.cli.report.command import report
@@ -59,7 +58,7 @@ def _training(name: str, arguments: list[str]) -> int:
         job = parse_job(arguments)
         if job.notice is not None:
             print(job.notice, file=sys.stderr, flush=True)
-        return run_job(job) if job.elastic is None else run_elastic_job(job, job.elastic)
+        return run_job(job)
     except (LinkError, ValueError) as error:
         print(f"gradwire: {error}", file=sys.stderr)
         return 2

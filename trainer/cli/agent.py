@@ -1,155 +1,215 @@
-"""The agent of one host: starts the ranks of the host with torchrun's agent, and reports their output and how they end.
+"""The agent of one host of a job: starts and ends workers at the launcher's request. A worker is the process of a rank. The
+agent is a script that imports no other module of the package.
 
-The launcher starts the agent, on other hosts by ssh, and reads its stdout. The agent writes lines: READY once its modules are
-imported; `[3]<stdout>: text` for each line that rank 3 prints; REPORT with JSON at the end. Only torch and ssh write to stderr.
-The end of stdin means that the launcher has ended, or wants the ranks to end.
+The agent reads lines from stdin: `start 3` and the environment variables of worker 3 as JSON; `kill 3` to kill the worker at
+once; `stop 3` to let it end by itself. The end of stdin means that the launcher has ended, or wants all workers to end. The
+agent writes lines to stdout: READY; `[3]<stdout>: text` for each line that worker 3 prints; EXITED with a worker's number and
+exit code. Arguments: the command of a worker.
 """
 
 from __future__ import annotations
 
-import argparse
+import ctypes
 import json
+import math
 import os
+import selectors
 import signal
+import subprocess
 import sys
-import tempfile
-import threading
 import time
-import uuid
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import IO
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+READY, EXITED = b"[agent]<ready>", b"[agent]<exited>: "
 
-READY, REPORT = b"[agent]<ready>", b"[agent]<report>: "
+#: The time that workers have to end by themselves before the agent kills them.
+_STOP_S = 30.0
+#: How long, after the last worker has ended, the agent still reads the output of processes that workers started.
+_OUTPUT_S = 1.0
+#: The bytes that the agent reads from one output before it serves others, and how many times as many after the worker has
+#: ended: more than a pipe holds.
+_PIECE_BYTES, _LAST_PIECES = 1 << 16, 64
+#: The longest time between two checks of all workers, in case no signal announces an end.
+_POLL_S = 60.0
+_PR_SET_PDEATHSIG = 1
 
-#: How often the agent checks for new output of ranks.
-_POLL_S = 0.05
-#: The time that torch's agent has to end the ranks (it kills them after 30 s) and itself.
-_END_S = 40.0
 
+class _WorkerOutput:
+    """The stdout or stderr of a worker."""
 
-class _OutputCopier:
-    """Copies the output of ranks from their files to stdout, line by line, each prefixed with rank and stream."""
+    def __init__(self, worker: int, name: str, pipe: IO[bytes]) -> None:
+        self.pipe = pipe
+        self._prefix = f"[{worker}]<{name}>: ".encode()
+        self._rest = b""
+        os.set_blocking(pipe.fileno(), False)
 
-    def __init__(self, folder: Path, first_rank: int) -> None:
-        self._folder = folder
-        self._first_rank = first_rank
-        self._files: dict[Path, Any] = {}
-        self._rests: dict[Path, bytes] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="gradwire.output", daemon=True)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Copy the rest, including a last line without a line end. All ranks must have ended."""
-        self._ended.set()
-        self._thread.join()
-        self._copy()
-        for path, rest in self._rests.items():
-            if rest:
-                self._write(path, [rest])
-        for file in self._files.values():
-            file.close()
-
-    def _follow(self) -> None:
-        with suppress(BrokenPipeError):  # the launcher has ended, so stdin ends too
-            while not self._ended.wait(_POLL_S):
-                self._copy()
-
-    def _copy(self) -> None:
-        for path in sorted(self._folder.glob("*/attempt_*/*/std*.log")):
-            if path not in self._files:
-                self._files[path] = path.open("rb")
-            new = self._files[path].read().replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # progress bars use \r
-            *lines, self._rests[path] = (self._rests.get(path, b"") + new).split(b"\n")
+    def copy(self, pieces: int) -> bool:
+        """Read at most `pieces` pieces, write their whole lines to the launcher, and return whether more output may
+        come."""
+        for _ in range(pieces):
+            try:
+                piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
+            except BlockingIOError:
+                return True
+            if not piece:
+                self.finish_line()
+                return False
+            new = self._rest + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # progress bars use \r
+            *lines, self._rest = new.split(b"\n")
             if lines:
-                self._write(path, lines)
+                say(b"\n".join(self._prefix + line for line in lines))
+        return True
 
-    def _write(self, path: Path, lines: list[bytes]) -> None:
-        rank = self._first_rank + int(path.parent.name)
-        prefix = f"[{rank}]<{path.stem}>: ".encode()
-        say(b"\n".join(prefix + line for line in lines))
+    def finish_line(self) -> None:
+        """Write the last line, which has no line end."""
+        if self._rest:
+            say(self._prefix + self._rest)
+            self._rest = b""
+
+
+class _HostAgent:
+    """Runs the workers of this host."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._streams: dict[int, list[_WorkerOutput]] = {}
+        self._kill_at: dict[int, float] = {}
+        self._selector = selectors.DefaultSelector()
+        self._libc = ctypes.CDLL(None)
+        self._told = b""
+        self._is_ending = False
+
+    def run(self) -> None:
+        """Carry out the launcher's requests until all workers have ended."""
+        woken, wakes = os.pipe()
+        for descriptor in (woken, wakes):
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._be_ending)
+        self._stdin = stdin = os.dup(0)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)  # the stdin of workers
+        self._selector.register(stdin, selectors.EVENT_READ, self._listen)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: self._drain(woken))
+        say(READY)
+        end_at = None
+        while end_at is None or (self._selector.get_map().keys() - {stdin, woken} and time.monotonic() < end_at):
+            deadline = min([*self._kill_at.values(), math.inf if end_at is None else end_at])
+            for key, _ in self._selector.select(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
+                key.data()
+            if self._is_ending:
+                for worker in self._workers:
+                    self._stop(worker)
+            self._reap()
+            for worker, deadline in self._kill_at.items():
+                if time.monotonic() >= deadline:
+                    self._kill_at[worker] = math.inf
+                    self._signal(worker, signal.SIGKILL)
+            if self._is_ending and not self._workers and end_at is None:
+                end_at = time.monotonic() + _OUTPUT_S
+
+    def _drain(self, descriptor: int) -> None:
+        with suppress(BlockingIOError):
+            os.read(descriptor, 1 << 12)
+
+    def _listen(self) -> None:
+        """Carry out the requests that have arrived on stdin."""
+        piece = os.read(self._stdin, 1 << 16)
+        if not piece:
+            self._selector.unregister(self._stdin)
+            self._is_ending = True
+        *lines, self._told = (self._told + piece).split(b"\n")
+        for line in lines:
+            what, number, *rest = line.decode().split(" ", 2)
+            if what == "start" and not self._is_ending:
+                self._start(int(number), json.loads(rest[0]))
+            elif what == "kill":
+                self._signal(int(number), signal.SIGKILL)
+            elif what == "stop":
+                self._stop(int(number))
+
+    def _start(self, worker: int, variables: dict[str, str]) -> None:
+        agent, environment = os.getpid(), {**os.environ, **variables}
+
+        def die_with_the_agent() -> None:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != agent:
+                os._exit(1)
+
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=die_with_the_agent,
+            )
+        except OSError as error:
+            say(
+                b"[%d]<stderr>: cannot start %s: %s"
+                % (worker, os.fsencode(self._command[0]), str(error.strerror).encode())
+            )
+            say(EXITED + b"%d 127" % worker)
+            return
+        self._workers[worker] = process
+        self._streams[worker] = []
+        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
+            assert pipe is not None
+            stream = _WorkerOutput(worker, name, pipe)
+            self._streams[worker].append(stream)
+            self._selector.register(pipe, selectors.EVENT_READ, lambda stream=stream: self._copy(stream))
+
+    def _copy(self, stream: _WorkerOutput, pieces: int = 1) -> None:
+        if not stream.pipe.closed and not stream.copy(pieces):
+            self._selector.unregister(stream.pipe)
+            stream.pipe.close()
+
+    def _reap(self) -> None:
+        """Report the workers that have ended, after the rest of their output."""
+        for worker, process in [*self._workers.items()]:
+            if (code := process.poll()) is not None:
+                del self._workers[worker]
+                self._kill_at.pop(worker, None)
+                for stream in self._streams.pop(worker):
+                    self._copy(stream, _LAST_PIECES)
+                    stream.finish_line()
+                say(EXITED + b"%d %d" % (worker, code))
+
+    def _stop(self, worker: int) -> None:
+        """Ask a worker to end, unless the agent has asked it already."""
+        if worker in self._workers and worker not in self._kill_at:
+            self._kill_at[worker] = time.monotonic() + _STOP_S
+            self._signal(worker, signal.SIGTERM)
+
+    def _signal(self, worker: int, number: signal.Signals) -> None:
+        """Send a signal to a worker that has not been reaped, and to all processes of its group."""
+        if worker in self._workers:
+            with suppress(ProcessLookupError):
+                os.killpg(self._workers[worker].pid, number)
+
+    def _be_ending(self, number: int, frame: object) -> None:
+        self._is_ending = True
 
 
 def say(text: bytes) -> None:
-    """Write lines to the launcher."""
-    sys.stdout.buffer.write(text + b"\n")
-    sys.stdout.buffer.flush()
+    """Write lines to the launcher. If it has ended, drop them: the end of stdin then ends the agent."""
+    text += b"\n"
+    with suppress(OSError):
+        while text:
+            text = text[os.write(1, text) :]
 
 
-def _end_with_the_launcher() -> None:
-    """End the ranks when stdin ends. The ranks get an empty stdin."""
-    stdin = os.dup(0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-
-    def wait_for_the_end() -> None:
-        with suppress(OSError):
-            while os.read(stdin, 1):
-                pass
-        os.kill(
-            os.getpid(), signal.SIGTERM
-        )  # torch's agent ends the ranks, unless it waits in a call that handles no signal
-        time.sleep(_END_S)
-        os._exit(1)
-
-    threading.Thread(target=wait_for_the_end, name="gradwire.launcher", daemon=True).start()
-
-
-def main() -> int:
-    """Run this host's ranks, and return the exit status."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--endpoint", help="where the agents of several hosts meet")
-    for name in ("--nodes", "--node", "--slots", "--first-rank", "--timeout"):
-        parser.add_argument(name, type=int, required=True)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    flags = parser.parse_args()
+def main() -> None:
+    """Run the workers of this host."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"  # lines are to appear when they are printed
-    _end_with_the_launcher()
-    say(READY)
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
-        output = _OutputCopier(Path(folder), flags.first_rank)
-        try:
-            report = _run(flags, folder)
-        finally:
-            output.finish()
-    say(REPORT + json.dumps(report).encode())
-    return 1 if report else 0
-
-
-def _run(flags: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Run the ranks until they end. Return the failures: the exit codes of ranks, a signal or an error of the agent."""
-    logs = DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL)
-    alone = flags.endpoint is None
-    config = LaunchConfig(
-        min_nodes=flags.nodes,
-        max_nodes=flags.nodes,
-        nproc_per_node=flags.slots,
-        logs_specs=logs,
-        run_id=str(uuid.uuid4()) if alone else "gradwire",
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint="localhost:0" if alone else flags.endpoint,
-        rdzv_configs={"timeout": flags.timeout} if alone else {"timeout": flags.timeout, "rank": flags.node},
-        local_addr="127.0.0.1" if alone else None,  # whatever this host's name resolves to
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-    )
-    try:
-        elastic_launch(config, flags.command[0])(*flags.command[1:])
-    except ChildFailedError as error:
-        return {"failures": [[rank, failure.exitcode] for rank, failure in sorted(error.failures.items())]}
-    except SignalException as error:
-        return {"signal": int(error.sigval)}
-    except Exception as error:  # the launcher reports any error of torch's agent
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {}
+    _HostAgent(sys.argv[1:]).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

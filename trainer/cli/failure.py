@@ -62,11 +62,11 @@ class JobFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether the rank failed only because other ranks did, or torch's agent ended it for that reason."""
+        """Return whether the rank failed only because other ranks did, or the launcher ended it for that reason."""
         if self.rank is None:
             return False
         if self.exit_code == -signal.SIGTERM and not _RAISED.match(self.words):
-            return True  # torch's agent ended it, unless the rank had already raised an error of its own
+            return True  # the launcher ended it, unless the rank had already raised an error of its own
         return _CONSEQUENCES.search(self.words) is not None
 
     @property

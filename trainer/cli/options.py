@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
     add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
-    add("--verbose", action="store_true", help="print the commands, and the output of torchrun's agents and ssh")
+    add("--verbose", action="store_true", help="print the commands, and the output of agents and ssh")
     _add_elastic(parser)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(without_meaning=[])

@@ -60,3 +60,8 @@ class Output:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._files[number, stream] = path.open("wb", buffering=0)
         return self._files[number, stream]
+
+
+def say(text: str) -> None:
+    """Print a line of the launcher's own."""
+    print(f"gradwire: {text}", file=sys.stderr, flush=True)

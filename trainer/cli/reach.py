@@ -1,4 +1,5 @@
-"""The process of an agent, a child process on this host or an ssh to another host, and its output."""
+"""How hosts reach each other: the process of an agent, a child process on this host or an ssh to another host, and its output;
+the store of the launcher, and addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from typing import IO
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.environment import HOST_ID
 from gradwire.collectives.link.names import look_up
@@ -25,6 +29,10 @@ _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH", "VIRTUAL_E
 #: ssh ends after ten seconds without an answer from the host, which is sooner than the ranks' connections fail.
 _SSH_GIVES_UP = ("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=5")
 
+#: The environment variable that distinguishes the ranks of a job from those of others.
+RUN_ID = "TORCHELASTIC_RUN_ID"
+#: The timeout of an operation of the store.
+_STORE_S = 60.0
 
 #: The beginning of a line that an agent itself writes.
 _OWN = b"[agent]<"
@@ -129,6 +137,14 @@ def address_of(host: Host, job: Job) -> str:
         return look_up(host.name, time.monotonic() + job.start_timeout_s)[0]
     except (OSError, UnicodeError):
         return host.name
+
+
+def start_store(address: str, port: int) -> TCPStore:
+    """Start the store of a job in this process, and return it. port: 0 for a free one. Raises ValueError if the port is taken."""
+    try:
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S))
+    except RuntimeError as error:
+        raise ValueError(f"--master-port {port}: {str(error).splitlines()[0]}") from error
 
 
 def command_on(host: Host, job: Job, agent: list[str], environment: Mapping[str, str]) -> list[str]:

@@ -38,8 +38,8 @@ _HOROVODRUN_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 #: Variables that only srun sets: they are missing in the shell and in the script of a job.
 _OF_SRUN = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
 
-#: The first of the ports that ranks derive, and their number: outside of the range from which Linux assigns ports to clients.
-_FIRST_PORT, _PORTS = 15000, 16384
+#: The ports from which a rendezvous port is chosen: outside of the range from which Linux assigns ports to clients.
+PORTS = range(15000, 15000 + 16384)
 
 # In the order of precedence. Slurm is last: its variables are also set for an mpirun or torchrun inside of a job.
 _VARIABLES = {
@@ -146,7 +146,7 @@ def _derived_port(environment: Mapping[str, str], launcher: str, on_one_host: bo
         number = zlib.crc32(environment["PMIX_NAMESPACE"].encode())
     elif launcher == MPICH and on_one_host and (process := launching_process(_MPICH_RANK)) is not None:
         number = process[0]
-    return None if number is None else _FIRST_PORT + number % _PORTS
+    return None if number is None else PORTS[number % len(PORTS)]
 
 
 def launching_process(rank_variable: str) -> list[int] | None:

@@ -1,10 +1,17 @@
-"""The actions that the policy of an elastic job decides on, and that the launcher carries out."""
+"""The actions that the ranks of a job decide on, and that the launcher carries out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from gradwire.trainer.world.epochs import Epoch
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Start the agent of a host, unless it runs already."""
+
+    node: int
 
 
 @dataclass(frozen=True)
@@ -68,4 +75,4 @@ class End:
     reason: str
 
 
-Action = Start | Kill | Stop | Release | Begin | Update | Say | End
+Action = Reach | Start | Kill | Stop | Release | Begin | Update | Say | End

@@ -14,13 +14,14 @@ LOST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 120.0
 
 @dataclass
 class ElasticHost:
-    """A host of the job. slots: how many workers it may have now. is_failed: whether it gets no more workers. failures:
-    the number of failures in a row of workers that had not become ranks. is_lost: whether its agent has ended and the
-    host is not used before again_at, pause_s after the loss. is_released: whether its agent was asked to end; a host of
-    the same name is then a new ElasticHost."""
+    """A host of the job. slots: how many workers it may have now. is_ready: whether its agent has started at least once.
+    is_failed: whether it gets no more workers. failures: the number of failures in a row of workers that had not become
+    ranks. is_lost: whether its agent has ended and the host is not used before again_at, pause_s after the loss. is_released:
+    whether its agent was asked to end; a host of the same name is then a new ElasticHost."""
 
     name: str
     slots: int
+    is_ready: bool = False
     is_failed: bool = False
     failures: int = 0
     is_lost: bool = False
