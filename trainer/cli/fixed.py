@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Mapping
 
 from gradwire.collectives.environment import AGENT_STORE
-from gradwire.trainer.cli.elastic.actions import Action, End, Reach, Start
-from gradwire.trainer.cli.elastic.workers import Workers
+from gradwire.trainer.cli.actions import Action, End, Reach, Start
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Job
 from gradwire.trainer.cli.reach import RUN_ID, address_for, address_of, start_store
+from gradwire.trainer.cli.workers import Workers
 from gradwire.trainer.world.epochs import Epoch
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT, PORTS
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 
 from gradwire.collectives.errors import LinkError
 from gradwire.trainer.cli import agent as agent_script
-from gradwire.trainer.cli.elastic.actions import Action, End, Kill, Reach, Release, Start, Stop
+from gradwire.trainer.cli.actions import Action, End, Kill, Reach, Release, Start, Stop
 from gradwire.trainer.cli.elastic.job import ElasticRanks
 from gradwire.trainer.cli.failure import JobFailure, exit_status, failure_lines
 from gradwire.trainer.cli.fixed import FixedRanks

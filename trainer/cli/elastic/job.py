@@ -8,14 +8,14 @@ import uuid
 from collections.abc import Iterable, Mapping
 
 from gradwire.collectives.environment import AGENT_STORE
-from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Say, Update
+from gradwire.trainer.cli.actions import Action, Begin, End, Say, Update
 from gradwire.trainer.cli.elastic.discovery import Discovery
 from gradwire.trainer.cli.elastic.policy import JobPolicy
-from gradwire.trainer.cli.elastic.workers import Workers
 from gradwire.trainer.cli.hosts import Host
 from gradwire.trainer.cli.options import Elastic, Job
 from gradwire.trainer.cli.output import say
 from gradwire.trainer.cli.reach import RUN_ID, address_for, start_store
+from gradwire.trainer.cli.workers import Workers
 from gradwire.trainer.world.epochs import WORKER, Epochs
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gradwire.trainer.cli.elastic.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
+from gradwire.trainer.cli.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
 from gradwire.trainer.cli.elastic.ranks import next_epoch
-from gradwire.trainer.cli.elastic.workers import Workers
 from gradwire.trainer.cli.failure import ending
 from gradwire.trainer.cli.options import Elastic
+from gradwire.trainer.cli.workers import Workers
 from gradwire.trainer.world.epochs import Departure, Epoch
 
 #: The time that a worker has to leave an epoch or to end after another worker has reported it as lost.

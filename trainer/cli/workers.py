@@ -1,4 +1,5 @@
-"""The hosts and workers of an elastic job: which are alive, which may take part, and which slots are free."""
+"""The hosts of a job, and the workers, which are the processes of its ranks: which are alive, which may take part, and which
+slots are free."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ LOST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 120.0
 
 
 @dataclass
-class ElasticHost:
+class HostState:
     """A host of the job. slots: how many workers it may have now. is_ready: whether its agent has started at least once.
     is_failed: whether it gets no more workers. failures: the number of failures in a row of workers that had not become
     ranks. is_lost: whether its agent has ended and the host is not used before again_at, pause_s after the loss. is_released:
-    whether its agent was asked to end; a host of the same name is then a new ElasticHost."""
+    whether its agent was asked to end; a host of the same name is then a new HostState."""
 
     name: str
     slots: int
@@ -56,7 +57,7 @@ class Workers:
 
     def __init__(self, most: int | None) -> None:
         self.of: dict[int, WorkerState] = {}
-        self.hosts: dict[int, ElasticHost] = {}
+        self.hosts: dict[int, HostState] = {}
         self._most = most
 
     def set_hosts(self, slots: Mapping[str, int]) -> None:
@@ -65,12 +66,12 @@ class Workers:
         for host in self.hosts.values():
             host.slots = slots.get(host.name, 0)
         for name in [name for name in slots if name not in known]:
-            self.hosts[len(self.hosts)] = ElasticHost(name, slots[name])
+            self.hosts[len(self.hosts)] = HostState(name, slots[name])
         for worker in self.of.values():
             is_there = worker.slot < self.hosts[worker.node].slots
             worker.is_leaving = not is_there or (worker.is_leaving and self._most_more == 0)
 
-    def host_of(self, worker: int) -> ElasticHost:
+    def host_of(self, worker: int) -> HostState:
         """Return the host of a worker."""
         return self.hosts[self.of[worker].node]
 
