@@ -13,8 +13,9 @@ from torch import Tensor
 
 import gradwire as hvd
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.trainer.servers.key_value.compression import Encoder, codec_of
-from gradwire.trainer.servers.key_value.keys import KeySpec
+from gradwire.trainer.gradients.compression import Encoding
+from gradwire.trainer.servers.key_value.compression import codec_of
+from gradwire.trainer.servers.pushed import Packing, Sender
 from tests.harness import wide
 from tests.ranks.training import on_ranks
 
@@ -154,16 +155,16 @@ def test_pushes_travel_as_codes_with_error_feedback(params: dict[str, Any]) -> N
         return torch.randn(50, 100, generator=torch.Generator().manual_seed(10 * step + other))
 
     codec = codec_of(params)
-    spec = KeySpec("w", 0, torch.Size((50, 100)), torch.float32, 0)
-    encoders = [Encoder(codec, other) for other in range(size)]
+    packing = Packing([torch.zeros(50, 100)], [Encoding(codec, codec.needs_feedback)])
+    senders = [Sender(packing, 0, other) for other in range(size)]
     for step in range(steps):
         out, decoded = torch.zeros(50, 100), torch.empty(numel)
         count = torch.tensor([1, 2, 3])
         kv.pushpull(["w", "n"], [pushed(step, rank), count], out=[out, count])
         total = torch.zeros(numel)
-        for other, encoder in enumerate(encoders):
-            number, wire = encoder.encode(spec, pushed(step, other))
-            codec.at(number).decode(wire, decoded)
+        for other, sender in enumerate(senders):
+            _, wire = sender.encode([pushed(step, other)], step)
+            codec.at(step).decode(wire, decoded)
             total += decoded
         assert torch.equal(out.flatten(), total)
         assert torch.equal(count, size * torch.tensor([1, 2, 3]))  # as it is

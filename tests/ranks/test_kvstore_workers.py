@@ -76,13 +76,13 @@ def wait_in_vain() -> None:
     hvd.init(timeout_s=60)
     kv = hvd.KVStore("dist_sync", servers=[1])
     kv.init("w", torch.zeros(2))
-    if kv._group.keys is not None:
-        kv._group.keys._timeout_s = 0.2
+    if kv._group.server is not None:
+        kv._group.server._timeout_s = 0.2
     meet("impatient")
     if hvd.rank() == 0:
         kv.push("w", torch.ones(2))
         with pytest.raises(
-            CollectiveTimeout, match=r"rank 0: pull of key 'w' at the server on rank 1: not done"
+            CollectiveTimeout, match=r"rank 0: pull of key 'w' at the key-value store on rank 1: not done"
         ) as caught:
             kv.pull("w", torch.zeros(2))
         assert (caught.value.waiting_for, caught.value.seconds) == ((1,), 0.2)
@@ -110,11 +110,13 @@ def lose_one(type: Any, dies: int) -> None:
     if type == "dist_sync":
         key, server = ("a", 0) if dies != 0 else ("b", 1)
         kv.push(key, torch.ones(2))
-        at = "" if hvd.rank() == server else f" at the server on rank {server}| by rank {server}"
+        at = "" if hvd.rank() == server else f" at the key-value store on rank {server}| by rank {server}"
         with pytest.raises(hvd.QuorumLost, match=f"rank {hvd.rank()}: pull of key '{key}'({at}).*lost rank {dies}"):
             kv.pull(key, outs[0])
     elif dies == 1:
-        with pytest.raises(PeerLost, match=f"rank {hvd.rank()}: .* key 'b' at the server on rank 1: lost rank 1"):
+        with pytest.raises(
+            PeerLost, match=f"rank {hvd.rank()}: .* key 'b' at the key-value store on rank 1: lost rank 1"
+        ):
             push_until_it_fails(kv, "b", outs[1])
         kv.pushpull("a", torch.ones(2), out=outs[0])
         assert outs[0].max() <= -1 - hvd.size()  # one of each rank, and its own

@@ -259,7 +259,10 @@ def test_an_optimizer_that_raises_at_the_server_is_told_to_all() -> None:
     model = network().double()
     optimizer = hvd.ParameterServer(Broken(model.parameters(), lr=0.1), servers=[0])
     before = copies(model.parameters())
-    with pytest.raises(CollectiveError, match=rf"step of rank {hvd.rank()} .*the optimizer has failed.*no step today"):
+    with pytest.raises(
+        CollectiveError,
+        match=rf"pull of the parameters by rank {hvd.rank()}: .*the optimizer has failed.*no step today",
+    ):
         train(model, optimizer, range(1))
     assert_equal(before, model.parameters())
     hvd.barrier()
@@ -292,9 +295,9 @@ def test_an_answer_that_is_due_is_not_waited_for_beyond_the_deadline() -> None:
     _, optimizer = served(servers=[0])
     if hvd.rank() == 1:
         worker: Any = optimizer._worker
-        ((server, numbers),) = worker._parts
+        ((server, key, numbers),) = worker._parts
         pushed = worker._senders[0].encode([None] * len(numbers), 0)
-        server.push(0, 1.0, 0, pushed, time.monotonic() + 20)
+        server.push(key, pushed, 0, pulls=True)
         begun = time.monotonic()
         optimizer.close(timeout_s=0.5)
         assert time.monotonic() - begun < 20

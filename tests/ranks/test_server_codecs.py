@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.trainer.gradients.compression import Compressor, Policy
+from gradwire.trainer.gradients.compression import Compressor, Policy, encoding_for
 from gradwire.trainer.servers.pushed import Packing, Sender
 from tests.ranks.training import (
     assert_equal,
@@ -28,7 +28,8 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
     model = network(700)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
-    packing = Packing([""] * len(parameters), parameters, Policy(compression))
+    policy = Policy(compression)
+    packing = Packing(parameters, [encoding_for(policy.encoding("", each), each.dtype) for each in parameters])
     senders = [Sender(packing, rank << 16) for rank in range(size)]
     for step in range(STEPS):
         totals = [torch.zeros_like(parameter) for parameter in parameters]

@@ -79,10 +79,9 @@ def test_a_server_that_fails_at_a_message_leaves_nobody_waiting(place: str) -> N
     def fail(*_: object) -> None:
         raise MemoryError("no room today")
 
-    server: Any = optimizer._part.serving
+    server: Any = optimizer._server
     if server is not None:
-        _, packing = server._answer.args
-        setattr(packing, place, fail)
+        setattr(server.packing(0), place, fail)
     hvd.barrier()
     if hvd.rank() == 1:
         with pytest.raises(CollectiveError, match="no room today" if place == "decode" else "lost rank 0"):

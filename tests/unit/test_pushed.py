@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback, Policy
+from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback, Policy, encoding_for
 from gradwire.trainer.servers.pushed import Packing, Sender
 
 NAMES = ["matrix", "bias", "other matrix", "wide"]
@@ -24,10 +24,17 @@ def dense(gradients: list[Tensor | None]) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, PARAMETERS, strict=True)]
 
 
+def packing_of(count: int, compression: Compressor) -> Packing:
+    """Return the packing of the first parameters."""
+    policy, parameters = Policy(compression), PARAMETERS[:count]
+    kinds = [policy.encoding(name, parameter) for name, parameter in zip(NAMES, parameters, strict=False)]
+    return Packing(parameters, [encoding_for(kind, each.dtype) for kind, each in zip(kinds, parameters, strict=True)])
+
+
 def through(packing: Packing, sender: Sender, gradients: list[Tensor | None], step: int) -> list[Tensor | None]:
     """Return gradients of a step as a server gets them, in buffers that it has made itself."""
     forms, *pushed = sender.encode(gradients, step)
-    received = packing.empty(packing.empty_forms().copy_(forms), step)
+    received = packing.empty(packing.dense_forms().copy_(forms), step)
     for source, target in zip(pushed, received, strict=True):
         assert (source.dtype, source.shape) == (target.dtype, target.shape)
         target.copy_(source)
@@ -36,7 +43,7 @@ def through(packing: Packing, sender: Sender, gradients: list[Tensor | None], st
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "int8", "dgc", "qsgd"])
 def test_small_gradients_travel_as_they_are_and_others_as_codes(compression: str) -> None:
-    packing = Packing(NAMES, PARAMETERS, Policy(compression))
+    packing = packing_of(4, compression)
     decoded = through(packing, Sender(packing, 3), gradients_of(0), 0)
     exact = [torch.equal(one, other) for one, other in zip(dense(decoded), dense(gradients_of(0)), strict=True)]
     if compression == "none":
@@ -51,7 +58,7 @@ def test_small_gradients_travel_as_they_are_and_others_as_codes(compression: str
 
 @pytest.mark.parametrize("compression", ["onebit", "topk", "randomk", ErrorFeedback("int4", warmup_steps=2)])
 def test_with_error_feedback_only_what_is_kept_is_missing(compression: Compressor) -> None:
-    packing = Packing(NAMES[:1], PARAMETERS[:1], Policy(compression))
+    packing = packing_of(1, compression)
     sender = Sender(packing, 3)
     total, given = torch.zeros(64, 65), torch.zeros(64, 65)
     for step in range(STEPS):
@@ -70,7 +77,7 @@ def test_with_error_feedback_only_what_is_kept_is_missing(compression: Compresso
 @pytest.mark.parametrize("compression", ["none", "fp16", ErrorFeedback("int4"), "onebit"])
 def test_what_is_absent_or_sparse_is_so_at_the_server_and_nothing_is_lost(compression: Compressor) -> None:
     """Have a matrix without a gradient in step 1, with a sparse one in step 2, and nothing at all in step 3."""
-    packing = Packing(NAMES, PARAMETERS, Policy(compression))
+    packing = packing_of(4, compression)
     sender = Sender(packing, 3)
     rows = torch.sparse_coo_tensor(torch.tensor([[3, 5, 3]]), torch.ones(3, 65), (64, 65), check_invariants=True)
     given, total = torch.zeros(64, 65), torch.zeros(64, 65)
@@ -102,7 +109,7 @@ def test_what_is_absent_or_sparse_is_so_at_the_server_and_nothing_is_lost(compre
     ],
 )
 def test_a_state_that_would_spoil_the_next_update_is_not_loaded(damage: Callable[[Tensor], Tensor], said: str) -> None:
-    packing = Packing(NAMES, PARAMETERS, Policy("dgc"))
+    packing = packing_of(4, "dgc")
     sender = Sender(packing, 3)
     sender.encode(gradients_of(0), 0)
     before = sender.state_dict()

@@ -103,12 +103,16 @@ class Scheme:
     quorum: how many workers must have contributed. grace_s: how many seconds the update then waits for others. staleness: how
     many steps a worker may be ahead of the slowest; None for any number. late: how a contribution to an old version is used.
     "weight": in the next update, weighted by 1 / (1 + age). "next": in the next update, like any other. "drop": not at all.
+    sums: whether an update is the sum of contributions, not their weighted average. reads_own: whether a worker waits until an
+    update has used its contribution, even a late one.
     """
 
     quorum: int
     grace_s: float
     staleness: int | None
     late: Late
+    sums: bool = False
+    reads_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class Aggregator(Generic[_Value]):
         """Return the contributions of the next update with their factors, ordered by worker; None if no update is due.
 
         A factor is the contribution's weight / the sum of all weights, or 0 if this sum is 0. With late="weight", it is divided
-        by 1 + age.
+        by 1 + age. For sums, all factors are 1.
         """
         due_at = self.due_at(now)
         if due_at is None or now < due_at:
@@ -184,20 +188,23 @@ class Aggregator(Generic[_Value]):
         self.version += 1
         self._updates += 1
         total = sum(each.weight for each in pending) or 1.0
-        return [
-            (each.value, each.weight / total * (1 / (1 + each.age) if self._scheme.late == "weight" else 1.0))
-            for each in sorted(pending, key=lambda each: each.worker)
-        ]
+
+        def factor(each: _Contribution[_Value]) -> float:
+            if self._scheme.sums:
+                return 1.0
+            return each.weight / total * (1 / (1 + each.age) if self._scheme.late == "weight" else 1.0)
+
+        return [(each.value, factor(each)) for each in sorted(pending, key=lambda each: each.worker)]
 
     def may_go(self, worker: int) -> bool:
         """Return whether a worker may continue with the newest parameters: an update has followed the version to which the
         worker contributed, and the worker is not too many steps ahead."""
-        return self.version > self._versions.get(worker, -1) and not self.blocking(worker)
+        return not self._needs_update(worker) and not self.blocking(worker)
 
     def blocking(self, worker: int) -> tuple[int, ...]:
         """Return the workers that block a worker that has contributed: before the next update, those that have not contributed
         to it; after it, those that are further behind than the staleness allows."""
-        if self.version <= self._versions.get(worker, -1):
+        if self._needs_update(worker):
             return self.awaited
         bound = self._scheme.staleness
         if bound is None:
@@ -234,6 +241,12 @@ class Aggregator(Generic[_Value]):
             lead=self._lead,
             lost=self.lost,
         )
+
+    def _needs_update(self, worker: int) -> bool:
+        """Return whether a worker cannot continue before the next update."""
+        if self._scheme.reads_own and worker in self._contributors():
+            return True
+        return self.version <= self._versions.get(worker, -1)
 
     def _contributors(self) -> set[int]:
         return {each.worker for each in self._pending}

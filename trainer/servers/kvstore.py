@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -15,6 +16,9 @@ from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.key_value.catalogue import (
     Catalogue,
+    Factory,
+    KeySpec,
+    Name,
     check_updatable,
     dense,
     described,
@@ -23,10 +27,12 @@ from gradwire.trainer.servers.key_value.catalogue import (
     lists_of_rows,
     rows_of,
 )
-from gradwire.trainer.servers.key_value.compression import Encoder, codec_of
+from gradwire.trainer.servers.key_value.compression import codec_of
 from gradwire.trainer.servers.key_value.group import KeyGroup
-from gradwire.trainer.servers.key_value.keys import Factory, Name, summed
 from gradwire.trainer.servers.key_value.state_files import read_states, write_states
+from gradwire.trainer.servers.pushed import Sender
+from gradwire.trainer.servers.rows import weighted_sum
+from gradwire.trainer.servers.server import Entry
 from gradwire.trainer.world.world import here
 
 Type = Literal["local", "device", "dist_sync", "dist_device_sync", "dist_async"]
@@ -66,7 +72,9 @@ class KVStore:
         self._type = type
         self._factory: Factory | None = None
         self._optimizer_name = ""
-        self._encoder: Encoder | None = None
+        self._is_compressed = False
+        self._senders: dict[int, Sender] = {}
+        self._steps: Counter[int] = Counter()  # the pushes to each key since its Sender was made
         self._group = KeyGroup(alone=type in ("local", "device"), asynchronous=type == "dist_async", servers=servers)
         self._catalogue = Catalogue(self._group.clients)
 
@@ -103,8 +111,9 @@ class KVStore:
         named = self._group.agreed(given)
         for name, first in zip(named, self._group.share(list(named.values())), strict=True):
             spec = self._catalogue.add(name, first)
-            if spec.server == self._group.rank and self._group.keys is not None:
-                self._group.keys.add(spec, first.clone(), self._factory)
+            if spec.server == self._group.rank and self._group.server is not None:
+                held = first.clone()
+                self._group.server.add(spec, [held], None if self._factory is None else self._factory([held]))
         self._group.meet()  # no rank pushes before all servers hold the keys
 
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
@@ -119,14 +128,17 @@ class KVStore:
         """
         self._check(priority)
         given = self._catalogue.tensors(key, value, "value")
-        pushes = [(spec, summed([dense(tensor) for tensor in tensors]).cpu()) for spec, tensors in given]
+        pushes = [(spec, self._summed(spec, tensors)) for spec, tensors in given]
         for spec, total in pushes:
-            client = self._group.clients[spec.server]
-            if self._encoder is not None and spec.travels_coded:
-                step, code = self._encoder.encode(spec, total)
-                client.push(spec, code, step)
-            else:
-                client.push(spec, total, None)
+            if spec.number not in self._senders:
+                self._senders[spec.number] = Sender(spec.packing, 0, self.rank, spec.number)
+            client, step = self._group.clients[spec.server], self._steps[spec.number]
+            self._steps[spec.number] += 1
+            client.push(spec, self._senders[spec.number].encode([total], step), step)
+
+    @staticmethod
+    def _summed(spec: KeySpec, tensors: Sequence[Tensor]) -> Tensor | None:
+        return weighted_sum([(dense(tensor).cpu(), 1.0) for tensor in tensors], spec.dtype)
 
     def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Copy the newest values into tensors. The values contain all earlier pushes of this rank.
@@ -144,10 +156,10 @@ class KVStore:
             wanted.append((spec, [tensor for tensor in tensors if not is_sparse(tensor)]))
         for spec, tensors in wanted:
             if tensors:
-                value = self._group.clients[spec.server].pull(spec)
+                _, (value,) = self._group.clients[spec.server].pull(spec)
                 with torch.no_grad():
                     for tensor in tensors:
-                        tensor.copy_(value)
+                        tensor.copy_(value.view(spec.shape))
 
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, then pull into out, or into the values themselves if out is None."""
@@ -182,7 +194,8 @@ class KVStore:
             for tensor, rows in zip(tensors, ids, strict=True)
         ]
         for spec, tensor, rows in wanted:
-            fill_rows(tensor, rows, self._group.clients[spec.server].pull(spec, rows))
+            _, (values,) = self._group.clients[spec.server].pull(spec, rows)
+            fill_rows(tensor, rows, values)
 
     def set_optimizer(self, optimizer: Factory) -> None:
         """Make an optimizer for every key, present and future, on the key's server. Collective.
@@ -204,8 +217,8 @@ class KVStore:
         self.barrier()  # the earlier optimizers apply all earlier pushes
         self._optimizer_name = self._group.agreed(given)
         self._factory = optimizer
-        if self._group.keys is not None:
-            self._group.keys.set_optimizer(optimizer)
+        for entry in self._entries():
+            entry.set_optimizer(optimizer(entry.tensors))
         self._group.meet()
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -221,7 +234,7 @@ class KVStore:
         self._check()
         if self._group.communicator is None:
             raise ValueError(f"{here()}type {self._type!r} sends nothing that could be compressed")
-        if self._encoder is not None:
+        if self._is_compressed:
             raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
 
         def given() -> tuple[Codec, Any]:
@@ -231,11 +244,13 @@ class KVStore:
             except Exception as error:
                 raise ValueError(f"{here()}gradient compression by {compression_params!r}: {error}") from error
 
+        self.barrier()  # all earlier pushes have arrived, as they were sent
         codec = self._group.agreed(given)
         rehearse(codec, torch.device("cpu"), with_feedback=codec.needs_feedback)  # compiles now, not in the first push
-        if self._group.keys is not None:
-            self._group.keys.codec = codec
-        self._encoder = Encoder(codec, self._group.rank)
+        self._catalogue.compress(codec)
+        self._is_compressed = True
+        self._senders.clear()
+        self._steps.clear()
         self._group.meet()
 
     def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
@@ -247,8 +262,7 @@ class KVStore:
         """
         path = self._agreed_path("save_optimizer_states", fname)
         self.barrier()  # the states then contain all earlier pushes
-        states = {} if self._group.keys is None else self._group.keys.state_dict()
-        write_states(path, self._optimizer_name, states, self._group.communicator)
+        write_states(path, self._optimizer_name, self._states(), self._group.communicator)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Load the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the file.
@@ -264,13 +278,11 @@ class KVStore:
             raise ValueError(
                 f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
             )
-        keys = self._group.keys
-        before = {} if keys is None else keys.state_dict()
+        before = self._states()
 
         def load() -> tuple[None, Any]:
             try:
-                if keys is not None:
-                    keys.load_state_dict(states)
+                self._load(states)
             except Exception as error:
                 message = f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
                 raise ValueError(message) from error
@@ -279,8 +291,7 @@ class KVStore:
         try:
             self._group.agreed(load)
         except ValueError:
-            if keys is not None:
-                keys.load_state_dict(before)
+            self._load(before)
             self._group.meet()  # no rank pushes before all servers have loaded
             raise
 
@@ -314,6 +325,21 @@ class KVStore:
         stops serving them. Further calls do nothing.
         """
         self._group.part.close(timeout_s)
+
+    def _entries(self) -> list[Entry]:
+        """Return the entries of this rank's server."""
+        return [] if self._group.server is None else self._group.server.entries
+
+    def _states(self) -> dict[Name, Any]:
+        """Return the states of the optimizers of this rank's server, by key."""
+        names = [spec.name for spec in self._catalogue]
+        return {names[entry.key.number]: entry.state_dict()["optimizer"] for entry in self._entries()}
+
+    def _load(self, states: dict[Name, Any]) -> None:
+        """Load the states of the optimizers of this rank's server. states: by key; may contain other keys."""
+        names = [spec.name for spec in self._catalogue]
+        for entry in self._entries():
+            entry.load_state_dict({"optimizer": states[names[entry.key.number]]})
 
     def _check(self, priority: int = 0) -> None:
         """Raise RuntimeError if the store is closed, and ValueError for a priority other than 0."""

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings, on_all_ranks
 from gradwire.trainer.gradients.arguments import check_named_parameters, check_optimizer
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
+from gradwire.trainer.gradients.compression import Compression, Compressor, Policy, encoding_for
 from gradwire.trainer.gradients.replicas import hash_of
-from gradwire.trainer.optimizers.copies import copied_attributes
+from gradwire.trainer.optimizers.copies import copied_attributes, of_copies
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
 from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
-from gradwire.trainer.servers.connection import open_pairs, text_of
-from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater, answer
+from gradwire.trainer.servers.connection import text_of
 from gradwire.trainer.servers.pushed import Packing, encodings_of
-from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, roles_of
-from gradwire.trainer.servers.serving import ServerAndClients, Serving
-from gradwire.trainer.servers.updater import Updater, cut
+from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, cut, roles_of
+from gradwire.trainer.servers.server import Key, Server
+from gradwire.trainer.servers.serving import ServerAndClients
 from gradwire.trainer.servers.worker import Member, PushPullWorker
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import current_world, here
@@ -121,7 +119,8 @@ class ParameterServer(WrappingOptimizer):
         self._timeout_s = current_world().settings.timeout_s
         self._part = ServerAndClients(self._timeout_s)
         self._communicator = self._open(process_set)
-        self._updater: Updater | None = None
+        self._server: Server | None = None
+        self._held: list[Tensor] = []  # the parameters of which this rank's server has copies
         self._worker: PushPullWorker | Member | None = None
         self._failure: BaseException | None = None
         self._hashes: list[int] = []  # of the parameters that this rank's servers have last copied or sent
@@ -175,36 +174,44 @@ class ParameterServer(WrappingOptimizer):
         self, names: Sequence[str], parameters: Sequence[Tensor], encodings: Policy, group: Communicator | None
     ) -> None:
         """Make the servers, and this rank's connections to them."""
-        world, rank, roles = current_world(), self._communicator.rank, self._roles
-        ranks = [place for place in world.ranks_of(self._communicator) if place is not None]
+        rank, roles = self._communicator.rank, self._roles
+        ranks = [place for place in current_world().ranks_of(self._communicator) if place is not None]
         if len(ranks) != self._communicator.size:
             raise ValueError(f"{here()}process_set is a Communicator of ranks that are not in this world")
-        token = self._communicator.allgather_record(secrets.token_hex(8))[0]
-        parts: list[tuple[RemoteUpdater | LocalUpdater, Sequence[int]]] = []
+        chosen = [
+            encoding_for(encodings.encoding(name, parameter), parameter.dtype)
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+        for encoding in filter(None, dict.fromkeys(chosen)):  # compiles now, not in the first step
+            rehearse(encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback)
         shares = cut(parameters, roles.servers)
-        report_s = min(_REPORT_S, _REPORT * self._timeout_s)
-        trains = {member for members in roles.groups for member in members}
+        keys = {}
         for server, numbers in shares.items():
-            part = [parameters[number] for number in numbers]
-            packing = Packing([names[number] for number in numbers], part, encodings)
-            patience_s = self._timeout_s - (3 if rank == server else 1) * report_s
-            pairs = open_pairs(
-                f"server {token}", server, roles.workers, rank=rank, world_ranks=ranks, timeout_s=patience_s
-            )
-            self._part.communicators += pairs.values()
-            if server == rank:
-                update_s = self._timeout_s - 2 * report_s
-                self._updater = Updater(rank, roles.workers, shares, part, self.optimizer, self._scheme, update_s)
-                answering = functools.partial(answer, self._updater, packing)
-                self._part.serving = Serving("the parameter server", self._updater, answering, pairs)
-                if rank in roles.workers:
-                    parts.append((LocalUpdater(self._updater, packing), numbers))
-            elif rank in roles.workers:
-                settings = None if server in trains else self.optimizer
-                parts.append((RemoteUpdater(rank, server, packing, pairs[rank], settings), numbers))
-        self._part.clients += [client for client, _ in parts]
-        patience_s = self._timeout_s - report_s
-        worker_here = PushPullWorker(rank, parameters, parts, patience_s) if rank in roles.workers else None
+            packing = Packing([parameters[number] for number in numbers], [chosen[number] for number in numbers])
+            keys[server] = Key("the parameters", 0, server, packing)
+        report_s = min(_REPORT_S, _REPORT * self._timeout_s)
+        if rank in shares:
+            self._server = Server(rank, roles.workers, self._scheme, self._timeout_s - 2 * report_s, needed=shares)
+            self._held = [parameters[number] for number in shares[rank]]
+            held = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in self._held]
+            optimizer = of_copies(self.optimizer, dict(zip(self._held, held, strict=True)))
+            self._server.add(keys[rank], held, optimizer, users=self.optimizer)
+        trains = {member for members in roles.groups for member in members}
+        self._part.connect(
+            "the parameter server",
+            self._server,
+            shares,
+            roles.workers,
+            self._communicator,
+            world_ranks=ranks,
+            server_s=self._timeout_s - 3 * report_s,
+            worker_s=self._timeout_s - report_s,
+            settings={server: self.optimizer for server in shares if server not in trains},
+        )
+        worker_here = None
+        if rank in roles.workers:
+            parts = [(client, keys[server], shares[server]) for server, client in self._part.clients.items()]
+            worker_here = PushPullWorker(rank, parameters, parts, self._timeout_s - report_s)
         self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
 
     @property
@@ -272,8 +279,8 @@ class ParameterServer(WrappingOptimizer):
         if self._worker is not None:
             raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
         if (refusal := self._changes()) is not None:
-            if self._updater is not None:
-                self._updater.refuse(refusal)
+            if self._server is not None:
+                self._server.refuse(refusal)
             raise RuntimeError(refusal)
         while (server := self._part.serving) is not None and not server.join(time.monotonic() + _SLICE_S):
             pass
@@ -290,7 +297,7 @@ class ParameterServer(WrappingOptimizer):
         self._check_open()
         if self._worker is not None:
             return ServerReport.of(self._worker.counts())
-        return ServerReport.of([] if self._updater is None else [self._updater.counts()])
+        return ServerReport.of([] if self._server is None else [self._server.counts()])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank and its server. Every rank saves its own, after the same step, together with the
@@ -302,7 +309,7 @@ class ParameterServer(WrappingOptimizer):
         """
         self._check_synchronous("state_dict")
         self._check_unbroken()
-        mine = None if self._updater is None else self._updater.state_dict()
+        mine = None if self._server is None else self._server.entries[0].state_dict()
         worker = self._training()
         at = {"layout": self._layout, "version": worker.versions[0], "updater": mine, "worker": worker.state_dict()}
         return {**self.optimizer.state_dict(), KEY: at}
@@ -339,8 +346,8 @@ class ParameterServer(WrappingOptimizer):
         """Load a state on this rank and at its server. Raises the errors of their load_state_dict()."""
         saved = state_dict[KEY]
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
-        if self._updater is not None:
-            self._updater.load_state_dict(saved["updater"])
+        if self._server is not None:
+            self._server.entries[0].load_state_dict(saved["updater"], self._held)
         self._training().load_state_dict(saved["worker"], saved["version"])
         self._hashes = self._hashed()
 

@@ -1,5 +1,5 @@
-"""The gradients that workers push to a parameter server: dense ones uncompressed or as codes with error feedback at the worker,
-sparse ones as rows."""
+"""The tensors that workers push to servers: dense ones uncompressed or as codes with error feedback at the worker, sparse ones
+as rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.trainer.gradients.checkpoint_format import check_finite
-from gradwire.trainer.gradients.compression import Compressor, Encoding, Policy, encoding_for
+from gradwire.trainer.gradients.compression import Compressor, Encoding, Policy
 from gradwire.trainer.servers.connection import Flat
 from gradwire.trainer.servers.rows import DENSE, coalesced, form_of, of_rows
 from gradwire.trainer.world.world import here
@@ -66,29 +65,30 @@ class Packing:
     """Lays out the gradients of some parameters in messages: first the form of each gradient; then the dense uncompressed ones,
     in one buffer for each dtype; then a code for each encoding; then the indices and values of each sparse one.
 
-    policy: selects the encoding of each dense gradient by its parameter's name; no matrix codecs. Attribute flat: the layout of
-    the parameters.
+    encodings: the encoding of each dense gradient; None for uncompressed. Attribute flat: the layout of the parameters.
     """
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], policy: Policy) -> None:
+    def __init__(self, parameters: Sequence[Tensor], encodings: Sequence[Encoding | None]) -> None:
         self.flat = Flat(parameters)
         self._like = [torch.empty_like(parameter, device="meta") for parameter in parameters]
         members: dict[Encoding | None, list[int]] = {None: []}
-        for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            members.setdefault(encoding_for(policy.encoding(name, parameter), parameter.dtype), []).append(number)
+        for number, encoding in enumerate(encodings):
+            members.setdefault(encoding, []).append(number)
         self.groups: list[_Group] = []
         for encoding, numbers in members.items():
             given = [self._like[number] for number in numbers]
             if encoding is not None:
                 given = [like.to(torch.float32) for like in given]
-                rehearse(
-                    encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback
-                )  # compiles now, not in the first step
             self.groups.append(_Group(encoding, tuple(numbers), tuple(given)))
 
-    def empty_forms(self) -> Tensor:
-        """Return a new tensor into which to receive the forms of a worker's gradients."""
-        return torch.empty((len(self._like), 2), dtype=torch.int64, device="cpu")
+    def dense_forms(self) -> Tensor:
+        """Return the forms of gradients that are all dense, which are zeros; a new tensor."""
+        return torch.zeros((len(self._like), 2), dtype=torch.int64, device="cpu")
+
+    def empty_rows(self, count: int) -> Tensor:
+        """Return a new tensor into which to receive some rows of the only parameter."""
+        (like,) = self._like
+        return torch.empty((count, *like.shape[1:]), dtype=like.dtype, device="cpu")
 
     def empty(self, forms: Tensor, step: int) -> list[Tensor]:
         """Return new buffers into which to receive a worker's gradients of these forms."""
@@ -122,12 +122,12 @@ class Packing:
 
 
 class Sender:
-    """Encodes gradients into buffers, and adds the error of each encoding to the next step's gradients. seed: for codecs that
-    draw random numbers; different for each Sender."""
+    """Encodes gradients into buffers, and adds the error of each encoding to the next step's gradients. seed, rank, key: for
+    codecs that draw random numbers; together different for each Sender."""
 
-    def __init__(self, packing: Packing, seed: int) -> None:
+    def __init__(self, packing: Packing, seed: int, rank: int = 0, key: int = 0) -> None:
         self._plain, *self._coded = packing.groups
-        self._seed = seed
+        self._seed, self._rank, self._key = seed, rank, key
         self._residuals: list[Tensor | None] = []
         self._states: list[State | None] = []
         for group in self._coded:
@@ -152,7 +152,7 @@ class Sender:
             if members and (codec := group.codec_at(step)) is not None:
                 (values,) = buffers
                 (code,) = group.empty(forms, step)
-                seed = rounding_seed(step, 0, number, 0, 0, self._seed)
+                seed = rounding_seed(step, self._rank, number, self._key, 0, self._seed)
                 codec.encode(values, code, residual=self._residuals[number], seed=seed, state=self._states[number])
                 self._keep(number, [dense[member] is None for member in members], codec, code)
                 buffers = [code]

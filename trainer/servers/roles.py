@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.servers.aggregator import LATE, Scheme
 from gradwire.trainer.world.world import here
@@ -83,6 +85,18 @@ def checked_scheme(scheme: Scheme, size: int) -> Scheme:
     if scheme.late not in LATE:
         raise ValueError(f"{here()}late must be one of {', '.join(map(repr, LATE))}, not {scheme.late!r}")
     return scheme
+
+
+def cut(parameters: Sequence[Tensor], servers: Sequence[int]) -> dict[int, list[int]]:
+    """Divide parameters among servers, with about equal numbers of elements. Return the parameters' numbers for each server
+    that has any."""
+    parts: dict[int, list[int]] = {server: [] for server in servers}
+    loads = dict.fromkeys(servers, 0)
+    for number in sorted(range(len(parameters)), key=lambda number: -parameters[number].numel()):
+        least = min(servers, key=lambda server: loads[server])
+        loads[least] += max(1, parameters[number].numel())
+        parts[least].append(number)
+    return {server: sorted(part) for server, part in parts.items() if part}
 
 
 def _shown(group: Sequence[int] | None) -> str:

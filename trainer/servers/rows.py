@@ -31,24 +31,32 @@ def of_rows(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, shape, device="cpu", is_coalesced=True, check_invariants=False)
 
 
-def weighted_sum(gradients: Sequence[tuple[Tensor | None, float]], dtype: torch.dtype) -> Tensor | None:
-    """Return the sum of gradients of one shape times their factors, in their order, as a tensor of a floating-point dtype.
+def weighted_sum(tensors: Sequence[tuple[Tensor | None, float]], dtype: torch.dtype) -> Tensor | None:
+    """Return the sum of tensors of one shape times their factors, in their order, as a tensor of dtype. A single dense tensor
+    with factor 1 is returned without a copy.
 
-    None counts as zeros; if all are None, the sum is None. It is sparse and coalesced if all others are sparse. Numbers are
-    added in float32 or wider.
+    None counts as zeros; if all are None, the sum is None. It is sparse and coalesced if all others are sparse. Floating-point
+    numbers are added in float32 or wider. For integers, all factors must be 1.
     """
-    present = [(gradient, factor) for gradient, factor in gradients if gradient is not None]
+    present = [(tensor, factor) for tensor, factor in tensors if tensor is not None]
     if not present:
         return None
-    shape, wide = present[0][0].shape, torch.promote_types(dtype, torch.float32)
-    dimensions = {gradient.sparse_dim() if gradient.is_sparse else 0 for gradient, _ in present}
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    dimensions = {tensor.sparse_dim() if tensor.is_sparse else 0 for tensor, _ in present}
     if len(dimensions) == 1 and 0 not in dimensions:
-        indices = torch.cat([gradient.indices() for gradient, _ in present], 1)
-        values = torch.cat([gradient.values().to(wide) * factor for gradient, factor in present])
+        shape = present[0][0].shape
+        indices = torch.cat([tensor.indices() for tensor, _ in present], 1)
+        values = torch.cat([tensor.values().to(wide) * factor for tensor, factor in present])
         return (
             torch.sparse_coo_tensor(indices, values, shape, device="cpu", check_invariants=False).coalesce().to(dtype)
         )
-    total = torch.zeros(shape, dtype=wide, device="cpu")
-    for gradient, factor in present:
-        total.add_(gradient.to(wide), alpha=factor)
+    (first, factor), *others = present
+    first = first.to_dense() if first.is_sparse else first
+    if not others and factor == 1:
+        return first.to(dtype)
+    total = first.to(wide, copy=True)
+    if factor != 1:
+        total.mul_(factor)
+    for tensor, factor in others:
+        total.add_(tensor.to(wide), alpha=1 if factor == 1 else factor)
     return total.to(dtype)

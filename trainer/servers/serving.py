@@ -5,20 +5,21 @@ The server and each worker on another rank share a Communicator of two ranks: th
 For each worker, the server has a thread that receives requests. So threads do not wait for each other, and if a rank is lost,
 only its own Communicators break.
 
-A request is a head of four float64 values, the kind and three numbers whose meaning depends on the kind, followed by the
+A request is a head of five float64 values, the kind and four numbers whose meaning depends on the kind, followed by the
 tensors of that kind. An answer is a head of two float64 values: DONE and a number, followed by the requested tensors; or FAILED
-and a number of bytes, followed by the record of an error as JSON. LEAVE has no answer. The answer to COUNTS is a record. Each
-server defines further kinds.
+and a number of bytes, followed by the record of an error as JSON.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,21 +27,23 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.communicator import close_all
 from gradwire.trainer.servers.aggregator import Counts
-from gradwire.trainer.servers.connection import from_record, of_pair, receive, to_bytes, to_record
+from gradwire.trainer.servers.connection import from_record, of_pair, open_pairs, receive, to_bytes, to_record
+from gradwire.trainer.servers.server import Key, Server
 from gradwire.trainer.world.world import here
 
-LEAVE, COUNTS, OWN = range(3)
-"""Kinds of request. LEAVE: a worker has finished. COUNTS: return the Counts. OWN: the first kind that a server may define."""
+LEAVE, COUNTS, PUSH, PUSH_AND_PULL, PULL, SETTINGS, REFUSE = range(7)
+"""The kinds of request, and their numbers. LEAVE: a worker has finished; no answer. COUNTS: return the Counts, as a record.
+PUSH: the key's number, the step, the weight, and whether the forms of Packing follow (else all gradients are dense); then the
+other buffers of Sender.encode(); no answer. PUSH_AND_PULL: the same, then as PULL. PULL: the key's number, and how many row
+numbers follow, or -1; return the version and the buffers of the key, or its rows. SETTINGS, REFUSE: a number of bytes, then the
+argument of Server.take_settings() or refuse() as JSON; no answer."""
 
 DONE, FAILED = range(2)
 
+_ALL_ROWS = -1
+
 Answer: TypeAlias = "tuple[float, Sequence[Tensor]]"
 """A number and tensors. Their meaning depends on the kind of the request."""
-
-Answering: TypeAlias = Callable[[int, Communicator, int, Sequence[float]], "Callable[[], Answer] | None"]
-"""A function that receives the tensors of a request of one of the server's own kinds. Its arguments are the worker, the
-worker's Communicator, the kind and the three numbers. It returns a function that computes the answer, or None for no answer. If
-that function fails, the worker raises its error."""
 
 _LET_GO_S = 2.0
 """How many seconds close() waits for a thread to end after it has closed the thread's Communicator."""
@@ -51,32 +54,13 @@ _LEAST_S = 0.01
 _log = logging.getLogger("gradwire")
 
 
-class Served(Protocol):
-    """Holds the data of a server. Attribute rank: the server's rank."""
-
-    rank: int
-
-    def leave(self, worker: int) -> None:
-        """Remove a worker that has finished."""
-
-    def lose(self, worker: int, error: CollectiveError) -> None:
-        """Remove a worker that has failed. error: the cause."""
-
-    def counts(self) -> Counts:
-        """Return the Counts of all contributions so far."""
-
-
 class Serving:
-    """Answers workers on other ranks, each on a separate thread and Communicator.
+    """Answers workers on other ranks, each on a separate thread and Communicator. Attribute name: the name of the server in
+    messages."""
 
-    served: the server's data, with leave() and lose() to remove workers. answer: handles the kinds of request that the server
-    defines. Attribute name: the name of the server in messages.
-    """
-
-    def __init__(self, name: str, served: Served, answer: Answering, communicators: Mapping[int, Communicator]) -> None:
+    def __init__(self, name: str, server: Server, communicators: Mapping[int, Communicator]) -> None:
         self.name = name
-        self._served = served
-        self._answer = answer
+        self._server = server
         self._threads = [
             threading.Thread(target=self._serve, args=each, name=f"gradwire-server-{each[0]}", daemon=True)
             for each in communicators.items()
@@ -92,13 +76,12 @@ class Serving:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self, worker: int, communicator: Communicator) -> None:
-        rank, operation = self._served.rank, f"serving at {self.name}"
+        rank, operation = self._server.rank, f"serving at {self.name}"
         try:
-            while (kind := int((head := _received(communicator, 4))[0])) != LEAVE:
-                answer = self._counts if kind == COUNTS else self._answer(worker, communicator, kind, head[1:])
-                if answer is not None:
+            while (kind := int((head := _received(communicator, 5))[0])) != LEAVE:
+                if (answer := self._answer(worker, communicator, kind, head[1:])) is not None:
                     _send(communicator, answer)
-            self._served.leave(worker)
+            self._server.leave(worker)
         except CollectiveError as error:
             if threading.main_thread().is_alive():  # else this process is exiting, and no worker is at fault
                 self._lose(worker, of_pair(error, (worker, rank), rank, operation), error)
@@ -110,10 +93,48 @@ class Serving:
     def _lose(self, worker: int, error: CollectiveError, cause: Exception) -> None:
         error.__cause__ = cause
         _log.warning("gradwire: %s continues without rank %d: %s", self.name, worker, error)
-        self._served.lose(worker, error)
+        self._server.lose(worker, error)
+
+    def _answer(
+        self, worker: int, communicator: Communicator, kind: int, numbers: Sequence[float]
+    ) -> Callable[[], Answer] | None:
+        """Receive the tensors of a request, and return a function that computes the answer; None for no answer. If that function
+        fails, the worker raises its error."""
+        server, number, argument = self._server, int(numbers[0]), int(numbers[1])
+        if kind == COUNTS:
+            return self._counts
+        if kind in (SETTINGS, REFUSE):
+            act: Callable[[Any], None] = partial(server.take_settings, worker) if kind == SETTINGS else server.refuse
+            act(receive(communicator, number, 0))
+            return None
+        if kind == PULL:
+            rows = None
+            if argument != _ALL_ROWS:
+                communicator.recv(rows := torch.empty(argument, dtype=torch.int64, device="cpu"), 0)
+            return lambda: server.pull(worker, number, rows)
+        if kind not in (PUSH, PUSH_AND_PULL):
+            raise ValueError(f"rank {worker} sent a request of the unknown kind {kind}")
+        packing = server.packing(number)
+        forms = packing.dense_forms()
+        if numbers[3]:
+            communicator.recv(forms, 0)
+        pushed = [forms, *packing.empty(forms, argument)]
+        for buffer in pushed[1:]:
+            communicator.recv(buffer, 0)
+
+        push = partial(server.push, worker, number, pushed, argument, numbers[2])
+        if kind == PUSH:
+            push()
+            return None
+
+        def exchange() -> Answer:
+            push()
+            return server.pull(worker, number)
+
+        return exchange
 
     def _counts(self) -> Answer:
-        text = to_bytes(self._served.counts().to_record())
+        text = to_bytes(self._server.counts().to_record())
         return text.numel(), [text]
 
 
@@ -141,28 +162,85 @@ class _Failed(Exception):
 
 
 class Client:
-    """Sends requests to a server on another rank. name: the name of the server in messages.
+    """Sends requests to a server on another rank. name: the name of the server in messages. settings: the optimizer whose param
+    group settings are sent to the server when they change; None if the server uses its own.
 
-    Attributes: server, the server's rank; is_answer_due, whether this worker still has to receive an answer.
+    Attribute server: the server's rank.
     """
 
-    def __init__(self, name: str, rank: int, server: int, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        server: int,
+        communicator: Communicator,
+        settings: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.server = server
-        self.is_answer_due = False
+        self._settings = settings
+        self._sent: Tensor | None = None
+        self._due: Key | None = None  # whose answer this worker still has to receive
         self._name = name
         self._rank = rank
         self._communicator = communicator
         self._is_between_messages = True
 
+    @property
+    def is_answer_due(self) -> bool:
+        """Return whether this worker still has to receive an answer."""
+        return self._due is not None
+
+    def push(
+        self,
+        key: Key,
+        pushed: Sequence[Tensor],
+        step: int,
+        *,
+        weight: float = 1.0,
+        pulls: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        """Send what Sender.encode() returned in a step. pulls: whether the answer is to be that of pull(), which must follow.
+        deadline (time.monotonic()): the limit for all messages; None for the timeout_s of the Communicator for each."""
+        forms, *buffers = pushed
+        has_forms = bool(forms.any())
+        settings = None if self._settings is None else _settings_of(self._settings)
+        with self._reached(f"push to {key.title}"), self._until(deadline):
+            if settings is not None and (self._sent is None or not torch.equal(settings, self._sent)):
+                self._request(SETTINGS, settings.numel(), tensors=[settings])
+                self._sent = settings
+            kind = PUSH_AND_PULL if pulls else PUSH
+            self._request(kind, key.number, step, weight, has_forms, tensors=pushed if has_forms else buffers)
+        self._due = key if pulls else None
+
+    def pull(self, key: Key, rows: Tensor | None = None, deadline: float | None = None) -> tuple[int, list[Tensor]]:
+        """Wait for the result of Server.pull(), and return it. Raises its errors, and PeerLost with the server's rank if the
+        server is lost."""
+        buffers = key.packing.flat.empty() if rows is None else [key.packing.empty_rows(len(rows))]
+        with self._reached(f"pull of {key.title}"), self._until(deadline):
+            if self._due is None:
+                given = [] if rows is None else [rows]
+                self._request(PULL, key.number, _ALL_ROWS if rows is None else len(rows), tensors=given)
+            return int(self._receive(buffers)), buffers
+
+    def refuse(self, reason: str) -> None:
+        """Let the pulls of all workers fail for a reason, see Server.refuse()."""
+        text = to_bytes(reason)
+        with suppress(CollectiveError), self._reached("step"):  # without the server, the other workers fail too
+            self._request(REFUSE, text.numel(), tensors=[text])
+
     def counts(self) -> Counts:
-        """Return the counts of all contributions so far, once all messages of this worker have arrived."""
+        """Return the counts of all pushes so far, once all messages of this worker have arrived."""
         with self._reached("report"):
             self._request(COUNTS)
             return Counts.from_record(receive(self._communicator, int(self._receive()), 1))
 
     def leave(self, deadline: float = 0.0) -> None:
-        """Announce that this worker sends nothing more. If a message was interrupted, close the Communicator, which the server
-        detects. deadline (time.monotonic()): the limit for subclasses that wait for an answer."""
+        """Receive the answer, if one is due and begins to arrive before the deadline. Then announce that this worker sends
+        nothing more. If a message was interrupted, close the Communicator, which the server detects."""
+        if self._due is not None:
+            with suppress(CollectiveError):
+                self.pull(self._due, deadline=deadline)
         if self._is_between_messages:
             with suppress(CollectiveError):  # a lost server needs no announcement
                 self._request(LEAVE)
@@ -170,8 +248,8 @@ class Client:
             self._communicator.close()
 
     def _request(self, kind: int, *numbers: float, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a request, with up to three numbers."""
-        head = [kind, *numbers, *[0.0] * (3 - len(numbers))]
+        """Send a request, with up to four numbers."""
+        head = [kind, *numbers, *[0.0] * (4 - len(numbers))]
         for tensor in (torch.tensor(head, dtype=torch.float64, device="cpu"), *tensors):
             self._communicator.send(tensor, 1)
 
@@ -179,7 +257,7 @@ class Client:
         """Receive an answer into tensors, and return its number. Raises _Failed if the server sends an error."""
         head = torch.empty(2, dtype=torch.float64, device="cpu")
         self._communicator.recv(head, 1)
-        self.is_answer_due = False
+        self._due = None
         kind, number = head.tolist()
         if kind == FAILED:
             raise _Failed(receive(self._communicator, int(number), 1))
@@ -188,9 +266,12 @@ class Client:
         return float(number)
 
     @contextmanager
-    def _until(self, deadline: float) -> Iterator[None]:
+    def _until(self, deadline: float | None) -> Iterator[None]:
         """Give each operation in this block the time until a deadline (time.monotonic()), instead of the Communicator's
-        timeout_s."""
+        timeout_s; None for that."""
+        if deadline is None:
+            yield
+            return
         timeout_s = self._communicator.timeout_s
         self._communicator.timeout_s = max(_LEAST_S, deadline - time.monotonic())
         try:
@@ -214,40 +295,94 @@ class Client:
         self._is_between_messages = True
 
 
-_Held = TypeVar("_Held", bound=Served)
-
-
-class LocalClient(Generic[_Held]):
+class LocalClient:
     """Calls the server on the same rank, without messages."""
 
     is_answer_due = False
 
-    def __init__(self, served: _Held) -> None:
-        self.server = served.rank
-        self._served = served
+    def __init__(self, server: Server) -> None:
+        self.server = server.rank
+        self._server = server
+
+    def push(
+        self,
+        key: Key,
+        pushed: Sequence[Tensor],
+        step: int,
+        *,
+        weight: float = 1.0,
+        pulls: bool = False,
+        deadline: float | None = None,
+    ) -> None:
+        """Call Server.push()."""
+        self._server.push(self.server, key.number, pushed, step, weight)
+
+    def pull(self, key: Key, rows: Tensor | None = None, deadline: float | None = None) -> tuple[int, list[Tensor]]:
+        """Call Server.pull()."""
+        return self._server.pull(self.server, key.number, rows)
+
+    def refuse(self, reason: str) -> None:
+        """Call Server.refuse()."""
+        self._server.refuse(reason)
 
     def counts(self) -> Counts:
-        """Return the Counts of all contributions so far."""
-        return self._served.counts()
+        """Return the Counts of all pushes so far."""
+        return self._server.counts()
 
     def leave(self, deadline: float = 0.0) -> None:
         """Announce that this worker sends nothing more."""
-        self._served.leave(self.server)
+        self._server.leave(self.server)
 
 
 class ServerAndClients:
     """Holds this rank's server and clients until close(). timeout_s: the timeout_s of init().
 
-    Attributes: communicators, which close() closes in reverse order; clients, one for each server that this rank uses; serving,
+    Attributes: communicators, which close() closes in reverse order; clients, by the rank of the server; serving,
     the threads of this rank's server, None if this rank does not serve; is_closed.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.communicators: list[Communicator] = []
-        self.clients: list[Client | LocalClient[Any]] = []
+        self.clients: dict[int, Client | LocalClient] = {}
         self.serving: Serving | None = None
         self.is_closed = False
         self._timeout_s = timeout_s
+
+    def connect(
+        self,
+        name: str,
+        server: Server | None,
+        servers: Iterable[int],
+        workers: Collection[int],
+        communicator: Communicator | None,
+        *,
+        world_ranks: Sequence[int],
+        server_s: float | None = None,
+        worker_s: float | None = None,
+        settings: Mapping[int, torch.optim.Optimizer] | None = None,
+    ) -> None:
+        """Begin to serve with this rank's server, if any, and connect to the others. Collective.
+
+        name: the name of the servers in messages. servers, workers: the ranks that serve, and that push and pull. communicator:
+        joins all of them, None for this rank alone. world_ranks: the rank in the world of each rank. server_s, worker_s: how
+        long a server waits for a worker and a worker for its server; None for the timeout_s of init(). settings: the argument
+        of the Client of each server.
+        """
+        rank = 0 if communicator is None else communicator.rank
+        token = "" if communicator is None else communicator.allgather_record(secrets.token_hex(8))[0]
+        for each in servers:
+            timeout_s = server_s if each == rank else worker_s
+            pairs = open_pairs(
+                f"{name} {token}", each, workers, rank=rank, world_ranks=world_ranks, timeout_s=timeout_s
+            )
+            self.communicators += pairs.values()
+            if each == rank:
+                assert server is not None
+                self.serving = Serving(name, server, pairs)
+                if rank in workers:
+                    self.clients[each] = LocalClient(server)
+            elif rank in workers:
+                self.clients[each] = Client(name, rank, each, pairs[rank], (settings or {}).get(each))
 
     def close(self, timeout_s: float | None) -> None:
         """Announce to all servers that this rank sends nothing more, serve the other ranks until they have announced the same,
@@ -261,7 +396,7 @@ class ServerAndClients:
             return
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         try:
-            for client in sorted(self.clients, key=lambda client: client.is_answer_due):
+            for client in sorted(self.clients.values(), key=lambda client: client.is_answer_due):
                 client.leave(deadline)
             if self.serving is not None and not self.serving.join(deadline):
                 _log.warning("gradwire: %s%s closes while other ranks still use it", here(), self.serving.name)
@@ -274,3 +409,16 @@ class ServerAndClients:
         """Close the Communicators at once."""
         self.is_closed = True
         close_all(reversed(self.communicators))
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the settings of all param groups, by to_bytes(). Raises TypeError for anything but numbers, strings and tuples."""
+
+    def number_of(value: Any) -> Any:
+        if getattr(value, "ndim", None) == 0:  # a scalar of torch or NumPy
+            return value.item()
+        raise TypeError(f"{here()}the setting {value!r} of a param group cannot be sent to a rank that serves only")
+
+    groups = optimizer.param_groups
+    kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return to_bytes(kept, default=number_of)

@@ -14,16 +14,17 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.connection import Flat, from_record, to_record
-from gradwire.trainer.servers.messages import LocalUpdater, RemoteUpdater
 from gradwire.trainer.servers.pushed import Sender
 from gradwire.trainer.servers.rows import ABSENT, DENSE, coalesced, form_of
+from gradwire.trainer.servers.server import Key
+from gradwire.trainer.servers.serving import Client, LocalClient
 
 
 class PushPullWorker:
     """Pushes gradients to all servers, and pulls parameters.
 
-    rank: this rank, which also seeds the codecs. parameters: all parameters. parts: for each server, its client and the numbers
-    of its parameters. timeout_s: the limit of a step.
+    rank: this rank, which also seeds the codecs. parameters: all parameters. parts: for each server, its client, its key and
+    the numbers of its parameters. timeout_s: the limit of a step.
 
     Attributes: versions, for each server in the order of parts, the version of the parameters that this rank pulled last;
     steps, the number of contributions made.
@@ -33,15 +34,15 @@ class PushPullWorker:
         self,
         rank: int,
         parameters: Sequence[Tensor],
-        parts: Sequence[tuple[RemoteUpdater | LocalUpdater, Sequence[int]]],
+        parts: Sequence[tuple[Client | LocalClient, Key, Sequence[int]]],
         timeout_s: float,
     ) -> None:
         self._timeout_s = timeout_s
         self._parameters = list(parameters)
         self._parts = list(parts)
-        # Pull from this rank's own server first: LocalUpdater.pull() makes the contribution, for which other ranks may wait.
-        self._pulls = sorted(range(len(parts)), key=lambda place: not isinstance(parts[place][0], LocalUpdater))
-        self._senders = [Sender(client.packing, rank << 16 | client.server) for client, _ in self._parts]
+        # Push to this rank's own server last: it may update at once, and the other servers need not wait for that.
+        self._pushes = sorted(range(len(parts)), key=lambda place: isinstance(parts[place][0], LocalClient))
+        self._senders = [Sender(key.packing, rank << 16 | key.server) for _, key, _ in self._parts]
         self.versions = [0] * len(self._parts)
         self.steps = 0
 
@@ -52,24 +53,24 @@ class PushPullWorker:
         the other ranks' steps fail, and RuntimeError is raised.
         """
         if refusal is not None:
-            for client, _ in self._parts:
+            for client, *_ in self._parts:
                 client.refuse(refusal)
             raise RuntimeError(refusal)
         deadline = time.monotonic() + self._timeout_s
-        for place, (client, numbers) in enumerate(self._parts):
+        for place in self._pushes:
+            client, key, numbers = self._parts[place]
             pushed = self._senders[place].encode([gradients[number] for number in numbers], self.steps)
-            client.push(self.versions[place], weight, self.steps, pushed, deadline)
+            client.push(key, pushed, self.steps, weight=weight, pulls=True, deadline=deadline)
         self.steps += 1
-        for place in self._pulls:
-            client, numbers = self._parts[place]
-            self.versions[place], buffers = client.pull(deadline)
+        for place, (client, key, numbers) in enumerate(self._parts):
+            self.versions[place], buffers = client.pull(key, deadline=deadline)
             with torch.no_grad():
-                for number, newest in zip(numbers, client.packing.flat.views(buffers), strict=True):
+                for number, newest in zip(numbers, key.packing.flat.views(buffers), strict=True):
                     self._parameters[number].copy_(newest)
 
     def counts(self) -> list[Counts]:
         """Return the Counts of all contributions so far, one for each server."""
-        return [client.counts() for client, _ in self._parts]
+        return [client.counts() for client, *_ in self._parts]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of contributions, and the state of the Sender to each server."""

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradwire.trainer.servers.key_value.keys import Factory, KeySpec, Name
+from gradwire.collectives.compression.codec import Codec
+from gradwire.trainer.gradients.compression import Encoding
+from gradwire.trainer.servers.pushed import Packing
+from gradwire.trainer.servers.server import Key
 from gradwire.trainer.world.world import here
+
+Name: TypeAlias = int | str
+
+Factory: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
+"""A function that makes an optimizer for a list of tensors, such as functools.partial(torch.optim.SGD, lr=0.1)."""
+
+
+@dataclass
+class KeySpec(Key):
+    """Describes a key with one tensor, its value. name: the key."""
+
+    name: Name
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class Catalogue:
@@ -17,6 +35,7 @@ class Catalogue:
 
     def __init__(self, servers: Iterable[int]) -> None:
         self._specs: dict[Name, KeySpec] = {}
+        self._codec: Codec | None = None
         self._loads = dict.fromkeys(sorted(servers), 0)
 
     def __iter__(self) -> Iterator[KeySpec]:
@@ -29,8 +48,22 @@ class Catalogue:
         """Add a key with this value's shape and dtype, on the server with the fewest elements. Return its KeySpec."""
         server = min(self._loads, key=lambda server: self._loads[server])
         self._loads[server] += max(1, value.numel())
-        self._specs[name] = KeySpec(name, len(self._specs), value.shape, value.dtype, server)
+        title, number, packing = f"key {name!r}", len(self._specs), self._packing(value)
+        self._specs[name] = KeySpec(title, number, server, packing, name, value.shape, value.dtype)
         return self._specs[name]
+
+    def compress(self, codec: Codec) -> None:
+        """Let a codec encode what is pushed to the keys, present and future."""
+        self._codec = codec
+        for spec in self:
+            spec.packing = self._packing(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+
+    def _packing(self, value: Tensor) -> Packing:
+        """Return how pushes to a key are sent: by the codec, if there is one and the value has floating-point numbers."""
+        codec, encoding = self._codec, None
+        if codec is not None and value.dtype.is_floating_point and value.numel():
+            encoding = Encoding(codec, feedback=codec.needs_feedback)
+        return Packing([value], [encoding])
 
     def new_values(self, key: Any, value: Any) -> dict[Name, Tensor]:
         """Return the values of new keys, by key. Raises TypeError if a value is not a tensor, ValueError if a key exists."""

@@ -1,5 +1,4 @@
-"""The compression of pushes to a key-value store: MXNet's 2-bit codec, the selection of a codec by MXNet's arguments, and error
-feedback."""
+"""The compression of pushes to a key-value store: MXNet's 2-bit codec, and the selection of a codec by MXNet's arguments."""
 
 from __future__ import annotations
 
@@ -14,9 +13,7 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.kernels.wire import pad16
-from gradwire.trainer.servers.key_value.keys import KeySpec
 
 _SHIFTS = (0, 2, 4, 6)
 
@@ -82,30 +79,3 @@ def codec_of(params: Mapping[str, Any]) -> Codec:
     if unknown := [name for name in settings if name not in allowed]:
         raise ValueError(f"{kind!r} has no setting {unknown[0]!r}; it has {', '.join(allowed) or 'none'}")
     return known[kind](**settings)
-
-
-class Encoder:
-    """Encodes one worker's pushes. If the codec needs error feedback, adds the error of a push to the next push to the key."""
-
-    def __init__(self, codec: Codec, rank: int) -> None:
-        self._codec = codec
-        self._rank = rank
-        self._steps: dict[int, int] = {}
-        self._residuals: dict[int, Tensor | None] = {}
-        self._states: dict[int, State | None] = {}
-
-    def encode(self, spec: KeySpec, value: Tensor) -> tuple[int, Tensor]:
-        """Return the number of earlier pushes to this key, and the code."""
-        values = value.to(torch.float32).reshape(-1).contiguous()
-        numel, number = values.numel(), spec.number
-        if number not in self._steps:
-            self._steps[number] = 0
-            self._residuals[number] = torch.zeros_like(values) if self._codec.needs_feedback else None
-            self._states[number] = self._codec.new_state(numel, values.device)
-        step = self._steps[number]
-        self._steps[number] += 1
-        codec = self._codec.at(step)
-        wire = torch.empty(codec.wire_bytes(numel), dtype=torch.uint8, device="cpu")
-        seed = rounding_seed(step, self._rank, 0, number, 0)
-        codec.encode(values, wire, residual=self._residuals[number], seed=seed, state=self._states[number])
-        return step, wire

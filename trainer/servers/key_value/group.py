@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from gradwire.trainer.gradients.agreement import check_settings
 from gradwire.trainer.servers.aggregator import Scheme
-from gradwire.trainer.servers.connection import Flat, open_pairs
-from gradwire.trainer.servers.key_value.keys import Keys
-from gradwire.trainer.servers.key_value.messages import LocalKeys, RemoteKeys, answer
+from gradwire.trainer.servers.connection import Flat
 from gradwire.trainer.servers.roles import checked_ranks
-from gradwire.trainer.servers.serving import ServerAndClients, Serving
+from gradwire.trainer.servers.server import Server
+from gradwire.trainer.servers.serving import Client, LocalClient, ServerAndClients
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here
 
 _Result = TypeVar("_Result")
+
+_SPEAKS_FIRST = 0.9
+"""The fraction of timeout_s for which a server waits for other workers. The server then times out before the worker that waits
+for it, and its error names the missing workers."""
 
 
 class KeyGroup:
@@ -27,16 +28,15 @@ class KeyGroup:
 
     alone: whether the store belongs to this process only. asynchronous: whether every push makes an update. servers: the ranks
     that serve; None for all. Attributes: rank, the worker's number; size, the number of workers; communicator, which joins all
-    workers, None if alone; keys, the Keys of this rank's server, None if this rank does not serve; clients, by the server's
-    rank; part, whose close() ends the server and the clients.
+    workers, None if alone; server, this rank's Server, None
+    if it does not serve; part, whose close() ends the server and the clients.
     """
 
     def __init__(self, *, alone: bool, asynchronous: bool, servers: Sequence[int] | None) -> None:
         self.communicator = None if alone else current_world().open_communicator(global_process_set)
         self.rank = 0 if self.communicator is None else self.communicator.rank
         self.size = 1 if self.communicator is None else self.communicator.size
-        self.keys: Keys | None = None
-        self.clients: dict[int, RemoteKeys | LocalKeys] = {}
+        self.server: Server | None = None
         self.part = ServerAndClients(current_settings().timeout_s)
         if self.communicator is not None:
             self.part.communicators.append(self.communicator)
@@ -46,26 +46,22 @@ class KeyGroup:
             if self.communicator is not None:
                 settings = {"asynchronous": repr(asynchronous), "servers": repr(listed)}
                 check_settings(self.communicator, "KVStore", settings)
-            self._connect(listed, Scheme(quorum, grace_s=0.0, staleness=None, late="next"))
+            everyone = range(self.size)
+            if self.rank in listed:
+                scheme = Scheme(quorum, grace_s=0.0, staleness=None, late="next", sums=True, reads_own=True)
+                timeout_s = _SPEAKS_FIRST * current_settings().timeout_s
+                self.server = Server(self.rank, everyone, scheme, timeout_s)
+            self.part.connect(
+                "the key-value store", self.server, listed, everyone, self.communicator, world_ranks=everyone
+            )
         except BaseException:
             self.part.break_off()
             raise
 
-    def _connect(self, servers: Sequence[int], scheme: Scheme) -> None:
-        """Make this rank's server, if it serves, and its connections to the other ranks."""
-        rank = self.rank
-        token = "" if self.communicator is None else self.communicator.allgather_record(secrets.token_hex(8))[0]
-        everyone = range(self.size)
-        for server in servers:
-            pairs = open_pairs(f"kvstore {token}", server, everyone, rank=rank, world_ranks=everyone)
-            self.part.communicators += pairs.values()
-            if server == rank:
-                self.keys = Keys(rank, everyone, scheme, current_settings().timeout_s)
-                self.part.serving = Serving("the key-value store", self.keys, partial(answer, self.keys), pairs)
-                self.clients[server] = LocalKeys(self.keys)
-            else:
-                self.clients[server] = RemoteKeys(rank, server, pairs[rank])
-        self.part.clients += self.clients.values()
+    @property
+    def clients(self) -> dict[int, Client | LocalClient]:
+        """Return the clients of all servers, by the server's rank."""
+        return self.part.clients
 
     def agreed(self, compute: Callable[[], tuple[_Result, Any]]) -> _Result:
         """Call compute(), which returns a result and a record that JSON can hold. Return the result if all ranks have the same

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.servers.key_value.keys import Name
+from gradwire.trainer.servers.key_value.catalogue import Name
 from gradwire.trainer.world.world import here
 
 FORMAT = "gradwire key-value store 1"
