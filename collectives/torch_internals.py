@@ -82,9 +82,8 @@ def move_storage(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     tensor.untyped_storage()._swap_data_ptr_(memory.untyped_storage())  # type: ignore[attr-defined]
 
 
-def graph_task() -> int:
-    """Return a number that identifies the running backward(), or OUTSIDE_BACKWARD."""
-    return torch._C._current_graph_task_id()
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns a number that identifies the running backward(), or OUTSIDE_BACKWARD."""
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -94,8 +93,7 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 
 def hook_runs_last(tensor: torch.Tensor, handle: RemovableHandle) -> bool:
     """Return whether no other hook runs on the tensor's accumulated gradient after this one."""
-    hooks = tensor._post_accumulate_grad_hooks
-    return len(hooks) < 2 or next(reversed(hooks)) == handle.id
+    return next(reversed(tensor._post_accumulate_grad_hooks)) == handle.id  # type: ignore[no-any-return]
 
 
 def run_hook_last(tensor: torch.Tensor, handle: RemovableHandle) -> None:

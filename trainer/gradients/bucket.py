@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from gradwire.trainer.gradients.dtensors import as_gradient_of, held_here, is_pl
 from gradwire.trainer.gradients.layout import BucketPlan
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.world.world import here
+
+_SMALL = 1 << 14
+"""Gradients of at most this many elements are copied together, since a call takes about as long as the copy of one."""
+
+_kind_of = operator.attrgetter("dtype", "device")
 
 
 class Bucket:
@@ -31,7 +37,9 @@ class Bucket:
     memory that are the rank's share; empty if each rank gets the whole memory. gradients: the future parameter.grad, by slot:
     tensors in the memory, if parameters are not sharded. To autograd they are no views, so that grad.detach_() works.
     programs: the gradients that the program keeps in memory of its own, by slot: they remain parameter.grad, and the results
-    are copied to them.
+    are copied to them. at_once: by slot, whether to collect() the gradient as soon as it arrives: a large one, to free its
+    memory, and that of a sharded parameter, since all ranks of its mesh must do so in the same order. The others are collected
+    together, which takes less time.
     """
 
     def __init__(
@@ -69,7 +77,10 @@ class Bucket:
             for tensor, offset in zip(held, plan.offsets, strict=True)
         ]
         self._is_sharded = [tensor is not parameter for tensor, parameter in zip(held, self.parameters, strict=True)]
-        self._kinds = [dtype] * len(held), [device] * len(held)
+        self.at_once = [
+            tensor.numel() > _SMALL or tensor is not own for tensor, own in zip(held, self.parameters, strict=True)
+        ]
+        self._kinds = [(dtype, device)] * len(held)
         self._takes_gradients = setup.gradient_as_bucket_view
         self.gradients = [self._new_gradient(slot) for slot in range(len(held))]
         self.programs: dict[int, Tensor] = {}
@@ -88,8 +99,7 @@ class Bucket:
     @property
     def is_moved(self) -> bool:
         """Return whether the program has moved any parameter to another dtype or device than the memory's."""
-        kinds = [parameter.dtype for parameter in self.parameters], [parameter.device for parameter in self.parameters]
-        return kinds != self._kinds
+        return [*map(_kind_of, self.parameters)] != self._kinds
 
     def note_programs(self, arrived: int | None = None) -> None:
         """Find the gradients that the program keeps in memory of its own: those that are there before backward(), or before an
@@ -105,33 +115,45 @@ class Bucket:
             if _is_writable(gradient) and (not self._is_sharded[slot] or is_placed_like(gradient, parameter)):
                 self.programs[slot] = gradient
 
-    def collect(self, slot: int) -> bool:
-        """Copy the gradient of the slot's parameter into the memory, unless it is there. Make parameter.grad the tensor in the
-        memory, unless it is the program's.
+    def collect(self, slots: Iterable[int]) -> list[int]:
+        """Copy the gradients of these slots' parameters into the memory, unless they are there. Make each parameter.grad the
+        tensor in the memory, unless it is the program's.
 
-        Return False, with zeros in the memory, if the parameter has no gradient, or one that stays sparse.
+        Return the slots, with zeros in the memory, of parameters without a gradient, or with one that stays sparse.
         """
-        parameter, view = self.parameters[slot], self._views[slot]
-        gradient = parameter.grad
-        if gradient is None:
-            view.zero_()
-            return False
-        if gradient is not self.gradients[slot] or not self._lies_there(slot, gradient):
-            if gradient.layout is not torch.strided:
-                if not self._densifies and self.shares:
-                    raise ValueError(
-                        f"{here()}the gradient of {self.names[slot]!r} is sparse, which shard_states=True does not support: give "
-                        "sparse_as_dense=True, or use a layer with sparse=False"
-                    )
-                if not self._densifies:
-                    view.zero_()
-                    return False
-                gradient = gradient.to_dense()
-                self._densified.add(self.items[slot])
-            view.copy_(held_here(placed_like(gradient, parameter)) if self._is_sharded[slot] else gradient)
-            if self.programs.get(slot) is not gradient:
-                self._take_gradient(slot, gradient)
-        return True
+        absent, found = [], []
+        for slot in slots:
+            gradient = self.parameters[slot].grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                gradient = self._densely(slot, gradient)
+            if gradient is None:
+                absent.append(slot)
+            elif gradient is not self.gradients[slot] or not self._lies_there(slot, gradient):
+                found.append((slot, gradient))
+        if found:
+            parts = [self._part_here(slot, each) if self._is_sharded[slot] else each for slot, each in found]
+            torch._foreach_copy_([self._views[slot] for slot, _ in found], parts)
+            self._take_gradients([slot for slot, gradient in found if self.programs.get(slot) is not gradient])
+        for slot in absent:
+            self._views[slot].zero_()
+        return absent
+
+    def _densely(self, slot: int, gradient: Tensor) -> Tensor | None:
+        """Make a sparse gradient dense, and return it; None if it stays sparse."""
+        if self._densifies:
+            self._densified.add(self.items[slot])
+            self.parameters[slot].grad = dense = gradient.to_dense()
+            return dense
+        if self.shares:
+            raise ValueError(
+                f"{here()}the gradient of {self.names[slot]!r} is sparse, which shard_states=True does not support: give "
+                "sparse_as_dense=True, or use a layer with sparse=False"
+            )
+        return None
+
+    def _part_here(self, slot: int, gradient: Tensor) -> Tensor:
+        """Return this rank's part of the gradient of a sharded parameter."""
+        return held_here(placed_like(gradient, self.parameters[slot]))
 
     def _lies_there(self, slot: int, gradient: Tensor) -> bool:
         """Return whether a gradient is in the slot's memory: a program may have given the slot's tensor other memory."""
@@ -140,30 +162,30 @@ class Bucket:
     def _new_gradient(self, slot: int) -> Tensor:
         return as_gradient_of(self.parameters[slot], self._views[slot].data)
 
-    def gradient_in_memory(self, slot: int) -> Tensor:
-        """Return the slot's gradient, made anew if the program has given the last one other memory."""
-        gradient = self.gradients[slot]
-        if not self._lies_there(slot, gradient):
-            gradient = self.gradients[slot] = self._new_gradient(slot)
-        return gradient
+    def gradients_in_memory(self, slots: Sequence[int]) -> list[Tensor]:
+        """Return the gradients of these slots, made anew if the program has given the last ones other memory."""
+        for slot in slots:
+            if not self._lies_there(slot, self.gradients[slot]):
+                self.gradients[slot] = self._new_gradient(slot)
+        return [self.gradients[slot] for slot in slots]
 
     def place_gradients(self) -> None:
         """Make every parameter.grad the tensor in the memory, before there are gradients."""
-        for slot, parameter in enumerate(self.parameters):
-            parameter.grad = self.gradient_in_memory(slot)
+        for parameter, gradient in zip(self.parameters, self.gradients_in_memory(range(len(self.items))), strict=True):
+            parameter.grad = gradient
 
-    def _take_gradient(self, slot: int, gradient: Tensor | None) -> None:
+    def _take_gradients(self, slots: Sequence[int]) -> None:
         """Make parameter.grad the tensor in the memory, in place of one that backward() has made, or of none. If gradients are
         not to be in buckets, the one of backward() stays, as if the program had made it."""
-        parameter = self.parameters[slot]
         if self._takes_gradients:
-            parameter.grad = self.gradient_in_memory(slot)
+            for slot, gradient in zip(slots, self.gradients_in_memory(slots), strict=True):
+                self.parameters[slot].grad = gradient
             return
-        if gradient is None or (self._is_sharded[slot] and not is_placed_like(gradient, parameter)):
-            gradient = torch.empty_like(parameter, requires_grad=False)
-        if parameter.grad is not gradient:  # a sparse gradient that was made dense, or one with other placements
-            parameter.grad = gradient
-        self.programs[slot] = gradient
+        for slot in slots:
+            parameter, own = self.parameters[slot], self.parameters[slot].grad
+            if own is None or (self._is_sharded[slot] and not is_placed_like(own, parameter)):
+                parameter.grad = own = torch.empty_like(parameter, requires_grad=False)
+            self.programs[slot] = own
 
     def holds_gradient(self, slot: int) -> bool:
         """Return whether parameter.grad is the tensor that the last exchange has left there, in whatever memory."""
@@ -178,13 +200,12 @@ class Bucket:
         if gradient is other._returned.get(other_slot):
             self._returned[slot] = gradient
         elif gradient is other.gradients[other_slot]:
-            self.collect(slot)
+            self.collect([slot])
 
     def fill(self) -> dict[int, Tensor]:
         """Give zeros to the parameters that require gradients and have none; return these zeros by parameter."""
         slots = [slot for slot, each in enumerate(self.parameters) if each.requires_grad and each.grad is None]
-        for slot in slots:
-            self._take_gradient(slot, None)
+        self._take_gradients(slots)
         pairs = [(self.items[slot], self.parameters[slot].grad) for slot in slots]
         return {item: gradient.zero_() for item, gradient in pairs if gradient is not None}
 
@@ -209,7 +230,7 @@ class Bucket:
         step: the number of earlier exchanges. residuals: by slot, in the order of memory, errors of earlier exchanges, the same
         on all ranks; this rank adds its part of them.
         """
-        self._absent = [slot for slot in range(len(self.items)) if not self.collect(slot)]
+        self._absent = self.collect(range(len(self.items)))
         for slot, residual in residuals.items():
             self.memory[self.spans[slot]].add_(residual, alpha=self._share)
         self.presence.fill_(1)
@@ -241,7 +262,7 @@ class Bucket:
             self.memory.copy_(self.buffer.values)
         for slot in self._absent:
             if self._present[slot] > 0 or (self._present[slot] < 0 and self._densifies):
-                self._take_gradient(slot, None)
+                self._take_gradients([slot])
                 if self._present[slot] < 0:
                     self._densified.add(self.items[slot])
             elif self.coded is not None:  # the code has a result for it nevertheless

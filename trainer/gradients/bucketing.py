@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float
 _REMOVED = torch.empty(0, dtype=torch.float32, device="cpu")
 """Stands for a parameter that is no longer the optimizer's. Parameters are identified by their index, so it keeps its place."""
 
+_requires_grad = operator.attrgetter("requires_grad")
+
 
 class Bucketing:
     """Holds the buckets of the parameters that require gradients. Parameters are identified by their index.
@@ -58,6 +61,8 @@ class Bucketing:
         self._arrivals: list[int] | None = None
         self.removed: set[int] = set()
         """Parameters that are no longer the optimizer's."""
+        self._exchanged: list[Tensor] = []  # in a bucket or in `sparse`
+        self._others: list[Tensor] = []  # neither exchanged nor removed
         self.is_learning = True
         """Whether learn() records the order in which gradients arrive in the next exchange."""
         self.known_sparse: set[int] = set()
@@ -90,6 +95,15 @@ class Bucketing:
         self.parameters += parameters
         kept = set(tensors_of(self._setup.optimizer.param_groups))
         self.removed = {index for index, parameter in enumerate(self.parameters) if parameter not in kept}
+        self._note_exchanged()
+
+    def _note_exchanged(self) -> None:
+        """Record which parameters are exchanged, when that has changed: so is_due and extend() have little to do in a step."""
+        laid_out = self._laid_out()
+        others = [index for index in range(len(self.parameters)) if index not in laid_out and index not in self.removed]
+        self._exchanged = [self.parameters[index] for index in laid_out]
+        self._others = [self.parameters[index] for index in others]
+        self._is_stale |= bool(laid_out & self.removed)
 
     @property
     def is_encoded(self) -> bool:
@@ -113,8 +127,9 @@ class Bucketing:
     def is_due(self) -> bool:
         """Return whether update() would rebuild the buckets."""
         in_buckets = self.known_sparse & self.places.keys() or set(self.sparse.items) - self.known_sparse
-        is_other = self._is_stale or self._laid_out() != set(self._trainable())
-        return bool(self._arrivals is not None or in_buckets or is_other)
+        if self._is_stale or self._arrivals is not None or in_buckets:
+            return True
+        return not all(map(_requires_grad, self._exchanged)) or any(map(_requires_grad, self._others))
 
     def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
         """Return the object that exchanges the sparse gradients of some parameters."""
@@ -134,10 +149,9 @@ class Bucketing:
             order = [index for bucket in moved for index in bucket.items]
             stays = [bucket for bucket in self.buckets if bucket not in moved]
             self._replace([*stays, *self._made(order, len(self.buckets))])
-        known = self._laid_out() if self.sparse.items else self.places.keys()
-        others = [index for index in range(len(self.parameters)) if index not in known]
-        newcomers = [index for index in reversed(others) if self._is_trained(index)]
-        if newcomers:
+        if any(map(_requires_grad, self._others)):
+            known = self._laid_out()
+            newcomers = [index for index in reversed(self._trainable()) if index not in known]
             _check_dtypes((self.names[index], self.parameters[index]) for index in newcomers)
             self.known_sparse |= self._sparse_among(self._new_tables(newcomers))
             tables = [index for index in newcomers if index in self.known_sparse]
@@ -145,6 +159,7 @@ class Bucketing:
             newcomers = [index for index in newcomers if index not in self.known_sparse]
             self._order += newcomers
             self._take_in(self._made(newcomers, len(self.buckets)))
+            self._note_exchanged()
             self.is_learning = True
 
     def _new_tables(self, trainable: Sequence[int]) -> dict[Tensor, int]:
@@ -193,11 +208,12 @@ class Bucketing:
             }
         self._replace(self._made(self._order))
         self._release_removed()
+        self._note_exchanged()
         for index in dense:
             result = self._sparse_results.pop(index, None)
             if result is not None and result is self.parameters[index].grad:
                 number, slot = self.places[index]
-                self.buckets[number].collect(slot)
+                self.buckets[number].collect([slot])
 
     def _release_removed(self) -> None:
         """Release the memory of parameters that are no longer the optimizer's."""
@@ -228,10 +244,8 @@ class Bucketing:
         return self.places.keys() | set(self.sparse.items)
 
     def _trainable(self) -> list[int]:
-        return [index for index in range(len(self.parameters)) if self._is_trained(index)]
-
-    def _is_trained(self, index: int) -> bool:
-        return self.parameters[index].requires_grad and index not in self.removed
+        parameters, removed = self.parameters, self.removed
+        return [index for index in range(len(parameters)) if parameters[index].requires_grad and index not in removed]
 
     def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
         items = []
@@ -352,6 +366,7 @@ class Bucketing:
         self.sparse = self.sparse_gradients(state.get("sparse", ()))
         self.known_sparse = set(self.sparse.items)
         self._replace(buckets)
+        self._note_exchanged()
 
     def restart(self, carried: dict[int, Carried]) -> None:
         """Keep the buckets, and replace all residuals. carried: the new ones by parameter, the same on all ranks."""

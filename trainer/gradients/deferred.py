@@ -85,12 +85,15 @@ class DeferredExchange(GradientExchange):
         self._laid_out: list[Bucket] = []
         self._steps, self._agree_after = 0, _MEASURED
 
-    def on_gradient(self, index: int, parameter: Tensor) -> None:
+    def _enter_pass(self, task: int, index: int) -> None:
         if self.is_pending:
             self.before_gradient(index)
+        super()._enter_pass(task, index)
+
+    def _on_full(self, number: int) -> None:
         # Before the bucket starts, since its exchange may end before this thread continues.
-        self._full_s[self._bucketing.places.get(index, (-1,))[0]] = time.perf_counter()
-        super().on_gradient(index, parameter)
+        self._full_s[number] = time.perf_counter()
+        super()._on_full(number)
 
     def wait_for(self, number: int) -> None:
         """Wait until a bucket is exchanged, and assign its gradients. Raises the error of the exchange, at every call until
@@ -178,8 +181,8 @@ class DeferredExchange(GradientExchange):
                 self._finish()
                 return
             for bucket in buckets:
-                for slot, parameter in enumerate(bucket.parameters):
-                    gradient = bucket.gradient_in_memory(slot)
+                gradients = bucket.gradients_in_memory(range(len(bucket.items)))
+                for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
                     awaited = gradient.as_subclass(AwaitedGradient)
                     awaited.settle, awaited.exchanged = self.settle, gradient
                     parameter.grad = awaited

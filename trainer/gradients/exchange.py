@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -26,6 +29,7 @@ from gradwire.trainer.gradients.bucketing import Bucketing
 from gradwire.trainer.gradients.combination import OperationChain
 from gradwire.trainer.gradients.moments import Moments
 from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.gradients.sparse import SparseGradients
 from gradwire.trainer.optimizers.wrapped import uncompiled
 
 _IN_FLIGHT = (
@@ -41,6 +45,14 @@ _OF_A_SHARE = (
     "the gradient of {!r} is that of an earlier exchange, of which each rank has its shard only: call zero_grad() of the "
     "distributed optimizer before the next backward(), or accumulate by backward_passes_per_step or no_sync()"
 )
+
+
+_OF_A_GRAPH = (
+    "the gradient of {!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; use "
+    "torch.autograd.grad(..., create_graph=True) for the inner derivative"
+)
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class GradientExchange:
@@ -67,6 +79,9 @@ class GradientExchange:
         self._combination = setup.combination
         self._passes = setup.passes
         self._hooks: dict[int, RemovableHandle] = {}
+        self._unhooked: dict[int, Tensor] = {}
+        # For torch.compile, which compiles hooks of a backward() that it compiles.
+        self._on_gradient = torch.compiler.disable(GradientExchange._handle)
         self._lock = threading.Lock()  # autograd calls hooks from one thread per device
 
         self._graph_task = OUTSIDE_BACKWARD
@@ -76,7 +91,7 @@ class GradientExchange:
         # Parameters with hooks that run after this one, so that their gradients may change.
         self._overtaken: list[int] = []
         self._started, self._counting, self._sparse_started = 0, False, False
-        self._found = bucketing.sparse_gradients(())
+        self._found: SparseGradients | None = None
         self._completing: Work | None = None
         self._thread: DaemonThread | None = None
 
@@ -86,9 +101,13 @@ class GradientExchange:
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Add parameters. The exchange of this window includes them."""
+        first = len(self._bucketing.parameters)
         self._bucketing.add(names, parameters)
-        for index in self._bucketing.removed & self._hooks.keys():
-            self._hooks[index].remove()
+        self._unhooked |= enumerate(parameters, first)
+        for index in self._bucketing.removed:
+            self._unhooked.pop(index, None)
+            if index in self._hooks:
+                self._hooks[index].remove()
         self._exchanged = False
         self._watch()
 
@@ -146,55 +165,76 @@ class GradientExchange:
 
     def _watch(self) -> None:
         """Hook every parameter that requires a gradient and has no hook. (Torch refuses hooks on the others.)"""
-        if len(self._hooks) == len(self._bucketing.parameters):
+        if not any(map(_requires_grad, self._unhooked.values())):
             return
-        for index, parameter in enumerate(self._bucketing.parameters):
-            if parameter.requires_grad and index not in self._hooks:
-                hook = Weakly.of(self.on_gradient, index)
-                self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)
+        exchange = weakref.ref(self)
+        for index in [index for index, parameter in self._unhooked.items() if parameter.requires_grad]:
+            hook = partial(self._on_gradient, exchange, index)
+            self._hooks[index] = self._unhooked.pop(index).register_post_accumulate_grad_hook(hook)
 
     # While gradients arrive
 
-    def on_gradient(self, index: int, parameter: Tensor) -> None:
-        """Handle the gradient that autograd has just accumulated in parameter.grad. Hooks call this."""
+    @staticmethod
+    def _handle(exchange: weakref.ref[GradientExchange], index: int, parameter: Tensor) -> None:
+        """Handle the gradient that autograd has just accumulated in parameter.grad. This is the hook of the parameter, and does
+        not keep the exchange alive."""
+        self = exchange()
+        if self is None:
+            return
         with self._lock:
-            self._enter_pass(index)
-            if index in self._bucketing.sparse.items:
-                self._on_sparse_gradient(index)
-                return
+            task = graph_task()
+            if task != self._graph_task:
+                self._enter_pass(task, index)
             if index not in self._bucketing.places:
+                self._on_sparse_gradient(index)
                 return
             number, slot = self._bucketing.places[index]
             bucket = self._bucketing.buckets[number]
-            name = bucket.names[slot]
             if bucket.in_flight:
-                raise RuntimeError(_IN_FLIGHT.format(name))
-            if parameter.grad is not None and parameter.grad.requires_grad:
-                raise RuntimeError(
-                    f"the gradient of {name!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; "
-                    "use torch.autograd.grad(..., create_graph=True) for the inner derivative"
-                )
-            if self._is_old(bucket, slot):
-                if self._combination.in_shares:
-                    raise RuntimeError(_OF_A_SHARE.format(name))
-                if self._combination.op == Sum:
-                    raise RuntimeError(_ON_A_SUM.format(name))
-            is_final = hook_runs_last(parameter, self._hooks[index])
-            if is_final:
-                bucket.collect(slot)
-            else:
-                self._overtaken.append(index)
-            self._reduced.discard(index)
+                raise RuntimeError(_IN_FLIGHT.format(bucket.names[slot]))
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
+                raise RuntimeError(_OF_A_GRAPH.format(bucket.names[slot]))
+            if index in self._reduced:
+                self._check_new(bucket, slot)
+                self._reduced.discard(index)
             self.has_unreduced = True
+            is_final = hook_runs_last(parameter, self._hooks[index])
+            if not is_final:
+                self._overtaken.append(index)
+            elif bucket.at_once[slot]:
+                bucket.collect((slot,))
             if index not in self._arrived:
                 self._arrived[index] = None
                 self._missing[number] -= is_final
-            if self._passes.is_due():
-                self._start(only_full=True)
+                if not self._missing[number]:
+                    self._on_full(number)
+
+    def _check_new(self, bucket: Bucket, slot: int) -> None:
+        """Raise RuntimeError if a gradient was accumulated onto the result of an exchange that it cannot be added to."""
+        if self._is_old(bucket, slot):
+            if self._combination.in_shares:
+                raise RuntimeError(_OF_A_SHARE.format(bucket.names[slot]))
+            if self._combination.op == Sum:
+                raise RuntimeError(_ON_A_SUM.format(bucket.names[slot]))
+
+    def _on_full(self, number: int) -> None:
+        """Start a bucket whose gradients have all arrived, and the full ones after it, if it is the next one and the exchange
+        is due; without an exchange, collect its gradients."""
+        if self._passes.is_due():
+            self._start(only_full=True)
+        else:
+            self._collect(number)
+
+    def _collect(self, number: int) -> None:
+        bucket = self._bucketing.buckets[number]
+        bucket.collect(range(len(bucket.items)))
 
     def _on_sparse_gradient(self, index: int) -> None:
-        """Handle a gradient that is not for a bucket."""
+        """Handle a gradient that is not for a bucket, if it is exchanged."""
         name, sparse = self._bucketing.names[index], self._bucketing.sparse
+        if index not in sparse.items:
+            return
         if sparse.in_flight:
             raise RuntimeError(_IN_FLIGHT.format(name))
         gradient = self._bucketing.parameters[index].grad
@@ -207,11 +247,8 @@ class GradientExchange:
         """Return whether a gradient in its bucket was exchanged before and not changed by a backward() since."""
         return bucket.items[slot] in self._reduced and bucket.holds_gradient(slot)
 
-    def _enter_pass(self, index: int) -> None:
-        """Begin a pass if this gradient, of the parameter with this index, is the first of a backward()."""
-        task = graph_task()
-        if task == self._graph_task:
-            return
+    def _enter_pass(self, task: int, index: int) -> None:
+        """Begin a pass, with the first gradient of a backward(). task: its graph task. index: of the gradient's parameter."""
         self._graph_task = task
         when_backward_ends(self._on_backward_end)
         if self._started == 0:
@@ -243,10 +280,11 @@ class GradientExchange:
                 run_hook_last(self._bucketing.parameters[index], self._hooks[index])
             self.moments.gradients_end()
             self._empty(self._arrived)
-            if self._passes.paused:
-                return
             is_due = self._passes.is_due()
-            self._passes.ended += 1
+            if not is_due:  # the full ones are collected already
+                for number in [number for number, missing in enumerate(self._missing) if missing]:
+                    self._collect(number)
+            self._passes.ended += not self._passes.paused
             if is_due:
                 self._start_all()
                 # Do not wait here: another optimizer's callback may follow, and all must have started before one waits.
@@ -264,7 +302,8 @@ class GradientExchange:
             if only_full and self._missing[number]:
                 break
             bucket = buckets[number]
-            self._prepare_old(bucket)
+            if self._reduced:
+                self._prepare_old(bucket)
             self.moments.bucket_ready(number, bucket.buffer.values.nbytes)
             bucket.start(self.step, self._bucketing.residuals_for(number))
             self._started += 1
@@ -292,7 +331,8 @@ class GradientExchange:
         self._start()
         if self._sparse_started:
             return
-        self._bucketing.sparse.start(self.step)
+        if self._bucketing.sparse.items:
+            self._bucketing.sparse.start(self.step)
         self._sparse_started = True
         incomplete = any(bucket.is_incomplete for bucket in self._bucketing.buckets)  # other ranks may find sparse ones
         if incomplete or any(each.chained for each in self._operations()):
@@ -314,9 +354,10 @@ class GradientExchange:
         for each in operations:
             each.complete()
         found = [index for bucket in self._bucketing.buckets for index in bucket.found_sparse()]
-        self._found = self._bucketing.sparse_gradients(found)
-        self._found.start(self.step)
-        self._found.complete()
+        if found:
+            self._found = self._bucketing.sparse_gradients(found)
+            self._found.start(self.step)
+            self._found.complete()
         self._bucketing.known_sparse.update(found)
         self._bucketing.known_sparse -= self._bucketing.sparse.found_dense
 
@@ -335,13 +376,14 @@ class GradientExchange:
                 for bucket in buckets:
                     bucket.take_note()
             sparse.finish()
-            self._found.finish()
+            if self._found is not None:
+                self._found.finish()
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
             for bucket in buckets:
                 bucket.in_flight = False
             sparse.in_flight = False
-            self._completing = None
+            self._completing = self._found = None
             self._reset()
         self.moments.exchange_ends(begin_ns)
         self._close_window()

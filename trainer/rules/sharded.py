@@ -111,8 +111,7 @@ class Sharded(Synchronous):
         for bucket in self.bucketing.buckets:
             if (name := bucket.changed()) is not None:
                 raise RuntimeError(here() + _CHANGED.format(name))
-            for slot in bucket.programs:
-                bucket.collect(slot)
+            bucket.collect(bucket.programs)
         self._pieces.fill()
         with self._pieces.in_place_of_parameters():
             yield
