@@ -29,7 +29,10 @@ _END_S = 45.0
 _POLL_S = 0.1
 
 #: Variables that may describe this process as a rank of another job. Workers must not inherit them.
-_OF_OTHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_OTHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 _OF_TORCHRUN = "TORCHELASTIC_"
 
 

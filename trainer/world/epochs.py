@@ -63,12 +63,17 @@ class Epoch:
         """Return torchrun's environment variables for a worker as a rank of this epoch."""
         rank = self.workers.index(worker)
         beside = [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
+        nodes, size = sorted(set(self.nodes)), str(len(self.workers))
         return {
             "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.workers)),
+            "WORLD_SIZE": size,
             "LOCAL_RANK": str(beside.index(rank)),
             "LOCAL_WORLD_SIZE": str(len(beside)),
-            "GROUP_RANK": str(sorted(set(self.nodes)).index(self.nodes[rank])),
+            "GROUP_RANK": str(nodes.index(self.nodes[rank])),
+            "GROUP_WORLD_SIZE": str(len(nodes)),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": size,
+            _MAX_RESTARTS: "0",
             RESTART_COUNT: str(self.number),
             AGENT_STORE: "True",
         }
