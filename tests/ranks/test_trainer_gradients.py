@@ -189,19 +189,20 @@ def test_mixed_dtypes() -> None:
 
 @on_ranks(2)
 def test_odd_shapes() -> None:
-    """Scalars, empty, transposed and channels-last parameters; gradients are laid out like their parameters."""
+    """Scalars, empty, transposed, channels-last and large parameters; gradients are laid out like their parameters."""
     weights = [
         nn.Parameter(torch.zeros(())),
         nn.Parameter(torch.zeros(0, 3)),
         nn.Parameter(torch.zeros(2, 3).t()),
         nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.zeros(150, 200).t()),
         nn.Parameter(torch.zeros(4).expand(2, 4)),
     ]
     optimizer = distributed(weights)
     for _ in range(2):
         optimizer.zero_grad()
         torch.stack([(w * torch.arange(w.numel()).view(w.shape) * hvd.rank()).sum() for w in weights]).sum().backward()
-    assert all(w.grad is not None and w.grad.stride() == w.stride() for w in weights[:4])
+    assert all(w.grad is not None and w.grad.stride() == w.stride() for w in weights[:5])
     for weight in weights:
         assert weight.grad is not None
         assert weight.grad.flatten().tolist() == [i / 2 for i in range(weight.numel())]
