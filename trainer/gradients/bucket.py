@@ -182,7 +182,8 @@ class Bucket:
                 self.parameters[slot].grad = gradient
             return
         for slot in slots:
-            parameter, own = self.parameters[slot], self.parameters[slot].grad
+            parameter = self.parameters[slot]
+            own = parameter.grad
             if own is None or (self._is_sharded[slot] and not is_placed_like(own, parameter)):
                 parameter.grad = own = torch.empty_like(parameter, requires_grad=False)
             self.programs[slot] = own

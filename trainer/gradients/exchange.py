@@ -405,21 +405,20 @@ class GradientExchange:
 
 @dataclass(frozen=True, eq=False)
 class Weakly:
-    """A hook of a parameter, module or optimizer that calls a method, with `first` before other arguments. It does not keep the
-    method's object alive, and does nothing in a copy of the hooked object."""
+    """A hook of a module or optimizer that calls a method. It does not keep the method's object alive, and does nothing in a copy
+    of the hooked object."""
 
     method: weakref.WeakMethod[Callable[..., None]] | None = None
-    first: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, method: Callable[..., None], *first: int) -> Weakly:
-        return cls(weakref.WeakMethod(method), first)
+    def of(cls, method: Callable[..., None]) -> Weakly:
+        return cls(weakref.WeakMethod(method))
 
     @uncompiled
     def __call__(self, *args: object) -> None:
         method = self.method() if self.method is not None else None
         if method is not None:
-            method(*self.first, *args)
+            method(*args)
 
     def __reduce__(self) -> tuple[type[Weakly], tuple[()]]:
         return Weakly, ()
