@@ -33,6 +33,7 @@ import types as _types
 from gradwire.collectives.errors import CollectiveError as _CollectiveError
 from gradwire.collectives.torch_backend import register as _register_torch_backend
 from gradwire.trainer import elastic as elastic
+from gradwire.trainer import rules as rules
 from gradwire.trainer.ddp import ddp_comm_hook as ddp_comm_hook
 from gradwire.trainer.elastic.sampler import ElasticSampler as ElasticSampler
 from gradwire.trainer.gradients.arguments import Adasum as Adasum

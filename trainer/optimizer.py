@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,22 @@ from gradwire.trainer.gradients.combination import Combination, ExchangeStats
 from gradwire.trainer.gradients.compression import AUTO, Compression, Compressor, Policy, wanted
 from gradwire.trainer.gradients.layout import SMALL_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Passes, Setup
-from gradwire.trainer.gradients.shards.transfer import movements_as
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
 from gradwire.trainer.reports.metrics import Reports, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.selection import checked_rule, described_settings, overlapping
+from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.rules.superseded import Superseded
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here, is_initialized, record_in_timelines
+
+_FORMER: Final = {
+    "shard_states": "shard_states=True is now rule=hvd.rules.Sharded()",
+    "parameter_compression": "parameter_compression= is now rule=hvd.rules.Sharded(parameter_compression=...)",
+}
+"""What has taken the place of arguments of gradwire 0.2."""
 
 
 class DistributedOptimizer(WrappingOptimizer):
@@ -61,7 +67,7 @@ class DistributedOptimizer(WrappingOptimizer):
       n-th call. An earlier step() or synchronize() exchanges the gradients so far. If code such as clipping or
       GradScaler.unscale_ uses the gradients before the n-th call, call synchronize() before this code, and step() inside
       skip_synchronize() after it.
-    - After an exchange, calls of backward() without zero_grad() accumulate onto the average; with op=Sum or shard_states=True
+    - After an exchange, calls of backward() without zero_grad() accumulate onto the average; with op=Sum or rules.Sharded
       they raise RuntimeError.
     - step(closure) gives the optimizer the loss averaged (or summed) over the ranks.
     - If parameters are DTensors, as after fully_shard(model, mesh=mesh["shard"]), pass process_set=mesh["replicate"]: ranks
@@ -99,17 +105,12 @@ class DistributedOptimizer(WrappingOptimizer):
     bucket_bytes: the maximum size of a bucket in bytes. A larger gradient has a bucket of its own, and the first bucket holds
     at most 1 MB. None: the value of HOROVOD_FUSION_THRESHOLD. If that is not set, the default is 4 MB in two
     cases, with overlap="next_forward" and for gradients on the CPU that no codec encodes, and otherwise 25 MB.
-    rule: a class derived from Rule, or a function that makes a Rule from a Setup, which holds the arguments of this optimizer.
-    The rule decides which data are exchanged, and when. This docstring describes the default rule.
+    rule: what the ranks exchange, and when: an object of gradwire.rules, such as hvd.rules.Sharded(); a class derived from Rule;
+    or a function that makes a Rule from a Setup, which holds the arguments of this optimizer. None: gradients in every step, as
+    this docstring describes.
     on_step: a function that is called on each rank with its StepMetrics after each step. step() propagates its exceptions.
-    shard_states: if True, each rank updates only its share of the parameters, and keeps only the optimizer state of that share
-    (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md lists what this does not support.
-    parameter_compression: with shard_states=True, the compression of the changes of parameters that each rank sends after
-    it has stepped its share: a cast, or any codec except "dgc", "powersgd", "terngrad", and "qsgd" with its default settings.
-    Codecs always have error feedback here. By default, the ranks send the parameters themselves, uncompressed, and the weights
-    are bitwise those of training without shard_states.
     check_replicas_every: the number of steps after which the ranks compare hashes of their parameters and optimizer state; 0:
-    never. With shard_states or op=Adasum, only parameters are compared. Before the first step, the ranks compare the parameters
+    never. With rules.Sharded or op=Adasum, only parameters are compared. Before the first step, the ranks compare the parameters
     that require gradients in any case, unless check_replicas_every=None. If values differ, step() raises ReplicasDiffer on all
     ranks.
     overlap: "backward": the exchange overlaps with backward(), which waits for the end of the exchange. "next_forward":
@@ -144,23 +145,25 @@ class DistributedOptimizer(WrappingOptimizer):
         allow: Sequence[Compressor] | None = None,
         policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int | None = None,
-        rule: Callable[[Setup], Rule] = Synchronous,
-        shard_states: bool = False,
-        parameter_compression: Compressor = Compression.none,
+        rule: Callable[[Setup], Rule] | None = None,
         on_step: Callable[[StepMetrics], object] | None = None,
         check_replicas_every: int | None = 0,
         straggler_report_every: int = 100,
         overlap: str = "backward",
         model: nn.Module | None = None,
         gradient_as_bucket_view: bool = True,
+        **former: NoReturn,
     ) -> None:
+        for name in former:
+            raise TypeError(here() + _FORMER.get(name, f"DistributedOptimizer has no argument {name!r}"))
         if bucket_bytes is None:
             awaited = SMALL_BUCKET_BYTES if overlap == "next_forward" else None
             bucket_bytes = current_settings().fusion_bytes or awaited
         reported = WantedReports(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
-        returning = movements_as(parameter_compression)
-        rule = overlapping(checked_rule(rule, op, shard_states, returning is not None), overlap, model)
+        self.rule = rule
+        """The argument `rule`."""
+        rule = overlapping(checked_rule(rule, op), overlap, model)
         if overlap == "next_forward" and not gradient_as_bucket_view:
             raise ValueError(
                 f"{here()}gradient_as_bucket_view=False is for overlap='backward': with overlap='next_forward', gradients are in "
@@ -176,8 +179,6 @@ class DistributedOptimizer(WrappingOptimizer):
         numbers = check_groups(num_groups, groups, parameters)
         tried: set[Tensor] = set()  # kept in rebind(), since release() clears the state that some optimizers begin with
 
-        self.shard_states = shard_states
-        """Whether this rank keeps only the optimizer state of its share of the parameters."""
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # because the wrapped optimizer runs them, each once
         self._process_set = process_set
@@ -196,8 +197,7 @@ class DistributedOptimizer(WrappingOptimizer):
                 numbers,
                 sparse_as_dense,
                 gradient_as_bucket_view,
-                returning,
-                tried,
+                tried=tried,
             )
 
         self._setup_on = setup_on
@@ -270,13 +270,13 @@ class DistributedOptimizer(WrappingOptimizer):
 
     def release(self) -> None:
         """Disconnect from the other ranks until rebind(), and abandon running exchanges. Remove the hooks, set all gradients to
-        None, and with shard_states clear the optimizer's state."""
+        None, and with rules.Sharded clear the optimizer's state."""
         with suppress(CollectiveError):  # running exchanges have failed
             self._rule.close()
         self._rule = Rule(self._rule.setup)
         for parameter in tensors_of(self.param_groups):
             parameter.grad = None
-        if self.shard_states:
+        if isinstance(self.rule, Sharded):
             self.optimizer.state.clear()  # it is that of pieces which no longer exist
 
     def rebind(self) -> None:
@@ -310,7 +310,7 @@ class DistributedOptimizer(WrappingOptimizer):
     @property
     def stats(self) -> ExchangeStats:
         """Return how many bytes this rank has sent so far, and how many it would have sent uncompressed. Counts the bytes of
-        gradients; with shard_states also of parameters; with LocalUpdates also of the changes of parameters."""
+        gradients; with rules.Sharded also of parameters; with LocalUpdates also of the changes of parameters."""
         return self._rule.stats
 
     def stragglers(self) -> Stragglers | None:
@@ -376,7 +376,7 @@ class DistributedOptimizer(WrappingOptimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that the norm of all of them together is at most max_norm. Return the norm before scaling.
 
-        Without shard_states it does what torch.nn.utils.clip_grad_norm_ does. With shard_states it is collective, and the norm
+        It does what torch.nn.utils.clip_grad_norm_ does. With rules.Sharded it is collective, and the norm
         is that of all ranks' shards. norm_type: the type of the norm; float("inf") for the largest element. Raises ValueError
         unless norm_type is above 0.
         """
@@ -404,7 +404,7 @@ class DistributedOptimizer(WrappingOptimizer):
         return _switched_on(self._passes, "paused")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group to the wrapped optimizer, and its parameters to the exchange. Collective with shard_states=True.
+        """Add a param group to the wrapped optimizer, and its parameters to the exchange. Collective with rules.Sharded.
         Raises ValueError, with nothing added, for parameters that cannot be exchanged."""
         self._rule.settle()
         self.optimizer.add_param_group(param_group)
@@ -459,14 +459,14 @@ class DistributedOptimizer(WrappingOptimizer):
 
         With codecs it has one more key, "gradwire", which other optimizers ignore: residuals, codec states and buckets, with
         which training resumes bit for bit. They differ between ranks, so every rank saves its own state_dict(). With
-        shard_states, every rank does so too: its state_dict() has the state of its share, and a key that describes the share.
+        rules.Sharded, every rank does so too: its state_dict() has the state of its share, and a key that describes the share.
 
         Raises RuntimeError, with codecs, while gradients are exchanged, as after a backward() that failed midway.
         """
         return self._rule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
-        """Load a state into the wrapped optimizer of this rank. Collective with codecs or shard_states.
+        """Load a state into the wrapped optimizer of this rank. Collective with codecs or rules.Sharded.
         docs/guides/checkpoints.md is the guide.
 
         If the number of ranks is that of the checkpoint, and each rank loads its own state_dict, training continues bit for

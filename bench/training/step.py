@@ -65,7 +65,7 @@ PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
 ONE_WAY = {"dgc", "powersgd", "qsgd", "terngrad"}
-"""Codecs that encode gradients only, not the parameters that shard_states=True gathers."""
+"""Codecs that encode gradients only, not the parameters that rules.Sharded gathers."""
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
 
 
@@ -215,8 +215,8 @@ def builders(
         f"{OURS}+{name}": partial(our_trainee, compression=name, allow=allow if name == AUTO else None)
         for name in compression
     }
-    sharded = {f"{OURS}+shards": partial(our_trainee, shard_states=True)} | {
-        f"{OURS}+shards+{name}": partial(our_trainee, shard_states=True, compression=name, parameter_compression=name)
+    sharded = {f"{OURS}+shards": partial(our_trainee, rule=hvd.rules.Sharded())} | {
+        f"{OURS}+shards+{name}": partial(our_trainee, compression=name, rule=hvd.rules.Sharded(name))
         for name in named
         if name not in ONE_WAY
     }

@@ -10,7 +10,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 1))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.AdamW(model.parameters(), lr=1e-2), model.named_parameters(), shard_states=True
+    torch.optim.AdamW(model.parameters(), lr=1e-2), model.named_parameters(), rule=hvd.rules.Sharded()
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 generator = torch.Generator().manual_seed(hvd.rank())  # every process has its own data

@@ -103,7 +103,7 @@ WAYS: dict[str, Callable[[str], list[Tensor]]] = {
     "topk": partial(with_optimizer, compression="topk"),
     "fp16": partial(with_optimizer, compression="fp16"),
     "next_forward": partial(with_optimizer, overlap="next_forward"),
-    "shards": partial(with_optimizer, shard_states=True),
+    "shards": partial(with_optimizer, rule=hvd.rules.Sharded()),
     "hook": partial(with_hook, codec="none"),
     "hook, int8": partial(with_hook, codec="int8"),
     "local updates": partial(with_optimizer, wrap=hvd.LocalUpdates, every=2, warmup_steps=0),

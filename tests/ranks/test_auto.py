@@ -71,7 +71,7 @@ def trained(compression: Any, steps: int = SETTLED, **options: Any) -> tuple[lis
 
 @on_ranks(2)
 @pytest.mark.parametrize(("seconds", "best"), [(SLOW, "int8"), (FAST, "none")])
-@pytest.mark.parametrize("options", [{}, {"shard_states": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rule": hvd.rules.Sharded()}], ids=str)
 def test_a_choice_has_the_bits_and_the_buckets_of_what_was_chosen(
     seconds: tuple[float, float], best: str, options: Any
 ) -> None:

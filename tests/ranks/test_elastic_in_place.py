@@ -152,8 +152,8 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         fragments=2,
         delay=1,
     ),
-    "shard_states": lambda model: hvd.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.01), shard_states=True
+    "sharded": lambda model: hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01), rule=hvd.rules.Sharded()
     ),
     "next_forward": lambda model: hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.01), overlap="next_forward", model=model, bucket_bytes=200

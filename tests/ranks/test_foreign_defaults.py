@@ -203,7 +203,7 @@ def rules() -> Results:
     made: named = {
         "adasum": lambda m: hvd.DistributedOptimizer(sgd(m), m.named_parameters(), op=hvd.Adasum),
         "shards": lambda m: hvd.DistributedOptimizer(
-            sgd(m), m.named_parameters(), shard_states=True, compression="int8", parameter_compression="bf16"
+            sgd(m), m.named_parameters(), compression="int8", rule=hvd.rules.Sharded("bf16")
         ),
         "next_forward": lambda m: hvd.DistributedOptimizer(
             sgd(m), m.named_parameters(), overlap="next_forward", model=m, compression="onebit"

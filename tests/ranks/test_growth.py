@@ -35,7 +35,7 @@ def wrapped(module: nn.Module, **options: Any) -> Any:
 
 MAKERS: dict[str, Make] = {codec: partial(wrapped, compression=codec) for codec in (*NAMES, "auto")} | {
     "adasum": partial(wrapped, op=hvd.Adasum),
-    "shards": partial(wrapped, shard_states=True, compression="randomk", parameter_compression="bf16"),
+    "shards": partial(wrapped, compression="randomk", rule=hvd.rules.Sharded("bf16")),
     "next_forward": lambda m: wrapped(m, overlap="next_forward", model=m, compression="randomk"),
     "checked": partial(wrapped, check_replicas_every=1),
     "local": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=2, outer=sgd(m), codec="randomk"),

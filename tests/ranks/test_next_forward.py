@@ -377,7 +377,7 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         ({"overlap": "forward"}, ValueError, "overlap must be 'backward' or 'next_forward', not 'forward'"),
         ({"overlap": "next_forward"}, TypeError, "needs model=, the torch.nn.Module"),
         ({"model": model}, ValueError, "model is for overlap='next_forward'"),
-        ({"overlap": "next_forward", "model": model, "shard_states": True}, ValueError, "only the default rule"),
+        ({"overlap": "next_forward", "model": model, "rule": hvd.rules.Sharded()}, ValueError, "only the default rule"),
         ({"overlap": "next_forward", "model": model, "op": hvd.Adasum}, ValueError, "only the default rule"),
     ):
         with pytest.raises(error, match=message):

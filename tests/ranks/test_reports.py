@@ -228,8 +228,12 @@ def test_reports_go_on_after_an_earlier_step_is_loaded() -> None:
 
 @on_ranks(2)
 def test_bus_bandwidth_counts_the_halves_of_an_allreduce() -> None:
-    """With shard_states, gradients are reduce-scattered, except for those of a codec, which are all reduced."""
-    for options, halves in (({}, 2), ({"shard_states": True}, 1), ({"shard_states": True, "policy": {"*": "int8"}}, 2)):
+    """With rules.Sharded, gradients are reduce-scattered, except for those of a codec, which are all reduced."""
+    for options, halves in (
+        ({}, 2),
+        ({"rule": hvd.rules.Sharded()}, 1),
+        ({"rule": hvd.rules.Sharded(), "policy": {"*": "int8"}}, 2),
+    ):
         model = wide()
         seen: list[hvd.StepMetrics] = []
         optimizer = wrapped(model, named_parameters=model.named_parameters(), on_step=seen.append, **options)

@@ -37,7 +37,7 @@ def server(model: nn.Module, **options: Any) -> hvd.ParameterServer:
 
 RESUMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "synchronous, int4 with error feedback": (synchronous, {"compression": hvd.ErrorFeedback("int4")}),
-    "sharded states": (synchronous, {"shard_states": True}),
+    "sharded states": (synchronous, {"rule": hvd.rules.Sharded()}),
     "local updates, momentum": (local, {"every": 4, "warmup_steps": 3, "momentum": 0.9}),
     "local updates, late fragments": (local, {"every": 6, "fragments": 2, "delay": 2, "codec": "onebit"}),
     "parameter server": (server, {}),
@@ -106,7 +106,7 @@ COLLECTIVE: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
         {"compression": hvd.ErrorFeedback("int4"), "bucket_bytes": 1024},
         2,
     ),
-    "sharded states, which ranks gather": (synchronous, {"shard_states": True}, 1),
+    "sharded states, which ranks gather": (synchronous, {"rule": hvd.rules.Sharded()}, 1),
     "local updates, chunktopk": (local, {"every": 2, "codec": "chunktopk", "bucket_bytes": 1024}, 2),
     "local updates, late": (local, {"every": 4, "delay": 2, "bucket_bytes": 1024}, 2),
 }
@@ -120,7 +120,7 @@ def lose_one_in_an_exchange(rule: str) -> tuple[int, ...]:
     make, options, number = COLLECTIVE[rule]
     optimizer = make(model, **options)
     meet("all have an optimizer")
-    if hvd.rank() == VICTIM and options.get("shard_states"):
+    if hvd.rank() == VICTIM and "rule" in options:
         optimizer._communicator.gather_shares = die_at(number)  # no allreduce, which spy() sees
     elif hvd.rank() == VICTIM:
         spy(optimizer, die_at(number))

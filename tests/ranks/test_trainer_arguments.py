@@ -125,7 +125,7 @@ def broad(seed: int) -> nn.Sequential:
 WITHOUT_ORDER: dict[str, Callable[..., Any]] = {
     "average": lambda *args: hvd.DistributedOptimizer(*args, check_replicas_every=1),
     "adasum": lambda *args: hvd.DistributedOptimizer(*args, op=hvd.Adasum, check_replicas_every=1),
-    "shards": lambda *args: hvd.DistributedOptimizer(*args, shard_states=True),
+    "shards": lambda *args: hvd.DistributedOptimizer(*args, rule=hvd.rules.Sharded()),
     "server": hvd.ParameterServer,
 }
 

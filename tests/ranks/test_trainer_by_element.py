@@ -237,11 +237,11 @@ def test_optimizers_that_combine_elements_are_refused_on_all_ranks() -> None:
     for make in REFUSED.values():
         optimizer = make(network().parameters())
         with pytest.raises(ValueError, match=type(optimizer).__name__):
-            hvd.DistributedOptimizer(optimizer, shard_states=True)
+            hvd.DistributedOptimizer(optimizer, rule=hvd.rules.Sharded())
     model = network()
     with pytest.raises(ValueError, match="Clipped"):  # also if only one rank has such an optimizer
-        hvd.DistributedOptimizer((Lion, Clipped)[hvd.rank()](model.parameters()), shard_states=True)
-    sharded = hvd.DistributedOptimizer(Muon(by_dimensions(model.parameters())), shard_states=True)
+        hvd.DistributedOptimizer((Lion, Clipped)[hvd.rank()](model.parameters()), rule=hvd.rules.Sharded())
+    sharded = hvd.DistributedOptimizer(Muon(by_dimensions(model.parameters())), rule=hvd.rules.Sharded())
     with pytest.raises(ValueError, match="Muon"):
         sharded.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))], "orthogonal": True})
     train(model, sharded, 1)
@@ -256,9 +256,13 @@ def test_optimizers_by_element_train_as_without_shards(dtype: torch.dtype) -> No
         models = [network(), network()]
         for model, shard in zip(models, (False, True), strict=True):
             if dtype != torch.float32:
-                hvd.DistributedOptimizer(make(model.to(dtype).parameters()), shard_states=shard).close()
+                hvd.DistributedOptimizer(
+                    make(model.to(dtype).parameters()), rule=hvd.rules.Sharded() if shard else None
+                ).close()
                 continue
-            optimizer = hvd.DistributedOptimizer(make(model.parameters()), shard_states=shard, bucket_bytes=2000)
+            optimizer = hvd.DistributedOptimizer(
+                make(model.parameters()), rule=hvd.rules.Sharded() if shard else None, bucket_bytes=2000
+            )
             train(model, optimizer, 3)
             optimizer.close()
         if "fused" in name:
@@ -285,10 +289,10 @@ def test_the_trial_leaves_no_trace() -> None:
         numbers = str([random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()])
         if is_refused:
             with pytest.raises(ValueError, match="Lamb"):
-                hvd.DistributedOptimizer(optimizer, shard_states=True)
+                hvd.DistributedOptimizer(optimizer, rule=hvd.rules.Sharded())
             assert str(before) == str([*model.parameters(), optimizer.state_dict()])
         else:
-            hvd.DistributedOptimizer(optimizer, shard_states=True).close()
+            hvd.DistributedOptimizer(optimizer, rule=hvd.rules.Sharded()).close()
             assert_equal(before[:-1], model.parameters())
         assert numbers == str([random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()])
         assert not called

@@ -78,8 +78,7 @@ def test_what_codes_lose_stays_with_the_piece(algorithm: str, compression: Any, 
             0.01,
             process_set=other,
             bucket_bytes=5000,
-            shard_states=True,
-            parameter_compression=compression,
+            rule=hvd.rules.Sharded(compression),
         )
         for number in range(STEPS):
             for net, optimizer in ((model, plain), (twin, coded)):
@@ -182,19 +181,13 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere_with_all_residuals(ranks
 def test_what_cannot_be_meant_is_refused() -> None:
     model = nn.Linear(4, 4)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for options, words in (
-        ({"parameter_compression": "int8"}, "is for the parameters that shard_states=True sends"),
-        (
-            {"parameter_compression": "powersgd", "shard_states": True},
-            "parameter_compression='powersgd' is for gradients",
-        ),
-        ({"parameter_compression": "dgc", "shard_states": True}, "parameter_compression='dgc' is for gradients"),
-        ({"parameter_compression": "qsgd", "shard_states": True}, "parameter_compression='qsgd' is for gradients"),
-        ({"parameter_compression": "int9", "shard_states": True}, "int9"),
-        (
-            {"parameter_compression": "int8" if hvd.rank() else "none", "shard_states": True},
-            "do not make the same DistributedOptimizer: parameter_compression",
-        ),
+    for compression, words in (
+        ("powersgd", "parameter_compression='powersgd' is for gradients"),
+        ("dgc", "parameter_compression='dgc' is for gradients"),
+        ("qsgd", "parameter_compression='qsgd' is for gradients"),
+        ("int9", "int9"),
     ):
         with pytest.raises(ValueError, match=words):
-            hvd.DistributedOptimizer(sgd, **options)
+            hvd.rules.Sharded(compression)
+    with pytest.raises(ValueError, match="do not make the same DistributedOptimizer"):
+        hvd.DistributedOptimizer(sgd, rule=hvd.rules.Sharded("int8" if hvd.rank() else "none"))

@@ -239,7 +239,7 @@ def test_two_wrapped_optimizers() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "options", [{}, {"overlap": "next_forward"}, {"shard_states": True}, {"policy": {"0.*": "int8"}}], ids=str
+    "options", [{}, {"overlap": "next_forward"}, {"rule": hvd.rules.Sharded()}, {"policy": {"0.*": "int8"}}], ids=str
 )
 def test_a_parameter_may_be_replaced(options: dict[str, Any]) -> None:
     """In the model and in the param groups, before the first step and later; another one is moved to a group of its own, and the
@@ -259,7 +259,7 @@ def test_a_parameter_may_be_replaced(options: dict[str, Any]) -> None:
                 group["params"].remove(first)
             if step == 4:
                 optimizer.param_groups.append({**group, "params": [first]})
-            if step % 2 and "shard_states" not in options:
+            if step % 2 and "rule" not in options:
                 model.zero_grad()  # which the wrapper does not notice
                 loss_of(model, data(step)).backward()
                 optimizer.step()
@@ -323,11 +323,11 @@ def test_a_parameter_of_two_optimizers() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["backward", "next_forward", "shard_states", "adasum", "a rank without a gradient"])
+@pytest.mark.parametrize("kind", ["backward", "next_forward", "sharded", "adasum", "a rank without a gradient"])
 def test_replicas_that_do_not_start_equal(kind: str) -> None:
     options: dict[str, Any] = {
         "next_forward": {"overlap": "next_forward"},
-        "shard_states": {"shard_states": True},
+        "sharded": {"rule": hvd.rules.Sharded()},
         "adasum": {"op": hvd.Adasum},
     }.get(kind, {})
     for compared in (0, None):

@@ -58,7 +58,7 @@ CHANGES: dict[str, Change] = {"data": by_data, "set_": by_set, "to": there_and_b
 RULES: dict[str, dict[str, Any]] = {
     "backward": {},
     "next_forward": {"overlap": "next_forward"},
-    "shard_states": {"shard_states": True},
+    "sharded": {"rule": hvd.rules.Sharded()},
     "copies": {"gradient_as_bucket_view": False},
 }
 
@@ -66,7 +66,7 @@ RULES: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_may_get_other_memory(rule: str) -> None:
-    """Between backward() and step(), where with shard_states it counts if the values are the same; and after step()."""
+    """Between backward() and step(), where with rules.Sharded it counts if the values are the same; and after step()."""
 
     def train(model: nn.Module, optimizer: Optimizer, data: Data) -> None:
         for step, (name, after, set_to_none) in enumerate(
@@ -74,7 +74,7 @@ def test_gradients_may_get_other_memory(rule: str) -> None:
             for name in CHANGES
             for after in (False, True)
             for set_to_none in (False, True)
-            if rule != "shard_states" or after
+            if rule != "sharded" or after
         ):
             loss_of(model, data(step)).backward()
             if after:
@@ -93,7 +93,7 @@ def test_gradients_may_get_other_memory(rule: str) -> None:
 def test_a_change_of_a_share_of_a_gradient_is_not_ignored() -> None:
     for change in CHANGES.values():
         model = perceptron()
-        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), shard_states=True)
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), rule=hvd.rules.Sharded())
         loss_of(model, share(0)).backward()
         before = [parameter.detach().clone() for parameter in model.parameters()]
         change(model)
@@ -119,7 +119,7 @@ def test_the_programs_own_buffer_has_the_averages(rule: str) -> None:
     the buffer by itself."""
 
     def train(model: nn.Module, optimizer: Any, data: Data) -> list[float]:
-        is_whole = rule != "shard_states" or data is batch
+        is_whole = rule != "sharded" or data is batch
         take_steps(model, optimizer, data, [0])
         if not is_whole:
             optimizer.zero_grad()
@@ -128,9 +128,9 @@ def test_the_programs_own_buffer_has_the_averages(rule: str) -> None:
             if is_whole:
                 flat.zero_()
             else:
-                optimizer.zero_grad(set_to_none=False)  # with shard_states, the next gradient needs it
+                optimizer.zero_grad(set_to_none=False)  # with rules.Sharded, the next gradient needs it
             loss_of(model, data(step)).backward()
-            if rule != "shard_states":
+            if rule != "sharded":
                 flat.clamp_(-0.1, 0.1)
                 norms.append(float(flat.norm()))
             elif data is batch:
@@ -172,7 +172,7 @@ def test_gradients_may_be_detached_and_kept(rule: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("rule", ["backward", "next_forward", "shard_states"])
+@pytest.mark.parametrize("rule", ["backward", "next_forward", "sharded"])
 def test_hooks_that_change_gradients_run_before_the_exchange(rule: str) -> None:
     """They are registered before and after the optimizer is made, and in mid-training; one of them replaces the gradient. The
     mean of clipped gradients is not that of the joint batch, so it is computed from those of each rank's part."""
@@ -221,7 +221,7 @@ MOVES: dict[str, Change] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("compression", ["none", "int8"])
-@pytest.mark.parametrize("rule", ["backward", "next_forward", "shard_states"])
+@pytest.mark.parametrize("rule", ["backward", "next_forward", "sharded"])
 def test_parameters_may_be_moved(rule: str, compression: str) -> None:
     """Before the first step, and in mid-training; gradients and the weights have the digits of the new dtype."""
 

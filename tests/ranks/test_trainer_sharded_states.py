@@ -101,11 +101,18 @@ def exchanged_by(algorithm: str) -> Iterator[Communicator]:
 
 
 def wrapped(
-    model: Network, communicator: Communicator, name: str, *, shard: bool, **options: Any
+    model: Network,
+    communicator: Communicator,
+    name: str,
+    *,
+    shard: bool,
+    parameter_compression: Any = "none",
+    **options: Any,
 ) -> hvd.DistributedOptimizer:
+    rule = hvd.rules.Sharded(parameter_compression) if shard else None
     optimizer = OPTIMIZERS[name](grouped(model))
     options = {"process_set": communicator, "bucket_bytes": 1500, **options}
-    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), shard_states=shard, **options)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), rule=rule, **options)
 
 
 def train(model: Network, optimizer: hvd.DistributedOptimizer, steps: range, *, schedule: bool = True) -> None:
@@ -190,7 +197,7 @@ def test_a_group_may_be_added_just_before_a_checkpoint() -> None:
     trained = nn.Linear(4, 4, bias=False)
     saved: dict[str, Any] = {}
     for model in (trained, copy.deepcopy(trained)):
-        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), shard_states=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), rule=hvd.rules.Sharded())
         if not saved:
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
@@ -242,7 +249,9 @@ def test_memory_of_parameters_may_change(kind: Callable[..., torch.optim.Optimiz
         model, twin = Network(), Network()
         for net, communicator, shard in ((model, one, False), (twin, other, True)):
             optimizer = kind(net.parameters(), lr=0.1)
-            wrapping = hvd.DistributedOptimizer(optimizer, process_set=communicator, shard_states=shard)
+            wrapping = hvd.DistributedOptimizer(
+                optimizer, process_set=communicator, rule=hvd.rules.Sharded() if shard else None
+            )
             for step in range(4):
                 train(net, wrapping, range(step, step + 1), schedule=False)
                 net.wide.weight.data = net.wide.weight.data.clone()
@@ -256,7 +265,7 @@ def test_a_rank_keeps_its_part_of_the_state() -> None:
     """But for padding, of which one rank may have more than another."""
     model = nn.Sequential(nn.Linear(100, 301), nn.Linear(301, 7))
     whole = torch.optim.AdamW(model.parameters())
-    sharded = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), shard_states=True)
+    sharded = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), rule=hvd.rules.Sharded())
     (model(torch.ones(2, 100)).sum()).backward()
     sharded.step()
     whole.step()
@@ -338,7 +347,7 @@ def load_wrongly(shards: list[Any]) -> None:
         train(model, optimizer, range(2))
         optimizer.close()
     plain = hvd.DistributedOptimizer(OPTIMIZERS["adam"](grouped(model)), model.named_parameters())
-    with pytest.raises(ValueError, match="saved with shard_states=True, and loaded without"):
+    with pytest.raises(ValueError, match=r"saved with rules\.Sharded, and loaded without"):
         plain.load_state_dict(mine)
 
 
@@ -401,7 +410,7 @@ def test_what_would_go_wrong_silently_is_an_error() -> None:
         with pytest.raises(RuntimeError, match=r"'one' has been changed since backward"):
             optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(ValueError, match=r"shard_states=True does not support step\(closure\)"):
+        with pytest.raises(ValueError, match=r"rules\.Sharded does not support step\(closure\)"):
             optimizer.step(lambda: 0.0)
         with pytest.raises(ValueError, match="every rank has its own state"):
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -419,15 +428,13 @@ def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> Non
         (torch.optim.LBFGS(model.parameters()), {}, "LBFGS does not"),
         (torch.optim.SGD([gaps], lr=0.1), {}, r"without gaps in memory.*strides \[8, 2\]"),
         (sgd, {"op": hvd.Adasum}, "does not support op='adasum'"),
-        (sgd, {"rule": hvd.Rule}, "only the default rule, not .*Rule"),
-        (sgd, {"shard_states": "yes"}, "must be True or False, not 'yes'"),
     ):
         with pytest.raises(ValueError, match=words):
-            hvd.DistributedOptimizer(optimizer, **{"shard_states": True, **options})
+            hvd.DistributedOptimizer(optimizer, rule=hvd.rules.Sharded(), **options)
     with pytest.raises(ValueError, match="do not make the same DistributedOptimizer: rule is"):
-        hvd.DistributedOptimizer(sgd, shard_states=hvd.rank() == 0)
+        hvd.DistributedOptimizer(sgd, rule=hvd.rules.Sharded() if hvd.rank() == 0 else None)
     embedding = nn.Embedding(4, 3, sparse=True)
-    rows = distributed(embedding.parameters(), 0.1, shard_states=True)
-    with pytest.raises(ValueError, match=r"is sparse, which shard_states=True does not support.*sparse_as_dense"):
+    rows = distributed(embedding.parameters(), 0.1, rule=hvd.rules.Sharded())
+    with pytest.raises(ValueError, match=r"is sparse, which rules.Sharded does not support.*sparse_as_dense"):
         embedding(torch.tensor([1])).sum().backward()
     rows.close()

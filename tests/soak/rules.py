@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import gradwire as hvd
 from tests.soak.faults import EXITS, KILLED, RAISES, STOPPED, FaultOfOne
 from tests.soak.habits import HABITS
 
@@ -162,8 +163,7 @@ def _synchronous(random: Random, size: int) -> Rule:
         "compression": codec,
         "bucket_bytes": random.choice((None, 1024)),
         "backward_passes_per_step": random.choice((1, 1, 2)),
-        "shard_states": shards,
-        "parameter_compression": random.choice(("none", "int8", "onebit")) if shards else "none",
+        "rule": hvd.rules.Sharded(random.choice(("none", "int8", "onebit"))) if shards else None,
     }
     feedback = codec in WITH_FEEDBACK and random.random() < 0.7
     # Of shards, a rank may not change its gradients.

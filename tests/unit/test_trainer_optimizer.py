@@ -187,7 +187,10 @@ def test_named_parameters_may_cover_more_than_the_optimizer() -> None:
         ({"gradient_predivide_factor": float("inf")}, ValueError, "must be a finite number > 0, not inf"),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, ValueError, "=2.0 needs op='average', not 'sum'"),
         ({"bucket_bytes": 0}, ValueError, "bucket_bytes must be > 0, not 0"),
-        ({"rule": "local"}, TypeError, "rule must be a class derived from Rule, or a function .* not 'local'"),
+        ({"rule": "local"}, TypeError, "rule must be an object of gradwire.rules, .* not 'local'"),
+        ({"shard_states": True}, TypeError, r"is now rule=hvd\.rules\.Sharded\(\)"),
+        ({"parameter_compression": "int8"}, TypeError, r"is now rule=hvd\.rules\.Sharded\(parameter_compression"),
+        ({"shards": True}, TypeError, "has no argument 'shards'"),
         ({"named_parameters": [nn.Parameter(torch.zeros(1))]}, ValueError, "must be pairs .* not Parameter"),
         (
             {"named_parameters": [("a", nn.Parameter(torch.zeros(1))), ("a", nn.Parameter(torch.zeros(2)))]},

@@ -19,6 +19,7 @@ from gradwire.trainer.horovod.state import (
 )
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
+from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.world.world import size
 
 
@@ -83,7 +84,9 @@ class Optimizer(Value):
 
     def sync(self, root_rank: int) -> Any:
         is_wrapped = isinstance(self.value, WrappingOptimizer)
-        if not is_wrapped or (isinstance(self.value, DistributedOptimizer) and not self.value.shard_states):
+        if not is_wrapped or (
+            isinstance(self.value, DistributedOptimizer) and not isinstance(self.value.rule, Sharded)
+        ):
             broadcast_optimizer_state(self.value, root_rank)
         return self.value
 

@@ -146,7 +146,7 @@ class Bucket:
             return dense
         if self.shares:
             raise ValueError(
-                f"{here()}the gradient of {self.names[slot]!r} is sparse, which shard_states=True does not support: give "
+                f"{here()}the gradient of {self.names[slot]!r} is sparse, which rules.Sharded does not support: give "
                 "sparse_as_dense=True, or use a layer with sparse=False"
             )
         return None

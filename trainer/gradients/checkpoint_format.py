@@ -14,7 +14,7 @@ KEY = "gradwire"
 """The key of the part in the state_dict() of a DistributedOptimizer."""
 
 SHARDS = "gradwire_shards"
-"""The key of the description of pieces in the state_dict() of a DistributedOptimizer with shard_states=True."""
+"""The key of the description of pieces in the state_dict() of a DistributedOptimizer with rules.Sharded."""
 
 VERSION = 2
 

@@ -70,7 +70,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """The bytes that one rank has sent so far: of gradients, with shard_states also of parameters, and with LocalUpdates also
+    """The bytes that one rank has sent so far: of gradients, with rules.Sharded also of parameters, and with LocalUpdates also
     of the changes of parameters.
 
     exchanges: the number of exchanges of gradients, and with LocalUpdates also of changes. bytes_sent: the bytes that this rank

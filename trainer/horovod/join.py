@@ -25,7 +25,7 @@ def join(device: int = -1) -> int:
     other ranks' DistributedOptimizers, in allreduce with Average or Sum, and in barriers. An Average is still over all ranks.
     Gradients that this rank has accumulated but not exchanged go into the first of these steps. Other verbs raise PeerJoined on
     the ranks that call them, which may continue. So do the exchanges of LocalUpdates, and of a DistributedOptimizer with
-    op=Adasum, shard_states=True, overlap="next_forward" or a Rule without can_stand_in.
+    op=Adasum, rules.Sharded, overlap="next_forward" or a Rule without can_stand_in.
 
     A rank that waits here does not step. When all have called it, the optimizers that were stepped without all ranks, and
     their parameters, are broadcast from a rank that missed no step, so replicas are bitwise equal. Gradients of ranks that

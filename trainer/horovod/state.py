@@ -14,6 +14,7 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import leaves, map_only
 from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, current_world, here, is_initialized, root_in
 
@@ -68,7 +69,7 @@ def broadcast_optimizer_state(
     backward() does so where it has added nothing. So no parameter moves that has no gradient on any rank.
     model: Horovod's argument, which is ignored.
 
-    Raises TypeError for an optimizer of DTensors, and ValueError for one with shard_states=True.
+    Raises TypeError for an optimizer of DTensors, and ValueError for one with rules.Sharded.
     """
     communicator = communicator_of(process_set)
     share_optimizer_state(optimizer, communicator, root_in(communicator, root_rank))
@@ -79,10 +80,8 @@ def broadcast_optimizer_state(
 def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Communicator, root: int) -> None:
     """Copy the optimizer state of a Communicator's rank `root` to its other ranks; see broadcast_optimizer_state."""
     if isinstance(optimizer, DistributedOptimizer):
-        if optimizer.shard_states:
-            raise ValueError(
-                f"{here()}with shard_states=True every rank has its own state, which no other rank can load"
-            )
+        if isinstance(optimizer.rule, Sharded):
+            raise ValueError(f"{here()}with rules.Sharded every rank has its own state, which no other rank can load")
         optimizer = optimizer.optimizer
     for group in optimizer.param_groups:
         for parameter in group["params"]:

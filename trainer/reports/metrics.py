@@ -50,7 +50,7 @@ class StepMetrics:
     backward() in between; None without an exchange, and with overlap="next_forward".
     bytes_sent, bytes_uncompressed: as in ExchangeStats, but of this step only.
     busbw_gb_s: 2(p-1)/p times the bytes of the gradients, divided by exchange_s, with p ranks, in 1e9 bytes per second; (p-1)/p
-    times the bytes of gradients that are reduce-scattered, that is, with shard_states and without a codec. None if exchange_s
+    times the bytes of gradients that are reduce-scattered, that is, with rules.Sharded and without a codec. None if exchange_s
     is None.
     buckets: how the next step exchanges each bucket.
     compression_error: in every tenth step, the norm of the residuals of this rank's gradients, divided by the norm of the

@@ -1,1 +1,10 @@
-"""The update rules: what ranks exchange in training, and when. One rule a file, built on gradwire.trainer.gradients."""
+"""What the ranks exchange in training, and when: the objects that `rule=` of a DistributedOptimizer takes, as `hvd.rules`.
+
+    optimizer = hvd.DistributedOptimizer(adamw, model.named_parameters(), rule=hvd.rules.Sharded())
+
+An object such as Sharded(...) has the settings of a rule, and makes the rule itself, an object of a class derived from Rule, from
+the arguments of the optimizer. Each rule is one file, built on gradwire.trainer.gradients. docs/extending.md shows how to write
+one.
+"""
+
+from gradwire.trainer.rules.sharded import Sharded as Sharded

@@ -1,4 +1,4 @@
-"""The rule that the arguments rule=, op=, shard_states= and overlap= select, and the settings that must be equal on all ranks."""
+"""The rule that the arguments rule=, op= and overlap= select, and the settings that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,20 @@ from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.rules.adasum import AdaptiveSummation
 from gradwire.trainer.rules.next_forward import NextForward
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 
 
-def checked_rule(rule: Any, op: str, shard_states: object, has_returning: bool) -> Callable[[Setup], Rule]:
+def checked_rule(rule: Any, op: str) -> Callable[[Setup], Rule]:
     """Return the function from a Setup to the Rule that these arguments select. Raises TypeError and ValueError."""
+    if rule is None:
+        return AdaptiveSummation if op == Adasum else Synchronous
     if not callable(rule):
-        raise TypeError(f"{here()}rule must be a class derived from Rule, or a function that makes one, not {rule!r}")
-    if not isinstance(shard_states, bool):
-        raise ValueError(f"{here()}shard_states must be True or False, not {shard_states!r}")
-    if shard_states and rule is not Synchronous:
-        raise ValueError(f"{here()}shard_states=True supports only the default rule, not {rule!r}")
-    if has_returning and not shard_states:
-        raise ValueError(
-            f"{here()}parameter_compression is for the parameters that shard_states=True sends; for gradients, use compression="
+        raise TypeError(
+            f"{here()}rule must be an object of gradwire.rules, a class derived from Rule, or a function that makes one, not "
+            f"{rule!r}"
         )
-    if shard_states:
-        return Sharded
-    made: Callable[[Setup], Rule] = AdaptiveSummation if op == Adasum and rule is Synchronous else rule
+    made: Callable[[Setup], Rule] = rule
     return made
 
 
@@ -46,7 +40,7 @@ def overlapping(rule: Callable[[Setup], Rule], overlap: object, model: object) -
         return rule
     if rule is not Synchronous:
         raise ValueError(
-            f"{here()}overlap='next_forward' supports only the default rule, not shard_states=True, op={Adasum!r}, or "
+            f"{here()}overlap='next_forward' supports only the default rule, not op={Adasum!r} or "
             "rule=: use overlap='backward'"
         )
     if not isinstance(model, nn.Module):
@@ -60,7 +54,7 @@ def described_settings(setup: Setup, rule: Callable[[Setup], Rule], parameters: 
     """Return the settings that must be equal on all ranks, as text by the names of the arguments."""
     compression, policy = setup.policy.described
     return {
-        "rule": getattr(rule, "__qualname__", type(rule).__qualname__),
+        "rule": str(getattr(rule, "described", getattr(rule, "__qualname__", type(rule).__qualname__))),
         "op": setup.combination.op,
         "gradient_predivide_factor": str(setup.combination.predivide),
         "compression": compression,
@@ -68,5 +62,4 @@ def described_settings(setup: Setup, rule: Callable[[Setup], Rule], parameters: 
         "bucket_bytes": str(setup.bucket_bytes),
         "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
         "sparse_as_dense": str(setup.sparse_as_dense),
-        "parameter_compression": "none" if setup.returning is None else setup.returning.identity,
     }

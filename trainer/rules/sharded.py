@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from gradwire.trainer.gradients.agreement import check_order, on_all_ranks
 from gradwire.trainer.gradients.arguments import Adasum, Sum
 from gradwire.trainer.gradients.bucket import dense_strides
 from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
+from gradwire.trainer.gradients.compression import Compression, Compressor
 from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
 from gradwire.trainer.gradients.shards.ranges import RESIDUAL
+from gradwire.trainer.gradients.shards.transfer import movements_as
 from gradwire.trainer.gradients.shards.trial import fault_of
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
@@ -36,11 +38,39 @@ _RESIDUALS = {2: "owed", 3: "residuals"}
 
 _CHANGED = (
     "the gradient of {!r} has been changed since backward(), but each rank has its shard of the gradients only: clip with "
-    "clip_grad_norm_() of the distributed optimizer, not with torch's, and use no GradScaler with shard_states=True"
+    "clip_grad_norm_() of the distributed optimizer, not with torch's, and use no GradScaler with rules.Sharded"
 )
 
 
-class Sharded(Synchronous):
+@dataclass(frozen=True)
+class Sharded:
+    """The rule of sharded states: each rank updates only its share of the parameters, and keeps only the optimizer state of that
+    share (ZeRO stage 1, Rajbhandari et al. 2020). docs/guides/shard-states.md is the guide, and lists what it does not support.
+
+    parameter_compression: the compression of the changes of parameters that each rank sends after it has stepped its share: a
+    cast, or any codec except "dgc", "powersgd", "terngrad", and "qsgd" with its default settings. Codecs always have error
+    feedback here. By default, the ranks send the parameters themselves, uncompressed, and the weights are bitwise those of
+    training without this rule.
+
+    Raises ValueError or TypeError for another compression.
+    """
+
+    parameter_compression: Compressor = Compression.none
+
+    def __post_init__(self) -> None:
+        movements_as(self.parameter_compression)
+
+    def __call__(self, setup: Setup) -> ShardedSteps:
+        return ShardedSteps(replace(setup, returning=movements_as(self.parameter_compression)))
+
+    @property
+    def described(self) -> str:
+        """Return the rule and its settings as text, which must be equal on all ranks."""
+        returning = movements_as(self.parameter_compression)
+        return f"Sharded(parameter_compression={'none' if returning is None else returning.identity})"
+
+
+class ShardedSteps(Synchronous):
     """Exchanges gradients like the synchronous rule, and lets the optimizer step pieces of the parameters.
 
     After backward(), parameter.grad holds the average in this rank's piece, and zeros elsewhere, so that sums over the ranks
@@ -51,7 +81,7 @@ class Sharded(Synchronous):
 
     def __init__(self, setup: Setup) -> None:
         if setup.combination.op == Adasum:
-            raise ValueError(f"{here()}shard_states=True does not support op={Adasum!r}, which needs whole gradients")
+            raise ValueError(f"{here()}rules.Sharded does not support op={Adasum!r}, which needs whole gradients")
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
         self._pieces = Pieces(self.setup)
         self._gathered_s = 0.0
@@ -64,10 +94,10 @@ class Sharded(Synchronous):
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
-                raise ValueError(f"{here()}shard_states=True needs whole parameters, and {name!r} is sharded already")
+                raise ValueError(f"{here()}rules.Sharded needs whole parameters, and {name!r} is sharded already")
             if parameter.stride() != dense_strides(parameter):
                 raise ValueError(
-                    f"{here()}shard_states=True needs parameters without gaps in memory, and {name!r} has shape "
+                    f"{here()}rules.Sharded needs parameters without gaps in memory, and {name!r} has shape "
                     f"{list(parameter.shape)} and strides {list(parameter.stride())}"
                 )
         self._try(parameters)
@@ -84,11 +114,11 @@ class Sharded(Synchronous):
             fault = fault_of(optimizer, new)
             return None if fault is None else f"{type(optimizer).__name__} does not: {fault}"
 
-        for rank, fault in enumerate(on_all_ranks(self.communicator, attempt, failed="shard_states=True: rank {}: {}")):
+        for rank, fault in enumerate(on_all_ranks(self.communicator, attempt, failed="rules.Sharded: rank {}: {}")):
             if fault is not None:
                 raise ValueError(
-                    f"{here()}shard_states=True is for optimizers that update every element independently; {fault} (on rank "
-                    f"{rank}). Leave out shard_states"
+                    f"{here()}rules.Sharded is for optimizers that update every element independently; {fault} (on rank "
+                    f"{rank}). Leave out rule="
                 )
         tried.update(new)
 
@@ -102,7 +132,7 @@ class Sharded(Synchronous):
         self._pieces.cut(self.bucketing.buckets)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        raise ValueError(f"{here()}shard_states=True does not support step(closure): call backward(), then step()")
+        raise ValueError(f"{here()}rules.Sharded does not support step(closure): call backward(), then step()")
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -117,7 +147,7 @@ class Sharded(Synchronous):
             yield
 
     def before_method(self, name: str) -> None:
-        raise self._refused(name, "this rank's optimizer has pieces of the parameters only: leave out shard_states")
+        raise self._refused(name, "this rank's optimizer has pieces of the parameters only: leave out rule=")
 
     def after_step(self) -> None:
         begin = time.perf_counter()
@@ -176,7 +206,7 @@ class Sharded(Synchronous):
         Raises ValueError on all ranks if together they were not given all parts of one checkpoint of these parameters, or list
         their parameters in different orders.
         """
-        check_order(self.communicator, "load_state_dict() with shard_states=True", self.bucketing.names)
+        check_order(self.communicator, "load_state_dict() with rules.Sharded", self.bucketing.names)
         mine = self._agree([state_dict, *also])
         bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
         super().load_state_dict(bare, also)

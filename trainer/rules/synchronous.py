@@ -127,7 +127,7 @@ class Synchronous(Rule):
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         if SHARDS in state_dict:
-            raise ValueError(f"{here()}load_state_dict: saved with shard_states=True, and loaded without")
+            raise ValueError(f"{here()}load_state_dict: saved with rules.Sharded, and loaded without")
         self._resumption.load(state_dict, also)
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class Pieces:
                 if numbers.numel() != length(each.ranges):
                     raise ValueError(
                         f"{here()}state {name!r} of a piece of {length(each.ranges)} elements has {numbers.numel()}: "
-                        "shard_states=True is for optimizers that update every element independently"
+                        "rules.Sharded is for optimizers that update every element independently"
                     )
                 for part, values in zip(parts_of(whole, each.ranges), split(numbers, each.ranges), strict=True):
                     part.copy_(values)
