@@ -61,7 +61,7 @@ _GAINS = (
     ("2 processes on one computer", "`hvd.DistributedOptimizer(...)`, uncompressed", "step-one-host", "gradwire"),
     ("2 computers, 10 Gbit/s", "the same", "step-2-hosts-10gbit", "gradwire"),
     ("4 computers, 1 Gbit/s", "the same", "step-4-hosts-1gbit", "gradwire"),
-    ("", '`overlap="next_forward", model=model`', "step-overlap-4-hosts-1gbit", "gradwire+next_forward"),
+    ("", "`rule=hvd.rules.NextForward(model)`", "step-overlap-4-hosts-1gbit", "gradwire+next_forward"),
     ("", '`compression="int8"`', "step-4-hosts-1gbit", "gradwire+int8"),
     ("", '`compression="powersgd"`', "step-4-hosts-1gbit", "gradwire+powersgd"),
     ("", '`compression="onebit"`', "step-4-hosts-1gbit", "gradwire+onebit"),
@@ -76,7 +76,7 @@ def gains(*names: str) -> str:
             times = _times(figures(name), competitor)
             if competitor.endswith("next_forward"):  # of another run than the rows around it
                 (without,) = (row["as_ddp"] for row in figures(name)["rows"] if row["competitor"] == "gradwire")
-                times += f" ({_number(without)} without `overlap=` in the same run)"
+                times += f" ({_number(without)} without `rule=` in the same run)"
             rows.append((where, write, times))
     return _table(("where", "optimizer", "a training step, times as fast as DDP"), rows, "---|---|---")
 

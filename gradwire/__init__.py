@@ -22,7 +22,7 @@ or op=Sum. The gradient of allgather, and on the root rank that of broadcast, is
 gradient of reducescatter with op=Sum is the concatenation of all ranks' gradients, times the number of ranks.
 
 All verbs raise ValueError or TypeError for invalid arguments, before anything is sent. If an operation cannot finish, its verb
-raises gradwire.collectives.CollectiveError; for an asynchronous verb, synchronize() raises it. gradwire.HorovodInternalError is
+raises gradwire.CollectiveError; for an asynchronous verb, synchronize() raises it. gradwire.HorovodInternalError is
 the same class. allgather and alltoall compare the arguments of all ranks before data is sent. If the arguments do not fit
 together, all ranks raise an error that is both a ValueError and a HorovodInternalError. The table in
 docs/guides/from-horovod.md compares the errors with Horovod's.
@@ -30,7 +30,12 @@ docs/guides/from-horovod.md compares the errors with Horovod's.
 
 import types as _types
 
-from gradwire.collectives.errors import CollectiveError as _CollectiveError
+from gradwire.collectives.errors import CollectiveError as CollectiveError
+from gradwire.collectives.errors import CollectiveTimeout as CollectiveTimeout
+from gradwire.collectives.errors import Mismatch as Mismatch
+from gradwire.collectives.errors import PeerJoined as PeerJoined
+from gradwire.collectives.errors import PeerLost as PeerLost
+from gradwire.collectives.errors import ReplicasDiffer as ReplicasDiffer
 from gradwire.collectives.torch_backend import register as _register_torch_backend
 from gradwire.trainer import elastic as elastic
 from gradwire.trainer import rules as rules
@@ -125,7 +130,7 @@ __version__ = "0.2.0"
 
 _register_torch_backend()
 
-HorovodInternalError = _CollectiveError
+HorovodInternalError = CollectiveError
 
 __all__ = sorted(
     name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _types.ModuleType)

@@ -132,7 +132,6 @@ class LocalUpdates(DistributedOptimizer):
         if outer is None:
             _check_averaging(by_name)
         self._began = time.perf_counter()
-        self._has_inner = inner is not None
         joined = inner
         if not isinstance(joined, Communicator | None):
             joined = current_world().open_communicator(joined, tensors=parameters)
@@ -152,10 +151,6 @@ class LocalUpdates(DistributedOptimizer):
                 joined.close()
             raise
 
-    @property
-    def can_rebind(self) -> bool:
-        return super().can_rebind and not self._has_inner
-
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
         """Return the costs of local updates so far. batch_per_rank: this rank's batch size, for the report."""
         steps, warmup_steps, steps_alone = self.steps, 0, 0
@@ -172,7 +167,7 @@ class LocalUpdates(DistributedOptimizer):
             bytes_saved=moved.ratio,
             wait_share=self.communication_wait_s / (time.perf_counter() - self._began),
             batch_per_rank=batch_per_rank,
-            global_batch=None if batch_per_rank is None else batch_per_rank * self._communicator.size,
+            global_batch=None if batch_per_rank is None else batch_per_rank * self.communicator.size,
         )
 
 

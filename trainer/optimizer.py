@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import share_hooks
-from gradwire.trainer.gradients.agreement import check_settings
+from gradwire.trainer.attachment import Attachment, names_of
 from gradwire.trainer.gradients.arguments import (
+    Adasum,
     Average,
     check_arguments,
     check_groups,
@@ -26,23 +24,22 @@ from gradwire.trainer.gradients.arguments import (
     warn_of_wrapped,
 )
 from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import AUTO, Compression, Compressor, Policy, wanted
-from gradwire.trainer.gradients.layout import SMALL_BUCKET_BYTES
+from gradwire.trainer.gradients.compression import Compression, Compressor, Policy, wanted
 from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
-from gradwire.trainer.reports.metrics import Reports, StepMetrics, WantedReports
+from gradwire.trainer.reports.metrics import StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
+from gradwire.trainer.rules.adasum import Adasum as AdasumRule
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.rules.selection import checked_rule, described_settings, overlapping
-from gradwire.trainer.rules.sharded import Sharded
-from gradwire.trainer.rules.superseded import Superseded
 from gradwire.trainer.rules.synchronous import Synchronous
-from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import current_settings, current_world, here, is_initialized, record_in_timelines
+from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
+from gradwire.trainer.world.world import current_settings, here
 
 _FORMER: Final = {
     "shard_states": "shard_states=True is now rule=hvd.rules.Sharded()",
     "parameter_compression": "parameter_compression= is now rule=hvd.rules.Sharded(parameter_compression=...)",
+    "overlap": 'overlap="next_forward" is now rule=hvd.rules.NextForward(model)',
+    "model": "model= is now an argument of the rule: rule=hvd.rules.NextForward(model)",
 }
 """What has taken the place of arguments of gradwire 0.2."""
 
@@ -104,7 +101,7 @@ class DistributedOptimizer(WrappingOptimizer):
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps without an exchange.
     bucket_bytes: the maximum size of a bucket in bytes. A larger gradient has a bucket of its own, and the first bucket holds
     at most 1 MB. None: the value of HOROVOD_FUSION_THRESHOLD. If that is not set, the default is 4 MB in two
-    cases, with overlap="next_forward" and for gradients on the CPU that no codec encodes, and otherwise 25 MB.
+    cases, with rules.NextForward and for gradients on the CPU that no codec encodes, and otherwise 25 MB.
     rule: what the ranks exchange, and when: an object of gradwire.rules, such as hvd.rules.Sharded(); a class derived from Rule;
     or a function that makes a Rule from a Setup, which holds the arguments of this optimizer. None: gradients in every step, as
     this docstring describes.
@@ -113,12 +110,6 @@ class DistributedOptimizer(WrappingOptimizer):
     never. With rules.Sharded or op=Adasum, only parameters are compared. Before the first step, the ranks compare the parameters
     that require gradients in any case, unless check_replicas_every=None. If values differ, step() raises ReplicasDiffer on all
     ranks.
-    overlap: "backward": the exchange overlaps with backward(), which waits for the end of the exchange. "next_forward":
-    backward() and step() do not wait for the exchange, and a module's parameters are updated before its next forward,
-    with bitwise the same result for equal bucket_bytes. Call settle() before parameters are used outside of a forward of
-    the model. docs/guides/optimizer.md lists what "next_forward" supports.
-    model: with overlap="next_forward", the model that is trained. The optimizer hooks the forward of every module of this
-    model.
     gradient_as_bucket_view: as in DistributedDataParallel, but True by default. False leaves parameter.grad in the memory that
     backward() has allocated, and copies the results to it.
     straggler_report_every: the number of exchanges after which stragglers() is updated. Rank 0 logs when the others have waited
@@ -149,42 +140,31 @@ class DistributedOptimizer(WrappingOptimizer):
         on_step: Callable[[StepMetrics], object] | None = None,
         check_replicas_every: int | None = 0,
         straggler_report_every: int = 100,
-        overlap: str = "backward",
-        model: nn.Module | None = None,
         gradient_as_bucket_view: bool = True,
         **former: NoReturn,
     ) -> None:
         for name in former:
             raise TypeError(here() + _FORMER.get(name, f"DistributedOptimizer has no argument {name!r}"))
         if bucket_bytes is None:
-            awaited = SMALL_BUCKET_BYTES if overlap == "next_forward" else None
-            bucket_bytes = current_settings().fusion_bytes or awaited
+            bucket_bytes = current_settings().fusion_bytes
         reported = WantedReports(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
-        self.rule = rule
-        """The argument `rule`."""
-        rule = overlapping(checked_rule(rule, op), overlap, model)
-        if overlap == "next_forward" and not gradient_as_bucket_view:
-            raise ValueError(
-                f"{here()}gradient_as_bucket_view=False is for overlap='backward': with overlap='next_forward', gradients are in "
-                "their buckets until the next forward"
-            )
+        make_rule = _checked_rule(rule, op)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
-        self._names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
-        names = self._names.values()
-        warn_of_wrapped(names)
-        checked = Policy(wanted(compression, allow), policy).checked(None if named_parameters is None else names)
+        names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
+        warn_of_wrapped(names.values())
+        given = None if named_parameters is None else names.values()
+        checked = Policy(wanted(compression, allow), policy).checked(given)
         numbers = check_groups(num_groups, groups, parameters)
-        tried: set[Tensor] = set()  # kept in rebind(), since release() clears the state that some optimizers begin with
+        # Kept in attach_again(), since detach() clears the state that some optimizers begin with.
+        tried: set[Tensor] = set()
 
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # because the wrapped optimizer runs them, each once
-        self._process_set = process_set
         self._passes = passes = Passes(backward_passes_per_step)
-        self._was_synchronized = self._skips = False
-        self._make_rule, self._overlap, self._reported = rule, overlap, reported
+        self._skips = False
 
         def setup_on(communicator: Communicator) -> Setup:
             combination = Combination(communicator, op, gradient_predivide_factor)
@@ -200,97 +180,12 @@ class DistributedOptimizer(WrappingOptimizer):
                 tried=tried,
             )
 
-        self._setup_on = setup_on
-        self._bind(described_passes=str(backward_passes_per_step))
-
-    def _bind(self, described_passes: str) -> None:
-        """Connect to the other ranks of the process set, and begin to exchange with them. Collective. described_passes: the
-        text by which backward_passes_per_step is compared."""
-        process_set = self._process_set
-        if isinstance(process_set, Communicator):
-            self._communicator = process_set
-        else:
-            parameters = tensors_of(self.param_groups)
-            self._communicator = current_world().open_communicator(process_set, tensors=parameters)
-        record_in_timelines(self._communicator)
-        setup = self._setup_on(self._communicator)
-        self._rule = Rule(setup)  # a rule without communication, until the real one is made
-        self._parameters: list[Tensor] = []  # of the param groups, as the rule knows them
-        self._called: dict[Tensor, str] = {}  # their names
-        check_every = self._reported.check_replicas_every
-        try:
-            described = described_settings(setup, self._make_rule, tensors_of(self.param_groups))
-            described |= {"backward_passes_per_step": described_passes}
-            described |= {"check_replicas_every": str(check_every), "overlap": self._overlap}
-            check_settings(self._communicator, "DistributedOptimizer", described)
-            outside = isinstance(process_set, ProcessSet) and not process_set.included()
-            made = Rule(setup) if outside else self._make_rule(setup)
-            if not isinstance(made, Rule):
-                raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
-            if setup.policy.auto is not None and not (outside or isinstance(made, Synchronous)):
-                raise ValueError(
-                    f"{here()}compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
-                    f"for {type(made).__name__}: name a codec"
-                )
-            self._rule = made
-            self._add_new()
-            made.start()
-            compared_on = self._communicator
-            compares = check_every or (check_every == 0 and made.starts_equal)
-            if not isinstance(process_set, Communicator) and not outside and compares:
-                compared_on = current_world().communicator(process_set)
-            all_names = partial(_named, self._parameters, self._called)  # does not keep this optimizer alive
-            self._reports = Reports(made, self._reported, all_names, compared_on)
-        except BaseException:
-            self.close()  # else its hooks would go on exchanging, as long as the error is alive
-            raise
-        is_allowed = made.can_stand_in
-        self._communicator.absence.allow(lambda _: is_allowed)
-        for other, name in self._others_with(self._parameters):
-            other.close()
-            other._rule = Superseded(other._rule, name)
-        if is_initialized():
-            current_world().enrol(self)
-
-    def _others_with(self, parameters: Iterable[Tensor]) -> list[tuple[DistributedOptimizer, str]]:
-        """Return the other optimizers in use that exchange any of these parameters on this rank, each with the name of one; none
-        if this one exchanges nothing here, as outside of its process set."""
-        if type(self._rule) is Rule:
-            return []
-        enrolled = current_world().optimizers if is_initialized() else []
-        others = [each for each in enrolled if isinstance(each, DistributedOptimizer) and each is not self]
-        exchanging = [other for other in others if type(other._rule) is not Rule]
-        shared = [(other, [other._called[p] for p in parameters if p in other._called]) for other in exchanging]
-        return [(other, names[0]) for other, names in shared if names]
+        self.attachment = Attachment(optimizer, process_set, make_rule, setup_on, passes, names, reported)
+        """What connects this optimizer to the other ranks, for join(), elastic training and the like."""
 
     @property
-    def can_rebind(self) -> bool:
-        """Return whether rebind() is possible, that is, whether the process set is all ranks of the world."""
-        return self._process_set is None or self._process_set is global_process_set
-
-    def release(self) -> None:
-        """Disconnect from the other ranks until rebind(), and abandon running exchanges. Remove the hooks, set all gradients to
-        None, and with rules.Sharded clear the optimizer's state."""
-        with suppress(CollectiveError):  # running exchanges have failed
-            self._rule.close()
-        self._rule = Rule(self._rule.setup)
-        for parameter in tensors_of(self.param_groups):
-            parameter.grad = None
-        if isinstance(self.rule, Sharded):
-            self.optimizer.state.clear()  # it is that of pieces which no longer exist
-
-    def rebind(self) -> None:
-        """After release(), connect to the ranks of the present world, as the constructor does with the same arguments.
-        Collective. load_state_dict() then restores the states of rules and codecs. backward_passes_per_step is unchanged,
-        and may differ between ranks until it is set on all of them."""
-        self._passes.ended = 0
-        self._was_synchronized = self._skips = False
-        self._bind(described_passes="any")
-
-    def check_passes_agree(self) -> None:
-        """Raise ValueError on all ranks unless they have the same backward_passes_per_step. Collective."""
-        passes = {"backward_passes_per_step": str(self._passes.per_step)}
-        check_settings(self._communicator, "DistributedOptimizer", passes)
+    def _rule(self) -> Rule:
+        return self.attachment.rule
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -316,10 +211,10 @@ class DistributedOptimizer(WrappingOptimizer):
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.
 
-        None before the first report, in a world of one, with overlap="next_forward", and with a rule that does not exchange
+        None before the first report, in a world of one, with rules.NextForward, and with a rule that does not exchange
         gradients in buckets. Any rank may call it; it returns at once.
         """
-        return self._reports.stragglers()
+        return self.attachment.reports.stragglers()
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -340,7 +235,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
         Warns (UserWarning), as Horovod does, if step() follows synchronize() outside of skip_synchronize().
         """
-        if self._was_synchronized and not self._skips:
+        if self.attachment.was_synchronized and not self._skips:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "Write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that completes "
@@ -348,29 +243,28 @@ class DistributedOptimizer(WrappingOptimizer):
                 UserWarning,
                 stacklevel=4,  # the caller's line: two frames of `uncompiled` lie between
             )
-        self._was_synchronized = False
-        self._follow_groups()
-        self._reports.before_step(self._rule.synchronize if closure is None else None)
-        loss = self._rule.take_step() if closure is None else self.optimizer.step(lambda: self._rule.evaluate(closure))
-        self._rule.after_step()
-        self._reports.after_step()
+        attached = self.attachment
+        attached.was_synchronized = False
+        attached.follow_groups()
+        rule, reports = attached.rule, attached.reports
+        reports.before_step(rule.synchronize if closure is None else None)
+        loss = rule.take_step() if closure is None else self.optimizer.step(lambda: rule.evaluate(closure))
+        rule.after_step()
+        reports.after_step()
         return loss
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does, and the number of passes that count towards backward_passes_per_step."""
-        self._follow_groups()
-        self.optimizer.zero_grad(set_to_none)
-        self._rule.reset()
-        self._was_synchronized = False
+        self.attachment.zero_grad(set_to_none)
 
     @uncompiled
     def synchronize(self) -> None:
-        """Exchange the gradients that were accumulated since the last exchange, if any. With overlap="next_forward", also wait
+        """Exchange the gradients that were accumulated since the last exchange, if any. With rules.NextForward, also wait
         for running exchanges and complete the update of the last step.
         """
         self._rule.synchronize()
-        self._was_synchronized = True
+        self.attachment.was_synchronized = True
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -389,7 +283,7 @@ class DistributedOptimizer(WrappingOptimizer):
         """See Rule.before_method()."""
         self._rule.before_method(name)
         if self._rule.stats.exchanges:  # else a rank may call this alone, before training
-            self._reports.compare_start(None)
+            self.attachment.reports.compare_start(None)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Return a context manager in which step() after synchronize() raises no warning, for programs written for Horovod.
@@ -409,39 +303,10 @@ class DistributedOptimizer(WrappingOptimizer):
         self._rule.settle()
         self.optimizer.add_param_group(param_group)
         try:
-            self._add_new()
+            self.attachment.add_new()
         except BaseException:
             self.optimizer.param_groups.pop()
             raise
-
-    def _follow_groups(self) -> None:
-        """Exchange from now on what the program has put into the param groups, in place of what it has removed. Raises
-        ValueError for parameters that cannot be exchanged."""
-        now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
-            self._rule.settle()
-            self._add_new()
-
-    def _add_new(self) -> None:
-        """Add the parameters that are not known yet to the exchange."""
-        now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        places = {parameter: place for place, parameter in enumerate(dict.fromkeys(now))}
-        new = [parameter for parameter in places if parameter not in self._called]
-        if self._parameters and (others := self._others_with(new)):
-            raise ValueError(
-                f"{here()}{others[0][1]!r} is a parameter of another DistributedOptimizer: the gradients of a parameter can be "
-                "exchanged by one only. close() the other one before"
-            )
-        called = {parameter: name for parameter, name in self._called.items() if parameter in places}
-        taken = {*called.values(), *self._names.values()}
-        for parameter in new:
-            numbered = (f"parameter {number}" for number in itertools.count(places[parameter]))
-            called[parameter] = self._names.get(parameter) or next(name for name in numbered if name not in taken)
-            taken.add(called[parameter])
-        self._rule.add([called[parameter] for parameter in new], new)
-        self._called.clear()
-        self._called.update(called)
-        self._parameters[:] = now
 
     @property
     def names(self) -> list[str]:
@@ -452,7 +317,7 @@ class DistributedOptimizer(WrappingOptimizer):
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
         """Return the names by parameter. Programs that are written for Horovod read this attribute."""
-        return _named(self._parameters, self._called)
+        return names_of(self.attachment.parameters, self.attachment.called)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state_dict() of the wrapped optimizer, so that checkpoints do not depend on this class.
@@ -484,60 +349,39 @@ class DistributedOptimizer(WrappingOptimizer):
         self._rule.load_state_dict(state_dict, also)
 
     @property
-    def keeps_replicas(self) -> bool:
-        """Return whether all ranks of the process set hold the same parameters and optimizer state after each step."""
-        return self._rule.keeps_replicas
-
-    @property
     def communicator(self) -> Communicator:
         """Return the Communicator of the ranks; it belongs to this optimizer alone."""
-        return self._communicator
-
-    @uncompiled
-    def stand_in(self, verb: str, numel: int) -> bool:
-        """See Rule.stand_in()."""
-        return self._rule.stand_in(verb, numel)
+        return self.attachment.communicator
 
     def settle(self) -> None:
-        """With overlap="next_forward", wait for running exchanges, and complete the update of the last step.
+        """With rules.NextForward, wait for running exchanges, and complete the update of the last step.
 
         Call it before parameters are used outside of a forward of the model. Not collective: a single rank may call it.
         """
         self._rule.settle()
 
-    def fill_gradients(self) -> None:
-        """See Rule.fill(); broadcast_optimizer_state() calls this."""
-        self._rule.settle()
-        self._rule.fill()
-
-    def begin_window(self) -> None:
-        """Count calls of backward() towards backward_passes_per_step from 0 again; join() calls this."""
-        self._passes.ended = 0
-
     @property
     def steps(self) -> int:
-        """Return how many steps were taken; join() sets it on ranks that missed some."""
-        return self._reports.step
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._reports.step = value
+        """Return how many steps were taken."""
+        return self.attachment.reports.step
 
     def close(self) -> None:
         """Remove the hooks, and close the Communicator unless it was given as process_set. The wrapped optimizer remains
         usable."""
-        if is_initialized():
-            current_world().withdraw(self)  # else an elastic job that begins later would connect it to the next world
-        try:
-            self._rule.close()
-        finally:
-            if not isinstance(self._process_set, Communicator):
-                self._communicator.close()
+        self.attachment.close()
 
 
-def _named(parameters: Iterable[Tensor], names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-    """Return the name of each parameter."""
-    return {parameter: names[parameter] for parameter in dict.fromkeys(parameters)}
+def _checked_rule(rule: Any, op: str) -> Callable[[Setup], Rule]:
+    """Return the function from a Setup to the Rule for the arguments rule= and op=. Raises TypeError."""
+    if rule is None:
+        return AdasumRule() if op == Adasum else Synchronous
+    if not callable(rule) or (isinstance(rule, type) and not issubclass(rule, Rule)):
+        raise TypeError(
+            f"{here()}rule must be an object of gradwire.rules, a class derived from Rule, or a function that makes one, not "
+            f"{rule!r}"
+        )
+    made: Callable[[Setup], Rule] = rule
+    return made
 
 
 @contextmanager

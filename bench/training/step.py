@@ -9,7 +9,7 @@ and of DDP:
 * --reports: ours with on_step, with a check of replicas after every step, and with a recorded timeline.
 * --commits: ours with a commit to the memory of its host after every step.
 * --shard-states: ours with sharded states, also with codecs, and DDP with torch's ZeroRedundancyOptimizer.
-* --overlap: ours with overlap="next_forward", also with codecs. Then no competitor clips gradients,
+* --overlap: ours with rules.NextForward, also with codecs. Then no competitor clips gradients,
   since clipping waits for all of them.
 """
 
@@ -116,7 +116,7 @@ def backend_trainee(module: nn.Module) -> Trainee:
 
 def overlapping_trainee(module: nn.Module, **options: Any) -> Trainee:
     """Return our trainee, with each update delayed to the next forward."""
-    return our_trainee(module, overlap="next_forward", model=module, **options)
+    return our_trainee(module, rule=hvd.rules.NextForward(module), **options)
 
 
 def zero_trainee(module: nn.Module) -> Trainee:

@@ -50,8 +50,8 @@ def gradients(step: int, device: str) -> list[Tensor]:
 def with_optimizer(device: str, wrap: Callable[..., Any] = hvd.DistributedOptimizer, **options: Any) -> list[Tensor]:
     model = Model().to(device)
     sgd = torch.optim.SGD(model.parameters(), LR)
-    if "overlap" in options:
-        options["model"] = model
+    if options.get("rule") is hvd.rules.NextForward:
+        options["rule"] = hvd.rules.NextForward(model)
     optimizer = wrap(sgd, model.named_parameters(), **options)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ WAYS: dict[str, Callable[[str], list[Tensor]]] = {
     "onebit": partial(with_optimizer, compression="onebit"),
     "topk": partial(with_optimizer, compression="topk"),
     "fp16": partial(with_optimizer, compression="fp16"),
-    "next_forward": partial(with_optimizer, overlap="next_forward"),
+    "next_forward": partial(with_optimizer, rule=hvd.rules.NextForward),
     "shards": partial(with_optimizer, rule=hvd.rules.Sharded()),
     "hook": partial(with_hook, codec="none"),
     "hook, int8": partial(with_hook, codec="int8"),

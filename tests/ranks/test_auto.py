@@ -86,16 +86,15 @@ def test_a_choice_has_the_bits_and_the_buckets_of_what_was_chosen(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("overlap", ["backward", *wide("next_forward")])
-def test_what_is_measured_is_the_same_everywhere_and_changes_no_algorithm(overlap: str) -> None:
+@pytest.mark.parametrize("rule", ["synchronous", *wide("next_forward")])
+def test_what_is_measured_is_the_same_everywhere_and_changes_no_algorithm(rule: str) -> None:
     model = Ladder()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.05),
         compression="auto",
         allow=("int8", "fp16", "onebit"),
         bucket_bytes=BUCKET_BYTES,
-        overlap=overlap,
-        model=model if overlap == "next_forward" else None,
+        rule=hvd.rules.NextForward(model) if rule == "next_forward" else None,
     )
     communicator, bucketing = optimizer.communicator, optimizer._rule.bucketing
     assert communicator.measured is None

@@ -32,7 +32,7 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 MAKES: list[Make] = [
     lambda model: hvd.DistributedOptimizer(plain(model)),
     lambda model: hvd.DistributedOptimizer(plain(model), compression="topk"),
-    lambda model: hvd.DistributedOptimizer(plain(model), overlap="next_forward", model=model, sparse_as_dense=True),
+    lambda model: hvd.DistributedOptimizer(plain(model), rule=hvd.rules.NextForward(model), sparse_as_dense=True),
     lambda model: hvd.DistributedOptimizer(plain(model), rule=hvd.rules.Sharded(), sparse_as_dense=True),
     lambda model: hvd.LocalUpdates(plain(model), every=2, delay=1),
 ]

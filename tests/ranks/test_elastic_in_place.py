@@ -156,7 +156,7 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         torch.optim.AdamW(model.parameters(), lr=0.01), rule=hvd.rules.Sharded()
     ),
     "next_forward": lambda model: hvd.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=0.01), overlap="next_forward", model=model, bucket_bytes=200
+        torch.optim.AdamW(model.parameters(), lr=0.01), rule=hvd.rules.NextForward(model), bucket_bytes=200
     ),
 }
 

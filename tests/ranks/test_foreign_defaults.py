@@ -206,7 +206,7 @@ def rules() -> Results:
             sgd(m), m.named_parameters(), compression="int8", rule=hvd.rules.Sharded("bf16")
         ),
         "next_forward": lambda m: hvd.DistributedOptimizer(
-            sgd(m), m.named_parameters(), overlap="next_forward", model=m, compression="onebit"
+            sgd(m), m.named_parameters(), rule=hvd.rules.NextForward(m), compression="onebit"
         ),
         "checked": lambda m: hvd.DistributedOptimizer(sgd(m), m.named_parameters(), check_replicas_every=1),
         "local": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=2, outer=sgd(m), codec="int8"),

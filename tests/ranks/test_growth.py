@@ -36,7 +36,7 @@ def wrapped(module: nn.Module, **options: Any) -> Any:
 MAKERS: dict[str, Make] = {codec: partial(wrapped, compression=codec) for codec in (*NAMES, "auto")} | {
     "adasum": partial(wrapped, op=hvd.Adasum),
     "shards": partial(wrapped, compression="randomk", rule=hvd.rules.Sharded("bf16")),
-    "next_forward": lambda m: wrapped(m, overlap="next_forward", model=m, compression="randomk"),
+    "next_forward": lambda m: wrapped(m, rule=hvd.rules.NextForward(m), compression="randomk"),
     "checked": partial(wrapped, check_replicas_every=1),
     "local": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=2, outer=sgd(m), codec="randomk"),
     "late": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=4, delay=1, fragments=2),

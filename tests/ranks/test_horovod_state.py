@@ -100,7 +100,7 @@ TRAINED = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "by default": {},
     "gradients outside of buckets": {"gradient_as_bucket_view": False},
-    "next_forward": {"overlap": "next_forward"},
+    "next_forward": {"rule": hvd.rules.NextForward},
 }
 
 

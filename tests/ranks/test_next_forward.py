@@ -1,4 +1,4 @@
-"""overlap="next_forward": the same bits as overlap="backward", whatever reads what in between, and errors in the forward."""
+"""rules.NextForward: the same bits as without it, whatever reads what in between, and errors in the forward."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def wrapped(
-    overlap: str,
+    kind: str,
     make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     model_of: Callable[[], nn.Module] = Net,
     **options: Any,
 ) -> tuple[nn.Module, hvd.DistributedOptimizer]:
     model = model_of()
-    if overlap == "next_forward":
-        options = {"model": model, **options}
+    if kind == "next_forward":
+        options = {"rule": hvd.rules.NextForward(model), **options}
     options = {"bucket_bytes": 12_000, **options}
-    return model, hvd.DistributedOptimizer(make(model), model.named_parameters(), overlap=overlap, **options)
+    return model, hvd.DistributedOptimizer(make(model), model.named_parameters(), **options)
 
 
-def trained(overlap: str, steps: int = STEPS, **options: Any) -> tuple[nn.Module, hvd.DistributedOptimizer]:
-    model, optimizer = wrapped(overlap, **options)
+def trained(kind: str, steps: int = STEPS, **options: Any) -> tuple[nn.Module, hvd.DistributedOptimizer]:
+    model, optimizer = wrapped(kind, **options)
     take_steps(model, optimizer, share, range(steps))
     return model, optimizer
 
@@ -225,7 +225,7 @@ def test_same_bits_as_without_overlap(case: str) -> None:
 
 @on_ranks(2)
 def test_what_reads_first_completes_the_update() -> None:
-    """After a step that was put off, each of these sees what it sees with overlap="backward"."""
+    """After a step that was put off, each of these sees what it sees without the rule."""
     expected_model, expected = trained("backward", steps=3)
     wanted = copies(expected_model.parameters())
     moments = [state["exp_avg"].clone() for state in expected.optimizer.state_dict()["state"].values()]
@@ -373,17 +373,19 @@ def test_parameters_used_before_they_are_updated_are_an_error() -> None:
 @on_ranks(2)
 def test_what_does_not_go_with_it_is_refused() -> None:
     model = Net()
-    for options, error, message in (
-        ({"overlap": "forward"}, ValueError, "overlap must be 'backward' or 'next_forward', not 'forward'"),
-        ({"overlap": "next_forward"}, TypeError, "needs model=, the torch.nn.Module"),
-        ({"model": model}, ValueError, "model is for overlap='next_forward'"),
-        ({"overlap": "next_forward", "model": model, "rule": hvd.rules.Sharded()}, ValueError, "only the default rule"),
-        ({"overlap": "next_forward", "model": model, "op": hvd.Adasum}, ValueError, "only the default rule"),
+    rule = hvd.rules.NextForward(model)
+    for options, message in (
+        ({"op": hvd.Adasum}, "does not support op='adasum'"),
+        ({"gradient_as_bucket_view": False}, "does not support gradient_as_bucket_view=False"),
     ):
-        with pytest.raises(error, match=message):
-            hvd.DistributedOptimizer(adamw(model), **options)
+        with pytest.raises(ValueError, match=message):
+            hvd.DistributedOptimizer(adamw(model), rule=rule, **options)
+    with pytest.raises(TypeError, match=r"must be the torch\.nn\.Module"):
+        hvd.rules.NextForward("model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rule must be an object of gradwire\.rules"):
+        hvd.DistributedOptimizer(adamw(model), rule=hvd.rules.NextForward)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="LBFGS does not"):
-        hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), overlap="next_forward", model=model)
+        hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), rule=rule)
     with pytest.raises(TypeError, match="Counting changes its param groups"):
         trained("next_forward", make=Counting, steps=1)
 

@@ -130,7 +130,7 @@ def test_one_bit_that_differs_is_named_on_all_ranks(what: str) -> None:
     change, name = CHANGES[what]
     if hvd.rank() == 2:
         change(adam, weight)
-    checks = optimizer._reports._check
+    checks = optimizer.attachment.reports._check
     assert checks is not None
     with pytest.raises(ReplicasDiffer) as caught:
         checks.compare(5)
@@ -290,7 +290,7 @@ def record(path: Path, compression: Compressor) -> int:
     hvd.allgather(torch.ones(3 + hvd.rank(), 2))
     hvd.broadcast(torch.ones(5), root_rank=0)
     hvd.stop_timeline()
-    engine = optimizer._communicator._engine
+    engine = optimizer.communicator._engine
     assert engine._lane is None
     assert engine.run_now == engine.operations.run_now  # the shortest way, again
     with pytest.raises(ValueError, match="no timeline is being recorded"):

@@ -121,7 +121,7 @@ def lose_one_in_an_exchange(rule: str) -> tuple[int, ...]:
     optimizer = make(model, **options)
     meet("all have an optimizer")
     if hvd.rank() == VICTIM and "rule" in options:
-        optimizer._communicator.gather_shares = die_at(number)  # no allreduce, which spy() sees
+        optimizer.communicator.gather_shares = die_at(number)  # no allreduce, which spy() sees
     elif hvd.rank() == VICTIM:
         spy(optimizer, die_at(number))
     with pytest.raises(PeerLost) as caught:

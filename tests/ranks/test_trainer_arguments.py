@@ -89,7 +89,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "op": ({"op": hvd.Sum}, "op is average on ranks 0, 2; sum on rank 1"),
     "adasum": (
         {"op": hvd.Adasum},
-        "rule is Synchronous on ranks 0, 2; AdaptiveSummation on rank 1. op is average on ranks 0, 2; adasum on rank 1",
+        "rule is Synchronous on ranks 0, 2; Adasum on rank 1. op is average on ranks 0, 2; adasum on rank 1",
     ),
     "passes": ({"backward_passes_per_step": 4}, "backward_passes_per_step is 1 on ranks 0, 2; 4 on rank 1"),
     "predivide": ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor is 1.0 on ranks 0, 2; 2.0 on rank 1"),

@@ -46,7 +46,7 @@ def test_gradients_are_those_of_a_model_of_the_codec(codec: Codec) -> None:
     not stay."""
     weights = [nn.Parameter(torch.zeros(65, 65)) for _ in range(3)]
     optimizer = distributed(weights, compression=codec, bucket_bytes=BUCKET_BYTES)
-    communicator, buckets = optimizer._communicator, encoded(optimizer)
+    communicator, buckets = optimizer.communicator, encoded(optimizer)
     hosts = [list(host) for host in communicator.topology.hosts]
     plans = communicator._engine.plans
     models = [

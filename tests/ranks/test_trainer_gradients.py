@@ -239,7 +239,9 @@ def test_two_wrapped_optimizers() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "options", [{}, {"overlap": "next_forward"}, {"rule": hvd.rules.Sharded()}, {"policy": {"0.*": "int8"}}], ids=str
+    "options",
+    [{}, {"rule": hvd.rules.NextForward}, {"rule": hvd.rules.Sharded()}, {"policy": {"0.*": "int8"}}],
+    ids=str,
 )
 def test_a_parameter_may_be_replaced(options: dict[str, Any]) -> None:
     """In the model and in the param groups, before the first step and later; another one is moved to a group of its own, and the
@@ -326,7 +328,6 @@ def test_a_parameter_of_two_optimizers() -> None:
 @pytest.mark.parametrize("kind", ["backward", "next_forward", "sharded", "adasum", "a rank without a gradient"])
 def test_replicas_that_do_not_start_equal(kind: str) -> None:
     options: dict[str, Any] = {
-        "next_forward": {"overlap": "next_forward"},
         "sharded": {"rule": hvd.rules.Sharded()},
         "adasum": {"op": hvd.Adasum},
     }.get(kind, {})
@@ -337,7 +338,7 @@ def test_replicas_that_do_not_start_equal(kind: str) -> None:
                 model[2].weight[0, 0] += hvd.rank()
         model[0].requires_grad_(False)  # a frozen parameter may differ
         if kind == "next_forward":
-            options["model"] = model
+            options["rule"] = hvd.rules.NextForward(model)
         optimizer = distributed(model.parameters(), 0.1, check_replicas_every=compared, **options)
         if hvd.rank() == 0 or kind != "a rank without a gradient":
             loss_of(model, share(0)).backward()

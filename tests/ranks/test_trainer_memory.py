@@ -57,7 +57,7 @@ def by_detaching(model: nn.Module) -> None:
 CHANGES: dict[str, Change] = {"data": by_data, "set_": by_set, "to": there_and_back}
 RULES: dict[str, dict[str, Any]] = {
     "backward": {},
-    "next_forward": {"overlap": "next_forward"},
+    "next_forward": {"rule": hvd.rules.NextForward},
     "sharded": {"rule": hvd.rules.Sharded()},
     "copies": {"gradient_as_bucket_view": False},
 }
@@ -186,10 +186,10 @@ def test_hooks_that_change_gradients_run_before_the_exchange(rule: str) -> None:
         parameter.grad = parameter.grad * 0.5
 
     alone, together = perceptron(), perceptron()
-    options = {"model": together} if rule == "next_forward" else {}
+    options = {"rule": hvd.rules.NextForward(together)} if rule == "next_forward" else RULES[rule]
     for parameter in list(together.parameters())[::2]:
         parameter.register_post_accumulate_grad_hook(clip)
-    optimizer = hvd.DistributedOptimizer(sgd(together.parameters()), bucket_bytes=100, **options, **RULES[rule])
+    optimizer = hvd.DistributedOptimizer(sgd(together.parameters()), bucket_bytes=100, **options)
     for parameter in list(together.parameters())[1::2]:
         parameter.register_post_accumulate_grad_hook(clip)
     reference = sgd(alone.parameters())

@@ -122,7 +122,7 @@ def test_a_sparse_optimizer_gets_sparse_gradients_back(way: str) -> None:
     tables = [nn.Embedding(6, 2, sparse=True, dtype=torch.float64) for _ in range(2)]
     tables[1].load_state_dict(tables[0].state_dict())
     hvd.broadcast_parameters([table.weight for table in tables], root_rank=0)
-    options: dict[str, Any] = {"overlap": way, "model": tables[0]} if way == "next_forward" else {}
+    options: dict[str, Any] = {"rule": hvd.rules.NextForward(tables[0])} if way == "next_forward" else {}
     inner, alone = (torch.optim.SparseAdam(list(table.parameters()), lr=0.1) for table in tables)
     optimizer = hvd.DistributedOptimizer(inner, sparse_as_dense=True, **options)
 

@@ -265,7 +265,7 @@ def test_methods_that_would_step_past_the_exchange() -> None:
 
     for make in (
         lambda model: wrapped(model, op=hvd.Adasum),
-        lambda model: wrapped(model, overlap="next_forward", model=model),
+        lambda model: wrapped(model, rule=hvd.rules.NextForward(model)),
         lambda model: wrapped(model, backward_passes_per_step=2),
         lambda model: hvd.LocalUpdates(sam(model), every=2),
     ):
@@ -302,7 +302,7 @@ def test_what_only_the_wrapped_optimizer_has() -> None:
     optimizer.close()
     wrapped = Lookahead(plain(model.parameters()))
     with pytest.raises(ValueError, match="does not call the __init__"):
-        hvd.DistributedOptimizer(wrapped, overlap="next_forward", model=model)
+        hvd.DistributedOptimizer(wrapped, rule=hvd.rules.NextForward(model))
     with pytest.raises(AttributeError):
         hvd.DistributedOptimizer(wrapped).register_step_post_hook(print)  # as of the Lookahead itself
     for wrong in (torch.optim.SGD, model, {}):
@@ -323,7 +323,7 @@ class Counting(torch.optim.SGD):
 @on_ranks(1)
 def test_next_forward_would_count_buckets_as_steps() -> None:
     model = perceptron()
-    optimizer = hvd.DistributedOptimizer(Counting(model.parameters(), lr=0.1), overlap="next_forward", model=model)
+    optimizer = hvd.DistributedOptimizer(Counting(model.parameters(), lr=0.1), rule=hvd.rules.NextForward(model))
     with pytest.raises(TypeError, match="changes its param groups or attributes"):
         take_steps(model, optimizer, share, range(2))
     optimizer.close()

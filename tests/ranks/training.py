@@ -142,8 +142,8 @@ def assert_as_in_one_process(
     alone, together = model_of(), model_of()
     expected = train(alone, make(alone), batch)
     options = {"bucket_bytes": 200, **options}
-    if options.get("overlap") == "next_forward":
-        options["model"] = together
+    if options.get("rule") is hvd.rules.NextForward:
+        options["rule"] = hvd.rules.NextForward(together)
     optimizer = hvd.DistributedOptimizer(make(together), together.named_parameters(), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,7 +235,7 @@ def assert_close(actual: Iterable[Tensor], expected: Iterable[Tensor], **toleran
 
 def spy(optimizer: hvd.DistributedOptimizer, look: Callable[[Tensor, dict[str, Any]], None]) -> None:
     """Have `look` called before every allreduce of the optimizer, with its tensor and options."""
-    communicator = optimizer._communicator  # this one alone
+    communicator = optimizer.communicator  # this one alone
     allreduce, prepare_allreduce = communicator.allreduce, communicator.prepare_allreduce
 
     def looked_at(tensor: Tensor, *args: Any, **options: Any) -> Any:

@@ -76,15 +76,15 @@ def test_the_same_bits_as_without_the_wrapper(name: str, scaled: bool) -> None:
         ({}, (2, 4, 4)),
         ({"compression": "fp16"}, (2, 4, 4)),
         ({"compression": "int8"}, (2, 8)),
-        ({"compression": "int8", "overlap": "next_forward"}, (2, 4, 4)),
+        ({"compression": "int8", "rule": hvd.rules.NextForward}, (2, 4, 4)),
         ({"compression": "int8", "bucket_bytes": 6 << 20}, (2, 6, 2)),
     ],
 )
 def test_buckets_are_small_unless_a_codec_encodes_them(options: dict[str, Any], megabytes: tuple[int, ...]) -> None:
     """Five gradients of 2 MB: the first bucket is full with one of them."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1 << 10, 1 << 9, bias=False) for _ in range(5)))
-    if "overlap" in options:
-        options = {**options, "model": model}
+    if "rule" in options:
+        options = {**options, "rule": hvd.rules.NextForward(model)}
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
     buckets = optimizer._rule.bucketing.buckets
     optimizer.close()
@@ -190,6 +190,8 @@ def test_named_parameters_may_cover_more_than_the_optimizer() -> None:
         ({"rule": "local"}, TypeError, "rule must be an object of gradwire.rules, .* not 'local'"),
         ({"shard_states": True}, TypeError, r"is now rule=hvd\.rules\.Sharded\(\)"),
         ({"parameter_compression": "int8"}, TypeError, r"is now rule=hvd\.rules\.Sharded\(parameter_compression"),
+        ({"overlap": "next_forward"}, TypeError, r"is now rule=hvd\.rules\.NextForward\(model\)"),
+        ({"model": None}, TypeError, r"rule=hvd\.rules\.NextForward\(model\)"),
         ({"shards": True}, TypeError, "has no argument 'shards'"),
         ({"named_parameters": [nn.Parameter(torch.zeros(1))]}, ValueError, "must be pairs .* not Parameter"),
         (
@@ -300,4 +302,4 @@ def test_shutdown_closes_all_though_an_update_fails() -> None:
 def test_the_world_knows_no_optimizer_that_is_closed() -> None:
     closed, other = (hvd.DistributedOptimizer(sgd(perceptron())) for _ in range(2))
     closed.close()
-    assert current_world().optimizers == [other]
+    assert current_world().optimizers == [other.attachment]

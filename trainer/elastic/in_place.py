@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from gradwire.collectives import CollectiveError, ReplicasDiffer
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
+from gradwire.trainer.attachment import Attachment
 from gradwire.trainer.elastic.failures import FailuresOfEpochs
 from gradwire.trainer.elastic.memory import NamedMemory, find_agent, load_kernels
 from gradwire.trainer.elastic.resuming import begin
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt, ObjectState
-from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.world.worker import Worker
 from gradwire.trainer.world.world import current_world, here, join_next_epoch, leave_epoch
 
@@ -31,7 +31,7 @@ def train_in_place(train: Callable[[], R], state: ObjectState, worker: Worker, m
     """
     world = current_world()
     settings, enrolled = world.settings, world.optimizers
-    optimizers = [optimizer for optimizer in enrolled if isinstance(optimizer, DistributedOptimizer)]
+    optimizers = [each for each in enrolled if isinstance(each, Attachment)]
     _check(state, optimizers)
     failures = _failures(state, worker, max_failures)
     since_s = time.perf_counter()
@@ -50,7 +50,7 @@ def train_in_place(train: Callable[[], R], state: ObjectState, worker: Worker, m
                 if not is_first:
                     join_next_epoch(settings)
                     for optimizer in optimizers:
-                        optimizer.rebind()
+                        optimizer.attach_again()
                 failures.memory = failures.memory.reopened()
                 begin(state, failures, since_s, is_reset=not is_first)
                 for optimizer in optimizers if not is_first else ():
@@ -79,7 +79,7 @@ def train_in_place(train: Callable[[], R], state: ObjectState, worker: Worker, m
         _leave(state, optimizers, error)
 
 
-def _leave(state: ObjectState, optimizers: Sequence[DistributedOptimizer], error: CollectiveError | None) -> None:
+def _leave(state: ObjectState, optimizers: Sequence[Attachment], error: CollectiveError | None) -> None:
     """Leave the world because of an error, or for an update if error is None, and release all objects that belong to it."""
     if error is not None:
         traceback.clear_frames(error.__traceback__)  # or their local variables would stay in memory in the next world
@@ -87,7 +87,7 @@ def _leave(state: ObjectState, optimizers: Sequence[DistributedOptimizer], error
     if state.has_begun:
         state.commits.end()
     for optimizer in optimizers:
-        optimizer.release()
+        optimizer.detach()
 
 
 def _failures(state: ObjectState, worker: Worker, max_failures: int) -> FailuresOfEpochs:
@@ -100,12 +100,11 @@ def _failures(state: ObjectState, worker: Worker, max_failures: int) -> Failures
     return FailuresOfEpochs(agent, NamedMemory.after(state.memory, agent), max_failures, worker)
 
 
-def _check(state: ObjectState, optimizers: Sequence[DistributedOptimizer]) -> None:
+def _check(state: ObjectState, optimizers: Sequence[Attachment]) -> None:
     """Raise ValueError unless the state and the optimizers can move to another world."""
     found = state.unmovable()
-    bound = [type(each).__name__ for each in optimizers if not each.can_rebind]
-    if bound and not found:
-        found = [f"there is a {bound[0]} of some of the ranks, or of a Communicator"]
+    if not found and not all(each.can_move for each in optimizers):
+        found = ["there is a DistributedOptimizer of some of the ranks, or of a Communicator"]
     if found:
         raise ValueError(
             f"{here()}{'; '.join(found)}, and this job keeps its processes when ranks are lost: only a DistributedOptimizer "

@@ -19,7 +19,6 @@ from gradwire.trainer.horovod.state import (
 )
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
-from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.world.world import size
 
 
@@ -84,9 +83,7 @@ class Optimizer(Value):
 
     def sync(self, root_rank: int) -> Any:
         is_wrapped = isinstance(self.value, WrappingOptimizer)
-        if not is_wrapped or (
-            isinstance(self.value, DistributedOptimizer) and not isinstance(self.value.rule, Sharded)
-        ):
+        if not is_wrapped or (isinstance(self.value, DistributedOptimizer) and not self.value.attachment.is_sharded):
             broadcast_optimizer_state(self.value, root_rank)
         return self.value
 
@@ -156,7 +153,7 @@ def what_binds(value: Any) -> str | None:
         return "a DistributedDataParallel"
     if isinstance(value, WrappingOptimizer) and not isinstance(value, DistributedOptimizer):
         return f"a {type(value).__name__}"
-    if isinstance(value, DistributedOptimizer) and not value.can_rebind:
+    if isinstance(value, DistributedOptimizer) and not value.attachment.can_move:
         return f"a {type(value).__name__} of some of the ranks, or of a Communicator"
     return None
 
@@ -166,7 +163,9 @@ def are_replicas(values: list[Any]) -> bool:
     there are optimizers, and each of them ensures that among all ranks."""
     optimizers = [value for value in values if isinstance(value, torch.optim.Optimizer)]
     return bool(optimizers) and all(
-        isinstance(each, DistributedOptimizer) and each.keeps_replicas and each.communicator.size == size()
+        isinstance(each, DistributedOptimizer)
+        and each.attachment.rule.keeps_replicas
+        and each.communicator.size == size()
         for each in optimizers
     )
 

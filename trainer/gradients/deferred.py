@@ -26,7 +26,7 @@ steps."""
 
 
 _MOVED = (
-    "{}{!r} has been moved to {} on {} while its gradient was being exchanged: with overlap='next_forward', call settle() of the "
+    "{}{!r} has been moved to {} on {} while its gradient was being exchanged: with rules.NextForward, call settle() of the "
     "distributed optimizer before"
 )
 

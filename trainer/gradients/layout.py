@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 SMALL_BUCKET_BYTES = 4 * 1024 * 1024
 """The default size of a bucket of gradients on the CPU without a codec. The exchange of a small bucket begins earlier in
-backward. With overlap="next_forward", a module that waits for the buckets of its parameters waits for few other gradients."""
+backward. With rules.NextForward, a module that waits for the buckets of its parameters waits for few other gradients."""
 LARGE_BUCKET_BYTES = 25 * 1024 * 1024
 """The default size of all other buckets: exchanges of codes, and exchanges on GPUs, are short compared with their latency."""
 FIRST_BUCKET_BYTES = 1024 * 1024

@@ -12,8 +12,8 @@ import torch
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator
 from gradwire.collectives.absence import WantedOperation
 from gradwire.collectives.daemon import DaemonThread
+from gradwire.trainer.attachment import Attachment
 from gradwire.trainer.horovod.state import share_optimizer_state
-from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.world import current_world, here
 
@@ -25,7 +25,7 @@ def join(device: int = -1) -> int:
     other ranks' DistributedOptimizers, in allreduce with Average or Sum, and in barriers. An Average is still over all ranks.
     Gradients that this rank has accumulated but not exchanged go into the first of these steps. Other verbs raise PeerJoined on
     the ranks that call them, which may continue. So do the exchanges of LocalUpdates, and of a DistributedOptimizer with
-    op=Adasum, rules.Sharded, overlap="next_forward" or a Rule without can_stand_in.
+    op=Adasum, rules.Sharded, rules.NextForward or a Rule without can_stand_in.
 
     A rank that waits here does not step. When all have called it, the optimizers that were stepped without all ranks, and
     their parameters, are broadcast from a rank that missed no step, so replicas are bitwise equal. Gradients of ranks that
@@ -69,7 +69,7 @@ class _Join:
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._everyone = world.communicator()
-        made = [optimizer for optimizer in world.optimizers if isinstance(optimizer, DistributedOptimizer)]
+        made = [each for each in world.optimizers if isinstance(each, Attachment)]
         self._optimizers = {optimizer.communicator: optimizer for optimizer in made}
         self._communicators = [
             communicator
@@ -130,7 +130,7 @@ class _Join:
         """Take part in an operation, with the optimizer's stand_in() if it has one for it."""
         with torch.cuda.device(self._cuda):
             optimizer = self._optimizers.get(communicator)
-            if optimizer is None or not optimizer.stand_in(wanted.verb, wanted.numel):
+            if optimizer is None or not optimizer.rule.stand_in(wanted.verb, wanted.numel):
                 communicator.absence.stand_in(wanted, self._device)
             if self._cuda >= 0:
                 torch.cuda.current_stream().synchronize()
@@ -147,7 +147,7 @@ class _Join:
             if communicator not in running and (absence.is_broken or ends):
                 absence.fail()
 
-    def _even_out(self, communicator: Communicator, optimizer: DistributedOptimizer) -> None:
+    def _even_out(self, communicator: Communicator, optimizer: Attachment) -> None:
         """Broadcast an optimizer and its parameters from a rank that missed no step, to all ranks that have the optimizer."""
         absence = communicator.absence
         deadline = time.monotonic() + absence.timeout_s
@@ -161,10 +161,11 @@ class _Join:
         most = max(firsts.values())
         source = min(rank for rank, first in firsts.items() if first == most)
         if min(firsts.values()) < most:
-            for group in optimizer.param_groups:
+            for group in optimizer.optimizer.param_groups:
                 for parameter in group["params"]:
                     communicator.broadcast(parameter.detach(), source)
-            share_optimizer_state(optimizer, communicator, source)
-            optimizer.steps = max(communicator.allgather_record(optimizer.steps))
+            share_optimizer_state(optimizer.optimizer, communicator, source)
+            reports = optimizer.reports
+            reports.step = max(communicator.allgather_record(reports.step))
             if firsts[communicator.rank] < most:
                 optimizer.zero_grad()

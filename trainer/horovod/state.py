@@ -14,7 +14,6 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import leaves, map_only
 from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, current_world, here, is_initialized, root_in
 
@@ -74,13 +73,14 @@ def broadcast_optimizer_state(
     communicator = communicator_of(process_set)
     share_optimizer_state(optimizer, communicator, root_in(communicator, root_rank))
     if isinstance(optimizer, DistributedOptimizer):
-        optimizer.fill_gradients()
+        optimizer.settle()
+        optimizer.attachment.rule.fill()
 
 
 def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Communicator, root: int) -> None:
     """Copy the optimizer state of a Communicator's rank `root` to its other ranks; see broadcast_optimizer_state."""
     if isinstance(optimizer, DistributedOptimizer):
-        if isinstance(optimizer.rule, Sharded):
+        if optimizer.attachment.is_sharded:
             raise ValueError(f"{here()}with rules.Sharded every rank has its own state, which no other rank can load")
         optimizer = optimizer.optimizer
     for group in optimizer.param_groups:

@@ -7,4 +7,6 @@ the arguments of the optimizer. Each rule is one file, built on gradwire.trainer
 one.
 """
 
+from gradwire.trainer.rules.adasum import Adasum as Adasum
+from gradwire.trainer.rules.next_forward import NextForward as NextForward
 from gradwire.trainer.rules.sharded import Sharded as Sharded

@@ -10,6 +10,7 @@ is not a power of two, the last ranks are first combined with earlier ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.agreement import agree_on_parameters
-from gradwire.trainer.gradients.arguments import Adasum
+from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.compression import Cast
 from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.setup import Setup
@@ -25,6 +26,16 @@ from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
 
 Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Adasum:
+    """The rule of op=Adasum: each rank steps with its own gradients, and the changes of the parameters are combined by adaptive
+    summation (Maleki et al. 2020), with the learning rate of one rank. It takes the casts of compression=, and no codec.
+    """
+
+    def __call__(self, setup: Setup) -> AdaptiveSummation:
+        return AdaptiveSummation(setup)
 
 
 class AdaptiveSummation(Rule):
@@ -43,6 +54,11 @@ class AdaptiveSummation(Rule):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        combination = setup.combination
+        if combination.op == Sum or combination.predivide != 1:
+            raise ValueError(
+                f"{here()}Adasum combines changes of parameters, and does not support op={Sum!r} or gradient_predivide_factor"
+            )
         if setup.policy.encodings:
             raise ValueError(f"{here()}op='adasum' takes the casts of compression= only (none, fp16, bf16), no codec")
         self._names: dict[Tensor, str] = {}
@@ -94,7 +110,7 @@ def check_adasum(tensors: Sequence[Tensor]) -> None:
     """Raise TypeError unless all tensors are floating-point tensors."""
     for tensor in tensors:
         if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{here()}op={Adasum!r} needs floating-point tensors, not {tensor.dtype}")
+            raise TypeError(f"{here()}op='adasum' needs floating-point tensors, not {tensor.dtype}")
 
 
 def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: float, postscale: float) -> None:

@@ -78,6 +78,7 @@ class LocalSteps(Rule):
         super().__init__(setup)
         self._locality = locality
         inner = locality.inner
+        self.can_move = inner is None
         self._outer_combination = replace(setup.combination, op=Average, predivide=1.0)
         self._inner_combination = None if inner is None else replace(setup.combination, communicator=inner)
         self._names: list[str] = []

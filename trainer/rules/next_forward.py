@@ -1,4 +1,4 @@
-"""The synchronous rule with waits and updates deferred to the next forward: DistributedOptimizer(overlap="next_forward").
+"""The rule of the next forward: gradients are exchanged in every step, with waits and updates deferred to the next forward.
 
 The update of a step has the same bits as if not deferred: each parameter is updated with the gradients of all ranks and the
 settings at the time of step(), before the first module that uses the parameter computes. Earlier modules compute while
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks, wit
 from gradwire.trainer.gradients.deferred import DeferredExchange, is_awaited
 from gradwire.trainer.gradients.dtensors import shard_of
 from gradwire.trainer.gradients.exchange import Weakly
+from gradwire.trainer.gradients.layout import SMALL_BUCKET_BYTES
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.rules.rule import Rule
@@ -29,17 +31,40 @@ from gradwire.trainer.world.world import here
 
 _READ_BEFORE = (
     "{}a gradient of {!r} arrived, and the parameter has not been updated by the step() before: it does not belong to a module "
-    "whose forward was called since. With overlap='next_forward', call settle() of the distributed optimizer before "
+    "whose forward was called since. With rules.NextForward, call settle() of the distributed optimizer before "
     "parameters are used outside of their module's forward"
 )
 _TWICE = (
-    "{}a gradient of {!r} arrived while that of the backward() before was being exchanged: with overlap='next_forward', call "
+    "{}a gradient of {!r} arrived while that of the backward() before was being exchanged: with rules.NextForward, call "
     "settle() of the distributed optimizer between two calls of backward(), or accumulate by backward_passes_per_step or "
     "no_sync()"
 )
 
 
-class NextForward(Synchronous):
+@dataclass(frozen=True)
+class NextForward:
+    """The rule with which backward() and step() do not wait for the exchange: a module's parameters are updated before its next
+    forward, with bitwise the same result as without this rule and with the same bucket_bytes. Call settle() of the optimizer
+    before parameters are used outside of a forward of the model. docs/guides/optimizer.md lists what this rule supports.
+
+    model: the model that is trained. The optimizer hooks the forward of each of its modules.
+
+    Raises TypeError unless model is a torch.nn.Module.
+    """
+
+    model: nn.Module
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"{here()}model must be the torch.nn.Module whose forward() the updates precede, not {self.model!r}"
+            )
+
+    def __call__(self, setup: Setup) -> DeferredSteps:
+        return DeferredSteps(setup, self.model)
+
+
+class DeferredSteps(Synchronous):
     """backward() starts the exchange, and step() records that an update is due. Before a module computes, this rule waits for
     the buckets of its parameters, and updates the parameters in them.
 
@@ -61,15 +86,20 @@ class NextForward(Synchronous):
     def __init__(self, setup: Setup, model: nn.Module) -> None:
         if isinstance(setup.optimizer, torch.optim.LBFGS):
             raise ValueError(
-                f"{here()}overlap='next_forward' is for optimizers that update each parameter by itself; LBFGS does not: use "
-                "overlap='backward'"
+                f"{here()}rules.NextForward is for optimizers that update each parameter by itself; LBFGS does not: leave out "
+                "rule="
             )
         if not runs_hooks(setup.optimizer):
             raise ValueError(
-                f"{here()}overlap='next_forward' needs torch's optimizer hooks, which {type(setup.optimizer).__name__} does not "
-                "run, as it does not call the __init__ of torch.optim.Optimizer: use overlap='backward'"
+                f"{here()}rules.NextForward needs torch's optimizer hooks, which {type(setup.optimizer).__name__} does not "
+                "run, as it does not call the __init__ of torch.optim.Optimizer: leave out rule="
             )
-        super().__init__(setup)
+        if not setup.gradient_as_bucket_view:
+            raise ValueError(
+                f"{here()}rules.NextForward does not support gradient_as_bucket_view=False: gradients are in their buckets until "
+                "the next forward"
+            )
+        super().__init__(replace(setup, bucket_bytes=setup.bucket_bytes or SMALL_BUCKET_BYTES))
         self.moments = None  # waits end when this rank needs a result, so ranks' waits cannot be compared
         self.exchange.settle = Weakly.of(self.settle)
         self.exchange.before_gradient = Weakly.of(self._before_gradient)
@@ -91,7 +121,7 @@ class NextForward(Synchronous):
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
-                raise ValueError(f"{here()}overlap='next_forward' needs whole parameters, and {name!r} is sharded")
+                raise ValueError(f"{here()}rules.NextForward needs whole parameters, and {name!r} is sharded")
         super().add(names, parameters)
         forward, reads = Weakly.of(self._before_forward), Weakly.of(self.settle)
         loads = Weakly.of(self._before_load)
@@ -114,9 +144,9 @@ class NextForward(Synchronous):
             result = super().take_step()
             if before != ([dict(group) for group in groups], _numbers(self.setup.optimizer)):
                 raise TypeError(
-                    f"{here()}overlap='next_forward' is for optimizers that keep what changes in a step in the state of each "
-                    f"parameter; {type(self.setup.optimizer).__name__} changes its param groups or attributes: use "
-                    "overlap='backward'"
+                    f"{here()}rules.NextForward is for optimizers that keep what changes in a step in the state of each "
+                    f"parameter; {type(self.setup.optimizer).__name__} changes its param groups or attributes: leave "
+                    "out rule="
                 )
             return result
         self._find_needed()

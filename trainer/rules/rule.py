@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.combination import ExchangeStats
+from gradwire.trainer.gradients.compression import AUTO
 from gradwire.trainer.gradients.moments import Moments
 from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.world.world import here
@@ -36,6 +37,8 @@ class Rule:
     load those of any other.
     can_stand_in: whether stand_in() supports a rank that waits in join(); the same on all ranks. If False, operations of the
     other ranks raise PeerJoined while a rank waits in join().
+    supports_auto: whether compression="auto" may choose codecs, by the times of exchanges of gradients in every step.
+    can_move: whether this rule can continue among other ranks, in another world: it has no Communicator but that of `setup`.
     moments: the times of exchanges of gradients; None disables the report of stragglers.
     """
 
@@ -43,10 +46,17 @@ class Rule:
     starts_equal: bool = False
     keeps_replicas: bool = False
     can_stand_in: bool = False
+    supports_auto: bool = False
+    can_move: bool = True
     moments: Moments | None = None
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        if setup.policy.auto is not None and type(self) is not Rule and not self.supports_auto:
+            raise ValueError(
+                f"{here()}compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
+                f"for {type(self).__name__}: name a codec"
+            )
 
     @property
     def communicator(self) -> Communicator:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.gradients.agreement import check_order, on_all_ranks
-from gradwire.trainer.gradients.arguments import Adasum, Sum
+from gradwire.trainer.gradients.arguments import Sum
 from gradwire.trainer.gradients.bucket import dense_strides
 from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
 from gradwire.trainer.gradients.compression import Compression, Compressor
@@ -80,8 +80,6 @@ class ShardedSteps(Synchronous):
     shares_state = keeps_replicas = can_stand_in = False
 
     def __init__(self, setup: Setup) -> None:
-        if setup.combination.op == Adasum:
-            raise ValueError(f"{here()}rules.Sharded does not support op={Adasum!r}, which needs whole gradients")
         super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
         self._pieces = Pieces(self.setup)
         self._gathered_s = 0.0

@@ -12,6 +12,8 @@ class Superseded(Rule):
     """Raises RuntimeError before the next step. closed: the rule until then, whose state can still be saved. name: a parameter
     that both optimizers have."""
 
+    supports_auto = True
+
     def __init__(self, closed: Rule, name: str) -> None:
         super().__init__(closed.setup)
         self._closed, self._name = closed, name

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.trainer.gradients.arguments import Adasum
 from gradwire.trainer.gradients.bucket import Bucket
 from gradwire.trainer.gradients.bucketing import Bucketing
 from gradwire.trainer.gradients.checkpoint import Resumption
@@ -23,11 +24,15 @@ class Synchronous(Rule):
     """Exchanges gradients in the last backward() before a step: hooks of the parameters start the exchange, and backward()
     returns when it is done."""
 
-    starts_equal = keeps_replicas = can_stand_in = True
+    starts_equal = keeps_replicas = can_stand_in = supports_auto = True
     exchange_kind: type[GradientExchange] = GradientExchange
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        if setup.combination.op == Adasum:
+            raise ValueError(
+                f"{here()}a rule that exchanges gradients does not support op={Adasum!r}: leave out one of both"
+            )
         self.bucketing = Bucketing(setup)
         self.exchange = self.exchange_kind(self.bucketing, setup)
         self.moments = self.exchange.moments
