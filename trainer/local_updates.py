@@ -9,16 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.arguments import check_optimizer
+from gradwire.trainer import rules
 from gradwire.trainer.gradients.combination import ExchangeStats
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
+from gradwire.trainer.gradients.compression import Compression, Compressor
 from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.optimizers.wrapped import tensors_of
-from gradwire.trainer.rules.fragments import is_one_shot
-from gradwire.trainer.rules.local_steps import Locality, LocalSteps
+from gradwire.trainer.rules.local_steps import LocalSteps
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import current_world, here
 
 
 @dataclass(frozen=True)
@@ -118,38 +114,17 @@ class LocalUpdates(DistributedOptimizer):
         process_set: ProcessSetLike = global_process_set,
         bucket_bytes: int | None = None,
     ) -> None:
-        check_optimizer(optimizer)
-        parameters = tensors_of(optimizer.param_groups)
-        _check(every, warmup_steps, fragments, delay, alpha, len(parameters))
-        if not isinstance(outer, torch.optim.Optimizer | None):
-            raise TypeError(f"{here()}outer must be a torch.optim.Optimizer or None, not {type(outer).__name__}")
-        if outer is not None and set(tensors_of(outer.param_groups)) != set(parameters):
-            raise ValueError(f"{here()}outer must be an optimizer of the same parameters as optimizer")
-        pairs = None if named_parameters is None else list(named_parameters)
-        wanted = dict(policy or {})
-        by_name = Policy(Compression.none, wanted if "*" in wanted else {**wanted, "*": codec})
-        by_name.checked([name for name, _ in pairs] if pairs is not None else (None if policy else [""]))
-        if outer is None:
-            _check_averaging(by_name)
+        rule = rules.LocalUpdates(every, outer, warmup_steps, codec, policy, fragments, delay, alpha, inner)
         self._began = time.perf_counter()
-        joined = inner
-        if not isinstance(joined, Communicator | None):
-            joined = current_world().open_communicator(joined, tensors=parameters)
-        locality = Locality(every, outer, warmup_steps, by_name, fragments, delay, alpha, joined, joined is not inner)
-        try:
-            super().__init__(
-                optimizer,
-                pairs,
-                warmup_codec,
-                backward_passes_per_step,
-                process_set=process_set,
-                bucket_bytes=bucket_bytes,
-                rule=lambda setup: LocalSteps(setup, locality),
-            )
-        except BaseException:
-            if joined is not None and joined is not inner:
-                joined.close()
-            raise
+        super().__init__(
+            optimizer,
+            named_parameters,
+            warmup_codec,
+            backward_passes_per_step,
+            process_set=process_set,
+            bucket_bytes=bucket_bytes,
+            rule=rule,
+        )
 
     def report(self, batch_per_rank: int | None = None) -> LocalReport:
         """Return the costs of local updates so far. batch_per_rank: this rank's batch size, for the report."""
@@ -169,33 +144,3 @@ class LocalUpdates(DistributedOptimizer):
             batch_per_rank=batch_per_rank,
             global_batch=None if batch_per_rank is None else batch_per_rank * self.communicator.size,
         )
-
-
-def _check_averaging(policy: Policy) -> None:
-    """Raise ValueError if movements would first be averaged over all ranks, and later over those that send a number."""
-    for encoding in policy.encodings:
-        if is_one_shot(encoding) and encoding.warmup_steps:
-            raise ValueError(
-                f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not support "
-                "outer=None: movements with this codec are summed, but those of its warm-up, which are uncompressed, would "
-                "have to be averaged. Use a warm-up in which gradients are averaged: LocalUpdates(warmup_steps=...)"
-            )
-
-
-def _check(every: int, warmup_steps: int, fragments: int, delay: int, alpha: float, parameters: int) -> None:
-    """Raise ValueError for invalid arguments. parameters: how many the optimizer has."""
-    for name, value in (("every", every), ("warmup_steps", warmup_steps), ("fragments", fragments), ("delay", delay)):
-        least = 1 if name in ("every", "fragments") else 0
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
-    if fragments > min(every, parameters):
-        raise ValueError(
-            f"{here()}fragments={fragments} must be at most every={every} and the number of parameters, {parameters}"
-        )
-    if delay >= every // fragments:
-        raise ValueError(
-            f"{here()}delay={delay} must be less than every // fragments = {every // fragments}: one fragment is in flight "
-            "at a time"
-        )
-    if not 0 <= alpha < 1:
-        raise ValueError(f"{here()}alpha must be at least 0 and less than 1, not {alpha!r}")

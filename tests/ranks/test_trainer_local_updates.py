@@ -515,6 +515,24 @@ def test_an_inner_communicator_that_was_given_stays_open() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"gradient_as_bucket_view": False}], ids=str)
+def test_it_is_a_rule(options: dict[str, Any]) -> None:
+    """Of a DistributedOptimizer, whose other arguments change no bits."""
+    models = [network().double(), network().double()]
+    settings = {"every": 3, "warmup_steps": WARMUP, "fragments": 2}
+    optimizers: list[hvd.DistributedOptimizer] = [wrapped(models[0], **settings)]
+    inner = torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.5)
+    rule = hvd.rules.LocalUpdates(outer=outer_of(list(models[1].parameters())), **settings)
+    optimizers.append(hvd.DistributedOptimizer(inner, models[1].named_parameters(), rule=rule, **options))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(STEPS))
+        optimizer.close()
+    assert_equal(*(model.parameters() for model in models))
+    with pytest.raises(ValueError, match="does not support op='sum'"):
+        hvd.DistributedOptimizer(inner, rule=rule, op=hvd.Sum)
+
+
+@on_ranks(2)
 def test_what_cannot_be_meant_is_refused() -> None:
     model = network().double()
     other = network().double()

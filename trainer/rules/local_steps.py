@@ -74,8 +74,12 @@ class LocalSteps(Rule):
     steps since this object was made, in the warm-up and after it.
     """
 
+    shares_state = False
+
     def __init__(self, setup: Setup, locality: Locality) -> None:
         super().__init__(setup)
+        if setup.combination.op != Average:
+            raise ValueError(f"{here()}LocalUpdates averages, and does not support op={setup.combination.op!r}")
         self._locality = locality
         inner = locality.inner
         self.can_move = inner is None
@@ -121,6 +125,7 @@ class LocalSteps(Rule):
         self._parameters += parameters
 
     def start(self) -> None:
+        self._locality.policy.checked(self._names)
         check_settings(self.communicator, "LocalUpdates", self._locality.described)
         self._enter(0)
 
