@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -45,5 +46,6 @@ class NcclConnections:
         self._devices.add(device)
 
     def _connect(self, device: torch.device) -> None:
-        with torch.cuda.device(device):  # the current device is that of each thread
+        # Each thread has a current device of its own.
+        with torch.cuda.device(device) if torch.cuda.is_available() else nullcontext():
             self._backend.eager_connect_single_device(device)
