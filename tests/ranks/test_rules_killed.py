@@ -14,7 +14,7 @@ from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, PeerLost
-from tests.harness import World, Worlds, meet
+from tests.harness import World, Worlds, meet, wait_until
 from tests.ranks.training import assert_survived, network, spy, train
 
 STEPS, SAVED, KILLED = 9, 5, 7
@@ -177,6 +177,8 @@ def lose_one_in_a_push(options: dict[str, Any], victim: int, error: type[Excepti
         die_in_the_push(optimizer)
     with nullcontext() if error is None else pytest.raises(error) as caught:
         train(model, optimizer, range(1, STEPS))
+    if caught is None:
+        wait_until(lambda: optimizer.report().lost)  # a rank may have pushed all before the news of the loss
     named: object = optimizer.report().lost if caught is None else vars(caught.value)["ranks"]
     if caught is not None:
         with pytest.raises(CollectiveError, match="broken by an earlier failure"):
