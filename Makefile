@@ -23,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest tests -n 3 --dist worksteal
 test: .venv/.test  ## run the tests but the widest sweeps, in 5 to 10 minutes; options pass through: ARGS="-k NAME"
 	$(PYTEST) -m "not wide" $(ARGS)
 
-test-all: .venv/.test  ## run all tests, in about 20 minutes; options pass through
+test-all: .venv/.test  ## run all tests, in about 10 minutes; options pass through
 	$(PYTEST) $(ARGS)
 
 test-integrations: .venv/.test .venv/.integrations  ## run docs/integrations with the frameworks that they are for
