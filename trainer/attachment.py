@@ -32,8 +32,8 @@ class Attachment:
     reported: the wanted reports.
 
     communicator: the Communicator of the ranks; it belongs to this optimizer alone. rule: the rule. parameters: those of the
-    param groups, as the rule knows them. called: their names. was_synchronized:
-    whether the user has called synchronize() since the last step() or zero_grad().
+    param groups, as the rule knows them. called: their names. was_synchronized: whether the user has called synchronize() since
+    the last step() or zero_grad().
     """
 
     communicator: Communicator
@@ -164,14 +164,17 @@ class Attachment:
     def follow_groups(self) -> None:
         """Exchange from now on what the program has put into the param groups, in place of what it has removed. Raises
         ValueError for parameters that cannot be exchanged."""
-        now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        now = self._in_groups()
         if len(now) != len(self.parameters) or not all(map(operator.is_, now, self.parameters)):
             self.rule.settle()
             self.add_new()
 
+    def _in_groups(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def add_new(self) -> None:
         """Add the parameters that are not known yet to the exchange."""
-        now = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        now = self._in_groups()
         places = {parameter: place for place, parameter in enumerate(dict.fromkeys(now))}
         new = [parameter for parameter in places if parameter not in self.called]
         if self.parameters and (others := self._others_with(new)):

@@ -94,9 +94,9 @@ class DistributedOptimizer(WrappingOptimizer):
     num_groups: the number of buckets into which the gradients are divided evenly, instead of by bucket_bytes.
     groups: a number of buckets, as num_groups; or lists of parameters. The parameters of one list share a bucket (one per dtype
     and codec) of any size. The other parameters are fused by bucket_bytes. groups takes precedence over num_groups.
-    sparse_as_dense: True makes sparse gradients, such as those of nn.Embedding(sparse=True), dense for the exchange; step() gives
-    them to the optimizer as sparse ones again, as Horovod does. Otherwise all ranks gather their indices and values, and the
-    result is sparse and coalesced.
+    sparse_as_dense: True makes sparse gradients, such as those of nn.Embedding(sparse=True), dense. In step(), only SparseAdam,
+    which accepts no dense gradients, gets sparse ones. Otherwise all ranks gather their indices and values, and the result is
+    sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps without an exchange.
     bucket_bytes: the maximum size of a bucket in bytes. A larger gradient has a bucket of its own, and the first bucket holds
