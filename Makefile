@@ -56,7 +56,7 @@ package: .venv/.package  ## build the source distribution and the wheel in dist/
 	$(BIN)/python -m twine check --strict dist/*
 	for file in .ci/run Makefile docs/algorithms.md noxfile.py tests/unit/test_report.py; do \
 		tar -tzf dist/*.tar.gz | grep "/$$file$$" > /dev/null || { echo "the source distribution lacks $$file"; exit 1; }; done
-	for file in gradwire/collectives/kernels/cuda/codecs.cuh gradwire/py.typed gradwire/trainer/cli/report/page.html; do \
+	for file in gradwire/collectives/kernels/cuda/codecs.cuh gradwire/py.typed gradwire/trainer/tools/report/page.html; do \
 		$(BIN)/python -m zipfile -l dist/*.whl | grep "^$$file " > /dev/null || { echo "the wheel lacks $$file"; exit 1; }; done
 	! $(BIN)/python -m zipfile -l dist/*.whl | grep -vE "^(File Name|gradwire/|gradwire-[^/]*\.dist-info/)" || \
 		{ echo "the wheel installs more than gradwire"; exit 1; }

@@ -2,6 +2,6 @@
 
 import sys
 
-from gradwire.trainer.cli.__main__ import main
+from gradwire.trainer.__main__ import main
 
 sys.exit(main())

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.trainer.gradients.agreement import check_settings
-from gradwire.trainer.gradients.setup import Passes, Setup
 from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.reducer.agreement import check_settings
+from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reports.metrics import Reports, WantedReports
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.sharded import Sharded

@@ -24,13 +24,13 @@ from gradwire.collectives.torch_internals import (
     move_storage,
     when_backward_ends,
 )
-from gradwire.trainer.gradients.arguments import Average, check_named_parameters
-from gradwire.trainer.gradients.buffers import CodedBuffer, buffer_for
-from gradwire.trainer.gradients.checkpoint_format import VERSION, check_part
-from gradwire.trainer.gradients.choice import Choice, Size
-from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
-from gradwire.trainer.gradients.layout import packed
+from gradwire.trainer.reducer.arguments import Average, check_named_parameters
+from gradwire.trainer.reducer.buffers import CodedBuffer, buffer_for
+from gradwire.trainer.reducer.checkpoint_format import VERSION, check_part
+from gradwire.trainer.reducer.choice import Choice, Size
+from gradwire.trainer.reducer.combination import Combination, ExchangeStats
+from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
+from gradwire.trainer.reducer.layout import packed
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""

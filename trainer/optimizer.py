@@ -14,7 +14,8 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.attachment import Attachment, names_of
-from gradwire.trainer.gradients.arguments import (
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
+from gradwire.trainer.reducer.arguments import (
     Adasum,
     Average,
     check_arguments,
@@ -23,10 +24,9 @@ from gradwire.trainer.gradients.arguments import (
     check_passes,
     warn_of_wrapped,
 )
-from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy, wanted
-from gradwire.trainer.gradients.setup import Passes, Setup
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
+from gradwire.trainer.reducer.combination import Combination, ExchangeStats
+from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, wanted
+from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reports.metrics import StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.adasum import Adasum as AdasumRule

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as hvd
 from gradwire.collectives.compression.sparse import ChunkTopK
 from gradwire.trainer.examples.loop import adamw
-from gradwire.trainer.gradients.compression import NAMES, Compressor
+from gradwire.trainer.reducer.compression import NAMES, Compressor
 from gradwire.trainer.servers.aggregator import Late
 
 NONE = "none"

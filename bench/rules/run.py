@@ -28,7 +28,7 @@ from gradwire.bench.rules.training import Length, Point, Slowness, Training
 from gradwire.collectives.compression.sparse import ChunkTopK
 from gradwire.trainer.examples import bytes_gpt
 from gradwire.trainer.examples.loop import choose_device, digest, share_cores
-from gradwire.trainer.gradients.compression import NAMES
+from gradwire.trainer.reducer.compression import NAMES
 from gradwire.trainer.servers.aggregator import LATE
 
 DEFAULT = "synchronous,average,diloco,average+chunktopk"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.bench.simulate.models import Weight
-from gradwire.trainer.gradients.layout import LARGE_BUCKET_BYTES, Item, plan_buckets
+from gradwire.trainer.reducer.layout import LARGE_BUCKET_BYTES, Item, plan_buckets
 
 #: How gradients are exchanged: all at once after backward; each one as soon as it is ready; in the buckets of
 #: DistributedOptimizer; merged if waiting for the next gradient costs less than a message (MG-WFBP, Shi et al., 2019).

@@ -33,7 +33,7 @@ from gradwire.collectives.run.plans import Plans, legal_algorithms
 from gradwire.trainer.examples import bytes_gpt, digits_cnn
 from gradwire.trainer.examples.loop import Run, Task, choose_device
 from gradwire.trainer.examples.report import OURS
-from gradwire.trainer.gradients.compression import NAMES, Cast, Encoding, Policy
+from gradwire.trainer.reducer.compression import NAMES, Cast, Encoding, Policy
 
 NONE = "none"
 #: The final training loss is the mean of this number of steps, since the losses of batches differ.

@@ -58,8 +58,8 @@ from gradwire.trainer.examples.loop import (
     share_cores,
 )
 from gradwire.trainer.examples.report import Record
-from gradwire.trainer.gradients.choice import WINDOW
-from gradwire.trainer.gradients.compression import AUTO, NAMES
+from gradwire.trainer.reducer.choice import WINDOW
+from gradwire.trainer.reducer.compression import AUTO, NAMES
 
 PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3

@@ -9,8 +9,8 @@ import gradwire as hvd
 from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC, Threshold, TopK
-from gradwire.trainer.gradients.buffers import CodedBuffer
-from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
+from gradwire.trainer.reducer.buffers import CodedBuffer
+from gradwire.trainer.reducer.compression import Compressor, ErrorFeedback
 
 #: With memory: residuals, and what these codecs keep beside them.
 REMEMBERING: dict[str, Compressor] = {

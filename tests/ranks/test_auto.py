@@ -18,8 +18,8 @@ import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost
-from gradwire.trainer.gradients.choice import WINDOW, Choice
-from gradwire.trainer.gradients.compression import encoding_of
+from gradwire.trainer.reducer.choice import WINDOW, Choice
+from gradwire.trainer.reducer.compression import encoding_of
 from tests.harness import wide
 from tests.ranks.ladder import BUCKET_BYTES, HEIGHT, Ladder, encoded, optimizer_of, owed, train
 from tests.ranks.test_ddp_hook import PARAMETERS, ddp, exact, exchanged, gradients_of, model_of, weights_of

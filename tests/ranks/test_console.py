@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.trainer.cli.__main__ import main
+from gradwire.trainer.__main__ import main
 from tests.harness import wide, wide_rows
 from tests.interpreter import python
 from tests.pages import ROOT

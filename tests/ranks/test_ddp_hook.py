@@ -20,7 +20,7 @@ from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC, RandomK
 from gradwire.collectives.torch_internals import CAN_MOVE_STORAGE
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
-from gradwire.trainer.gradients.compression import NAMES, ErrorFeedback
+from gradwire.trainer.reducer.compression import NAMES, ErrorFeedback
 from tests.harness import wide, wide_rows
 from tests.ranks.training import assert_same_on_all_ranks, assert_survived, on_ranks, through_a_file, without_a_copy
 

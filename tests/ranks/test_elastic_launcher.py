@@ -244,7 +244,7 @@ def agents() -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if (process / "cwd").samefile(Path.cwd()) and b"cli/agent.py\0" in (process / "cmdline").read_bytes():
+            if (process / "cwd").samefile(Path.cwd()) and b"launcher/agent.py\0" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
     return found
 

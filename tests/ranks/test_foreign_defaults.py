@@ -16,7 +16,7 @@ import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.trainer.gradients.compression import NAMES
+from gradwire.trainer.reducer.compression import NAMES
 from tests.ranks import forms
 from tests.ranks.training import on_ranks
 

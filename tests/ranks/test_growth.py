@@ -18,7 +18,7 @@ from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.compression import NAMES
+from gradwire.trainer.reducer.compression import NAMES
 from tests.harness import EXCHANGE_TIMEOUT_S, wide
 from tests.ranks.training import on_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gradwire as hvd
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.trainer.gradients.compression import Encoding
+from gradwire.trainer.reducer.compression import Encoding
 from gradwire.trainer.servers.key_value.compression import codec_of
 from gradwire.trainer.servers.pushed import Packing, Sender
 from tests.harness import wide

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import gradwire as hvd
 from gradwire.collectives import PeerLost
-from gradwire.trainer.gradients.deferred import order_by_need
+from gradwire.trainer.reducer.deferred import order_by_need
 from tests.harness import RUN_TIMEOUT_S, World, meet, wide_rows
 from tests.ranks.test_trainer_equivalence import by_closures, clipped, groups_of, in_parts, nesterov, plainly, scaled
 from tests.ranks.training import (

@@ -118,10 +118,10 @@ def test_a_pair_that_begins_to_lose_large_packets_is_named(cluster: hosts.Cluste
 @pytest.mark.parametrize("there", [2, *wide(1)])
 def test_the_check_of_two_hosts_finds_it(cluster: hosts.Cluster, there: int) -> None:
     with ExitStack() as stack:
-        listening = begin(stack, cluster.hosts[there], "-m", "gradwire.trainer.cli.check", "--listen")
+        listening = begin(stack, cluster.hosts[there], "-m", "gradwire.trainer.tools.check", "--listen")
         found = ""
         for _ in range(20):  # until it listens
-            check = begin(stack, cluster.hosts[0], "-m", "gradwire.trainer.cli.check", "--host", hosts.address(there))
+            check = begin(stack, cluster.hosts[0], "-m", "gradwire.trainer.tools.check", "--host", hosts.address(there))
             found = check.communicate(timeout=DEADLINE_S)[0]
             if "no process listens" not in found:
                 break

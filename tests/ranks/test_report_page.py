@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.trainer.cli.__main__ import main
-from gradwire.trainer.cli.report.measured import read
-from gradwire.trainer.cli.report.page import page
+from gradwire.trainer.__main__ import main
+from gradwire.trainer.tools.report.measured import read
+from gradwire.trainer.tools.report.page import page
 from tests.interpreter import python
 from tests.pages import ROOT
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, ReplicasDiffer
-from gradwire.trainer.gradients.compression import Compressor
+from gradwire.trainer.reducer.compression import Compressor
 from gradwire.trainer.world.world import current_world
 from tests.harness import Worlds, wait_until
 from tests.ranks.training import in_world, on_ranks, perceptron, share

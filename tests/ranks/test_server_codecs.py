@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.trainer.gradients.compression import Compressor, Policy, encoding_for
+from gradwire.trainer.reducer.compression import Compressor, Policy, encoding_for
 from gradwire.trainer.servers.pushed import Packing, Sender
 from tests.ranks.training import (
     assert_equal,

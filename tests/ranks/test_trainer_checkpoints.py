@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.trainer.gradients.checkpoint_format import KEY
-from gradwire.trainer.gradients.compression import Compressor
+from gradwire.trainer.reducer.checkpoint_format import KEY
+from gradwire.trainer.reducer.compression import Compressor
 from tests.harness import Worlds, wide
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
 from tests.ranks.test_trainer_accumulation import failing_hook

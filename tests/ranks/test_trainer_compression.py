@@ -12,7 +12,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Int8, OneBit
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
-from gradwire.trainer.gradients.compression import NAMES, Compressor, ErrorFeedback
+from gradwire.trainer.reducer.compression import NAMES, Compressor, ErrorFeedback
 from tests.harness import Worlds, wide
 from tests.ranks.exact import on_host
 from tests.ranks.ladder import BUCKET_BYTES, REMEMBERING, Ladder, encoded, loss_at, optimizer_of, owed, train

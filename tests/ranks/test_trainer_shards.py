@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import gradwire as hvd
-from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback
+from gradwire.trainer.reducer.compression import Compressor, ErrorFeedback
 from tests.harness import wide
 from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, distributed, on_ranks
 

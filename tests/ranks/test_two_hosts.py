@@ -177,7 +177,7 @@ def test_info(hosts: Hosts) -> None:
 def test_the_check_names_the_network_of_the_other_host(hosts: Hosts) -> None:
     """The host's own name leads to a loopback address, and its default route elsewhere."""
     program = (
-        "from gradwire.trainer.cli.check.machine import interface, own_name\n"
+        "from gradwire.trainer.tools.check.machine import interface, own_name\n"
         f"print(own_name({{}}, {address(1)!r}).do)\nprint(interface({{}}, {address(1)!r}).what)"
     )
     (output,) = hosts.outputs((0, [python(), "-c", program]))

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from gradwire.bench.training.convergence import MODELS, parse_arguments, wire_bytes
 from gradwire.bench.training.convergence_plot import draw, kinds_of, smoothed
 from gradwire.bench.training.convergence_table import ConvergenceRow, format_row
-from gradwire.trainer.gradients.compression import NAMES
+from gradwire.trainer.reducer.compression import NAMES
 
 
 def test_defaults_are_both_models_and_all_codecs() -> None:

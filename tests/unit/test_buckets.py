@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.trainer.gradients.layout import ALIGNMENT_BYTES, Item, plan_buckets
+from gradwire.trainer.reducer.layout import ALIGNMENT_BYTES, Item, plan_buckets
 
 KINDS = {"a": 4, "b": 2, "c": 8}
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.trainer.cli.check import __main__ as command
-from gradwire.trainer.cli.check import gpu, links, machine, ranks
-from gradwire.trainer.cli.check.finding import Finding
+from gradwire.trainer.tools.check import __main__ as command
+from gradwire.trainer.tools.check import gpu, links, machine, ranks
+from gradwire.trainer.tools.check.finding import Finding
 from tests.harness import wait_until
 from tests.ranks.test_init import listener, unused_port
 

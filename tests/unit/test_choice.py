@@ -18,9 +18,9 @@ from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
 from gradwire.collectives.plan.selection import Measured, default_table
 from gradwire.collectives.plan.topology import Topology
 from gradwire.collectives.run.plans import Plans, legal_algorithms
-from gradwire.trainer.gradients import choice
-from gradwire.trainer.gradients.choice import COUNTED, SKIPPED, WINDOW, Choice
-from gradwire.trainer.gradients.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted
+from gradwire.trainer.reducer import choice
+from gradwire.trainer.reducer.choice import COUNTED, SKIPPED, WINDOW, Choice
+from gradwire.trainer.reducer.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted
 
 SIZE = (3_125_000, torch.float32)
 HOSTS = ((0,), (1,))

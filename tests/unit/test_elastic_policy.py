@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gradwire.trainer.cli.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
-from gradwire.trainer.cli.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, VAIN_EPOCHS, JobPolicy
-from gradwire.trainer.cli.elastic.ranks import next_epoch
-from gradwire.trainer.cli.options import Elastic
-from gradwire.trainer.cli.workers import HOST_FAILURES, LONGEST_PAUSE_S, LOST_PAUSE_S
+from gradwire.trainer.launcher.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
+from gradwire.trainer.launcher.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, VAIN_EPOCHS, JobPolicy
+from gradwire.trainer.launcher.elastic.ranks import next_epoch
+from gradwire.trainer.launcher.options import Elastic
+from gradwire.trainer.launcher.workers import HOST_FAILURES, LONGEST_PAUSE_S, LOST_PAUSE_S
 from gradwire.trainer.world.epochs import Departure, Epoch
 
 START_S = 30.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.trainer.cli.actions import End, Reach, Start
-from gradwire.trainer.cli.fixed import FixedRanks
-from gradwire.trainer.cli.options import parse_job
+from gradwire.trainer.launcher.actions import End, Reach, Start
+from gradwire.trainer.launcher.fixed import FixedRanks
+from gradwire.trainer.launcher.options import parse_job
 
 REACHED = [Reach(0), Reach(1)]
 

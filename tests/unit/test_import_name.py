@@ -17,7 +17,7 @@ import collectives
 import trainer
 
 import gradwire
-from gradwire.trainer.cli.__main__ import main
+from gradwire.trainer.__main__ import main
 
 assert bench.OWN == collectives.OWN == trainer.OWN == "the user's"
 assert gradwire.trainer is not trainer

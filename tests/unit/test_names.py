@@ -20,8 +20,8 @@ from gradwire.collectives.link.asking import connections, hang_up, unblock
 from gradwire.collectives.link.membership import coming_together
 from gradwire.collectives.link.names import look_up
 from gradwire.collectives.link.own_address import own_address
-from gradwire.trainer.cli.__main__ import main
-from gradwire.trainer.cli.check import links, machine
+from gradwire.trainer.__main__ import main
+from gradwire.trainer.tools.check import links, machine
 from gradwire.trainer.world import meeting
 from gradwire.trainer.world.launch import Launch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.trainer.gradients.compression import Compressor, ErrorFeedback, Policy, encoding_for
+from gradwire.trainer.reducer.compression import Compressor, ErrorFeedback, Policy, encoding_for
 from gradwire.trainer.servers.pushed import Packing, Sender
 
 NAMES = ["matrix", "bias", "other matrix", "wide"]

@@ -26,8 +26,8 @@ from gradwire.collectives.diagnostics.timeline import (
     write_trace,
 )
 from gradwire.collectives.kernels.reference import hashing as reference
-from gradwire.trainer.gradients.moments import Moment
-from gradwire.trainer.gradients.replicas import hash_of
+from gradwire.trainer.reducer.moments import Moment
+from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from tests.pages import ROOT

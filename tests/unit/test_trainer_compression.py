@@ -13,8 +13,8 @@ from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS, find_codec
 from gradwire.collectives.compression.sparse import TopK
-from gradwire.trainer.gradients.checkpoint_format import KEY
-from gradwire.trainer.gradients.compression import (
+from gradwire.trainer.reducer.checkpoint_format import KEY
+from gradwire.trainer.reducer.compression import (
     LEAST_NUMEL,
     NAMES,
     Cast,

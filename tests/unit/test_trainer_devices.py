@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gradwire as hvd
-from gradwire.trainer.gradients import arguments
+from gradwire.trainer.reducer import arguments
 
 
 @pytest.mark.parametrize(

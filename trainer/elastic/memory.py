@@ -24,7 +24,7 @@ from gradwire.collectives.kernels.reference.copying import LINE_BYTES, SUMS
 from gradwire.collectives.plan.topology import host_id
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.trees import decode
-from gradwire.trainer.gradients.replicas import hash_of
+from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.world.launch import launching_process
 from gradwire.trainer.world.world import here
 

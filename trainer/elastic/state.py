@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gradwire.trainer.elastic.commits import Commits, Restored
 from gradwire.trainer.elastic.kinds import Model, RandomNumbers, Value, are_replicas, kind_of, what_binds
 from gradwire.trainer.elastic.memory import Memory
-from gradwire.trainer.gradients.agreement import check_order
 from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.reducer.agreement import check_order
 from gradwire.trainer.world.world import here, rank, size
 
 _RANDOM = "random numbers"

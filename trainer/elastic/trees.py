@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES
-from gradwire.trainer.gradients.arguments import check_tensor
+from gradwire.trainer.reducer.arguments import check_tensor
 from gradwire.trainer.world.world import here
 
 ALIGNMENT_BYTES = LINE_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gradwire.trainer.gradients.compression import NAMES, encoding_of
+from gradwire.trainer.reducer.compression import NAMES, encoding_of
 from gradwire.trainer.world.launch import read_launch
 
 C = TypeVar("C", bound="LoopConfig")

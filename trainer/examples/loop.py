@@ -30,7 +30,7 @@ import gradwire as hvd
 from gradwire.trainer.examples.checkpoint import Checkpoint
 from gradwire.trainer.examples.config import LoopConfig
 from gradwire.trainer.examples.report import BASELINE, OURS, Record, RunReport, count, progress
-from gradwire.trainer.gradients.checkpoint_format import KEY
+from gradwire.trainer.reducer.checkpoint_format import KEY
 
 BLOCK_S = 0.5
 """The approximate duration of one model's turn. After a turn of each, ranks agree on losses, time and interruption."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from gradwire.collectives import Communicator, Work
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.reduction import Reduction
-from gradwire.trainer.gradients.arguments import Adasum, Average, Sum
+from gradwire.trainer.reducer.arguments import Adasum, Average, Sum
 from gradwire.trainer.rules.adasum import adasum_
 
 Rows = list[int]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.arguments import Average, Sum, check_group, check_tensor
 from gradwire.trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
 from gradwire.trainer.horovod.handles import Handle, NamedCall
+from gradwire.trainer.reducer.arguments import Average, Sum, check_group, check_tensor
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
 from gradwire.trainer.world.world import communicator_of, here, root_in
 

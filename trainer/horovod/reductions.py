@@ -11,16 +11,6 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.reduction import Reduction, check_arithmetic
-from gradwire.trainer.gradients.arguments import (
-    OPS_BY_ELEMENT,
-    Adasum,
-    Average,
-    Sum,
-    check_group,
-    check_tensor,
-    resolve_op,
-)
-from gradwire.trainer.gradients.compression import Cast, Compression, Compressor, verb_codec
 from gradwire.trainer.horovod.functional import (
     Allreduce,
     ReduceScatter,
@@ -31,6 +21,16 @@ from gradwire.trainer.horovod.functional import (
     is_integer,
 )
 from gradwire.trainer.horovod.handles import Handle, NamedCall
+from gradwire.trainer.reducer.arguments import (
+    OPS_BY_ELEMENT,
+    Adasum,
+    Average,
+    Sum,
+    check_group,
+    check_tensor,
+    resolve_op,
+)
+from gradwire.trainer.reducer.compression import Cast, Compression, Compressor, verb_codec
 from gradwire.trainer.rules.adasum import check_adasum
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
 from gradwire.trainer.world.world import communicator_of, here

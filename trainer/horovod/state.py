@@ -12,8 +12,8 @@ from torch.autograd.graph import increment_version
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import leaves, map_only
-from gradwire.trainer.gradients.arguments import check_tensor
 from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.reducer.arguments import check_tensor
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, current_world, here, is_initialized, root_in
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.arguments import Sum
+from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, here
 

@@ -16,8 +16,8 @@ from gradwire.collectives import Communicator, PeerJoined
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.collectives.environment import report_folder
-from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.replicas import ReplicaCheck
+from gradwire.trainer.reducer.bucket import Bucket
+from gradwire.trainer.reducer.replicas import ReplicaCheck
 from gradwire.trainer.reports.steps import StepJournal
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from gradwire.trainer.rules.rule import Rule

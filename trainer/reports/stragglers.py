@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.moments import Moments
+from gradwire.trainer.reducer.moments import Moments
 
 _log = logging.getLogger("gradwire")
 

@@ -3,7 +3,7 @@
     optimizer = hvd.DistributedOptimizer(adamw, model.named_parameters(), rule=hvd.rules.Sharded())
 
 An object such as Sharded(...) has the settings of a rule, and makes the rule itself, an object of a class derived from Rule, from
-the arguments of the optimizer. Each rule is one file, built on gradwire.trainer.gradients. docs/extending.md shows how to write
+the arguments of the optimizer. Each rule is one file, built on gradwire.trainer.reducer. docs/extending.md shows how to write
 one.
 """
 

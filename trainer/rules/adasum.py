@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.agreement import agree_on_parameters
-from gradwire.trainer.gradients.arguments import Sum
-from gradwire.trainer.gradients.compression import Cast
-from gradwire.trainer.gradients.dtensors import shard_of
-from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.reducer.agreement import agree_on_parameters
+from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.compression import Cast
+from gradwire.trainer.reducer.dtensors import shard_of
+from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
 

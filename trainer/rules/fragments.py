@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import sums_inside
-from gradwire.trainer.gradients.compression import Cast, Encoding
-from gradwire.trainer.gradients.replicas import ReplicaCheck, hash_of
-from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.copies import of_copies
+from gradwire.trainer.reducer.compression import Cast, Encoding
+from gradwire.trainer.reducer.replicas import ReplicaCheck, hash_of
+from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator, Work
 from gradwire.collectives.daemon import DaemonThread
-from gradwire.trainer.gradients.agreement import check_settings, on_all_ranks
-from gradwire.trainer.gradients.arguments import Average
-from gradwire.trainer.gradients.combination import Combination, ExchangeStats
-from gradwire.trainer.gradients.compression import Policy
-from gradwire.trainer.gradients.setup import Passes, Setup
+from gradwire.trainer.reducer.agreement import check_settings, on_all_ranks
+from gradwire.trainer.reducer.arguments import Average
+from gradwire.trainer.reducer.combination import Combination, ExchangeStats
+from gradwire.trainer.reducer.compression import Policy
+from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous

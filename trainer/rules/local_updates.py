@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy
-from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.reducer.compression import Compression, Compressor, Policy
+from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.fragments import is_one_shot
 from gradwire.trainer.rules.local_steps import Locality, LocalSteps
 from gradwire.trainer.world.process_sets import ProcessSetLike

@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import CollectiveError
 from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks, without_step_hooks
-from gradwire.trainer.gradients.deferred import DeferredExchange, is_awaited
-from gradwire.trainer.gradients.dtensors import shard_of
-from gradwire.trainer.gradients.exchange import Weakly
-from gradwire.trainer.gradients.layout import SMALL_BUCKET_BYTES
-from gradwire.trainer.gradients.setup import Setup
 from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.reducer.deferred import DeferredExchange, is_awaited
+from gradwire.trainer.reducer.dtensors import shard_of
+from gradwire.trainer.reducer.exchange import Weakly
+from gradwire.trainer.reducer.layout import SMALL_BUCKET_BYTES
+from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here

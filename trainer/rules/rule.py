@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.combination import ExchangeStats
-from gradwire.trainer.gradients.compression import AUTO
-from gradwire.trainer.gradients.moments import Moments
-from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.reducer.bucket import Bucket
+from gradwire.trainer.reducer.combination import ExchangeStats
+from gradwire.trainer.reducer.compression import AUTO
+from gradwire.trainer.reducer.moments import Moments
+from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.world.world import here
 
 _SWITCHES = ("train", "eval")

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.errors import ranks_text
-from gradwire.trainer.gradients.agreement import check_order, on_all_ranks
-from gradwire.trainer.gradients.arguments import Sum
-from gradwire.trainer.gradients.bucket import dense_strides
-from gradwire.trainer.gradients.checkpoint_format import SHARDS, check_finite
-from gradwire.trainer.gradients.compression import Compression, Compressor
-from gradwire.trainer.gradients.dtensors import shard_of
-from gradwire.trainer.gradients.setup import Setup
-from gradwire.trainer.gradients.shards.pieces import Held, Pieces, cut_whole, is_by_element
-from gradwire.trainer.gradients.shards.ranges import RESIDUAL
-from gradwire.trainer.gradients.shards.transfer import movements_as
-from gradwire.trainer.gradients.shards.trial import fault_of
+from gradwire.trainer.reducer.agreement import check_order, on_all_ranks
+from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.bucket import dense_strides
+from gradwire.trainer.reducer.checkpoint_format import SHARDS, check_finite
+from gradwire.trainer.reducer.compression import Compression, Compressor
+from gradwire.trainer.reducer.dtensors import shard_of
+from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.shards.pieces import Held, Pieces, cut_whole, is_by_element
+from gradwire.trainer.reducer.shards.ranges import RESIDUAL
+from gradwire.trainer.reducer.shards.transfer import movements_as
+from gradwire.trainer.reducer.shards.trial import fault_of
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import here
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.trainer.gradients.arguments import Adasum
-from gradwire.trainer.gradients.bucket import Bucket
-from gradwire.trainer.gradients.bucketing import Bucketing
-from gradwire.trainer.gradients.checkpoint import Resumption
-from gradwire.trainer.gradients.checkpoint_format import SHARDS
-from gradwire.trainer.gradients.exchange import GradientExchange
-from gradwire.trainer.gradients.setup import Setup
+from gradwire.trainer.reducer.arguments import Adasum
+from gradwire.trainer.reducer.bucket import Bucket
+from gradwire.trainer.reducer.bucketing import Bucketing
+from gradwire.trainer.reducer.checkpoint import Resumption
+from gradwire.trainer.reducer.checkpoint_format import SHARDS
+from gradwire.trainer.reducer.exchange import GradientExchange
+from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
 

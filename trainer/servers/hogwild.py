@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gradwire.collectives.run.staging import refusal
 from gradwire.collectives.torch_internals import share_hooks
-from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings
-from gradwire.trainer.gradients.arguments import check_named_parameters, check_optimizer
-from gradwire.trainer.gradients.bucket import dense_strides
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
+from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settings
+from gradwire.trainer.reducer.arguments import check_named_parameters, check_optimizer
+from gradwire.trainer.reducer.bucket import dense_strides
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, here
 

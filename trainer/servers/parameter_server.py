@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.torch_internals import share_hooks
-from gradwire.trainer.gradients.agreement import agree_on_parameters, check_settings, on_all_ranks
-from gradwire.trainer.gradients.arguments import check_named_parameters, check_optimizer
-from gradwire.trainer.gradients.compression import Compression, Compressor, Policy, encoding_for
-from gradwire.trainer.gradients.replicas import hash_of
 from gradwire.trainer.optimizers.copies import copied_attributes, of_copies
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
+from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settings, on_all_ranks
+from gradwire.trainer.reducer.arguments import check_named_parameters, check_optimizer
+from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, encoding_for
+from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
 from gradwire.trainer.servers.connection import text_of
 from gradwire.trainer.servers.pushed import Packing, encodings_of

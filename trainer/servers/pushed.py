@@ -15,8 +15,8 @@ from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.seeds import rounding_seed
-from gradwire.trainer.gradients.checkpoint_format import check_finite
-from gradwire.trainer.gradients.compression import Compressor, Encoding, Policy
+from gradwire.trainer.reducer.checkpoint_format import check_finite
+from gradwire.trainer.reducer.compression import Compressor, Encoding, Policy
 from gradwire.trainer.servers.connection import Flat
 from gradwire.trainer.servers.rows import DENSE, coalesced, form_of, of_rows
 from gradwire.trainer.world.world import here

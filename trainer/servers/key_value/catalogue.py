@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec
-from gradwire.trainer.gradients.compression import Encoding
+from gradwire.trainer.reducer.compression import Encoding
 from gradwire.trainer.servers.pushed import Packing
 from gradwire.trainer.servers.server import Key
 from gradwire.trainer.world.world import here

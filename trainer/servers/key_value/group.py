@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from gradwire.trainer.gradients.agreement import check_settings
+from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.connection import Flat
 from gradwire.trainer.servers.roles import checked_ranks

@@ -1,0 +1,340 @@
+"""Buckets: gradients of one dtype and device, fused into one buffer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Communicator
+from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.buffers import CodedBuffer, PlainBuffer, buffer_for
+from gradwire.trainer.reducer.combination import Combination
+from gradwire.trainer.reducer.compression import Cast, Encoding
+from gradwire.trainer.reducer.dtensors import as_gradient_of, held_here, is_placed_like, placed_like
+from gradwire.trainer.reducer.layout import BucketPlan
+from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.world.world import here
+
+_SMALL = 1 << 14
+"""Gradients of at most this many elements are copied together, since a call takes about as long as the copy of one."""
+
+_kind_of = operator.attrgetter("dtype", "device")
+
+
+class Bucket:
+    """The buffer of a plan, with a view for the gradient of every parameter in the plan, or of this rank's shard if the
+    parameter is sharded.
+
+    names, parameters: of all plans; plan.items selects those of this bucket. kind: the cast or codec by which gradients are
+    sent. number: differs between buckets. buffer: the buffer that is exchanged. memory: holds the gradients, each in its span,
+    by slot; it is the buffer's values if these have the gradients' dtype. presence: one number for each gradient: whether this
+    rank has the gradient, and after the exchange, whether any rank has it; below zero if a rank has a sparse gradient, which
+    the bucket does not exchange. With codes or shares, the buffer of presence_of() holds the presence and has its own message;
+    else it is in the bucket's message. in_flight: whether the bucket is being exchanged. shares: by rank, the parts of the
+    memory that are the rank's share; empty if each rank gets the whole memory. gradients: the future parameter.grad, by slot:
+    tensors in the memory, if parameters are not sharded. To autograd they are no views, so that grad.detach_() works.
+    programs: the gradients that the program keeps in memory of its own, by slot: they remain parameter.grad, and the results
+    are copied to them. at_once: by slot, whether to collect() the gradient as soon as it arrives: a large one, to free its
+    memory, and that of a sharded parameter, since all ranks of its mesh must do so in the same order. The others are collected
+    together, which takes less time.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        plan: BucketPlan,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        kind: Cast | Encoding,
+        number: int,
+        densified: set[int],
+    ) -> None:
+        combination, communicator = setup.combination, setup.combination.communicator
+        self.items = plan.items
+        self.names = [names[item] for item in plan.items]
+        self.parameters = [parameters[item] for item in plan.items]
+        self._densifies, self._densified = setup.sparse_as_dense, densified
+        self._share = combination.inputs / communicator.size
+        self._marks_sparse = -(communicator.size + 1)  # below zero whatever the dense gradients of other ranks add
+        held = list(map(held_here, self.parameters))
+        device, dtype = held[0].device, held[0].dtype
+        if isinstance(kind, Encoding):
+            shapes = list(map(_shape_in_memory, held))
+            self.buffer: PlainBuffer = buffer_for(kind)(combination, kind, plan, shapes, device, number)
+        else:
+            values = zeros_for(communicator, plan.numel, dtype, device)
+            self.buffer = PlainBuffer(combination, values, kind.codec(dtype))
+        self.memory = self.buffer.values.to(dtype)
+        self.shares = communicator.shares(self.memory.numel(), dtype) if combination.in_shares else ()
+        others = [parts for rank, parts in enumerate(self.shares) if rank != communicator.rank]
+        self._of_others = [self.memory[part] for parts in others for part in parts]
+        self.spans = [slice(start, start + each.numel()) for each, start in zip(held, plan.offsets, strict=True)]
+        self._views = [
+            self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
+            for tensor, offset in zip(held, plan.offsets, strict=True)
+        ]
+        self._is_sharded = [tensor is not parameter for tensor, parameter in zip(held, self.parameters, strict=True)]
+        self.at_once = [
+            tensor.numel() > _SMALL or tensor is not own for tensor, own in zip(held, self.parameters, strict=True)
+        ]
+        self._kinds = [(dtype, device)] * len(held)
+        self._takes_gradients = setup.gradient_as_bucket_view
+        self.gradients = [self._new_gradient(slot) for slot in range(len(held))]
+        self.programs: dict[int, Tensor] = {}
+        self._returned: dict[int, Tensor] = {}
+        self._noted: list[tuple[int, int, int] | None] = []
+        self.presence = self.memory[plan.presence_offset :]
+        self.in_flight = False
+        self._absent: list[int] = []
+        self._present: list[float] = []
+
+    @property
+    def coded(self) -> CodedBuffer | None:
+        """Return the buffer if a codec exchanges it; else None."""
+        return self.buffer if isinstance(self.buffer, CodedBuffer) else None
+
+    @property
+    def is_moved(self) -> bool:
+        """Return whether the program has moved any parameter to another dtype or device than the memory's."""
+        return [*map(_kind_of, self.parameters)] != self._kinds
+
+    def note_programs(self, arrived: int | None = None) -> None:
+        """Find the gradients that the program keeps in memory of its own: those that are there before backward(), or before an
+        exchange outside of it. arrived: the slot whose gradient has arrived already; it is the program's if backward() has
+        added to it in place."""
+        self.programs = {}
+        for slot, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or (slot == arrived and not gradient._version):
+                continue
+            if gradient is self.gradients[slot] and self._lies_there(slot, gradient):
+                continue
+            if _is_writable(gradient) and (not self._is_sharded[slot] or is_placed_like(gradient, parameter)):
+                self.programs[slot] = gradient
+
+    def collect(self, slots: Iterable[int]) -> list[int]:
+        """Copy the gradients of these slots' parameters into the memory, unless they are there. Make each parameter.grad the
+        tensor in the memory, unless it is the program's.
+
+        Return the slots, with zeros in the memory, of parameters without a gradient, or with one that stays sparse.
+        """
+        absent, found = [], []
+        for slot in slots:
+            gradient = self.parameters[slot].grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                gradient = self._densely(slot, gradient)
+            if gradient is None:
+                absent.append(slot)
+            elif gradient is not self.gradients[slot] or not self._lies_there(slot, gradient):
+                found.append((slot, gradient))
+        if found:
+            parts = [self._part_here(slot, each) if self._is_sharded[slot] else each for slot, each in found]
+            torch._foreach_copy_([self._views[slot] for slot, _ in found], parts)
+            self._take_gradients([slot for slot, gradient in found if self.programs.get(slot) is not gradient])
+        for slot in absent:
+            self._views[slot].zero_()
+        return absent
+
+    def _densely(self, slot: int, gradient: Tensor) -> Tensor | None:
+        """Make a sparse gradient dense, and return it; None if it stays sparse."""
+        if self._densifies:
+            self._densified.add(self.items[slot])
+            self.parameters[slot].grad = dense = gradient.to_dense()
+            return dense
+        if self.shares:
+            raise ValueError(
+                f"{here()}the gradient of {self.names[slot]!r} is sparse, which rules.Sharded does not support: give "
+                "sparse_as_dense=True, or use a layer with sparse=False"
+            )
+        return None
+
+    def _part_here(self, slot: int, gradient: Tensor) -> Tensor:
+        """Return this rank's part of the gradient of a sharded parameter."""
+        return held_here(placed_like(gradient, self.parameters[slot]))
+
+    def _lies_there(self, slot: int, gradient: Tensor) -> bool:
+        """Return whether a gradient is in the slot's memory: a program may have given the slot's tensor other memory."""
+        return (held_here(gradient) if self._is_sharded[slot] else gradient).is_set_to(self._views[slot])
+
+    def _new_gradient(self, slot: int) -> Tensor:
+        return as_gradient_of(self.parameters[slot], self._views[slot].data)
+
+    def gradients_in_memory(self, slots: Sequence[int]) -> list[Tensor]:
+        """Return the gradients of these slots, made anew if the program has given the last ones other memory."""
+        for slot in slots:
+            if not self._lies_there(slot, self.gradients[slot]):
+                self.gradients[slot] = self._new_gradient(slot)
+        return [self.gradients[slot] for slot in slots]
+
+    def place_gradients(self) -> None:
+        """Make every parameter.grad the tensor in the memory, before there are gradients."""
+        for parameter, gradient in zip(self.parameters, self.gradients_in_memory(range(len(self.items))), strict=True):
+            parameter.grad = gradient
+
+    def _take_gradients(self, slots: Sequence[int]) -> None:
+        """Make parameter.grad the tensor in the memory, in place of one that backward() has made, or of none. If gradients are
+        not to be in buckets, the one of backward() stays, as if the program had made it."""
+        if self._takes_gradients:
+            for slot, gradient in zip(slots, self.gradients_in_memory(slots), strict=True):
+                self.parameters[slot].grad = gradient
+            return
+        for slot in slots:
+            parameter = self.parameters[slot]
+            own = parameter.grad
+            if own is None or (self._is_sharded[slot] and not is_placed_like(own, parameter)):
+                parameter.grad = own = torch.empty_like(parameter, requires_grad=False)
+            self.programs[slot] = own
+
+    def holds_gradient(self, slot: int) -> bool:
+        """Return whether parameter.grad is the tensor that the last exchange has left there, in whatever memory."""
+        gradient = self.parameters[slot].grad
+        return gradient is not None and (gradient is self.gradients[slot] or gradient is self._returned.get(slot))
+
+    def take_over(self, slot: int, other: Bucket, other_slot: int) -> None:
+        """Take a parameter's gradient from another bucket, if it is there."""
+        gradient = self.parameters[slot].grad
+        if gradient is None:
+            return
+        if gradient is other._returned.get(other_slot):
+            self._returned[slot] = gradient
+        elif gradient is other.gradients[other_slot]:
+            self.collect([slot])
+
+    def fill(self) -> dict[int, Tensor]:
+        """Give zeros to the parameters that require gradients and have none; return these zeros by parameter."""
+        slots = [slot for slot, each in enumerate(self.parameters) if each.requires_grad and each.grad is None]
+        self._take_gradients(slots)
+        pairs = [(self.items[slot], self.parameters[slot].grad) for slot in slots]
+        return {item: gradient.zero_() for item, gradient in pairs if gradient is not None}
+
+    def empty(self, slot: int, zeros: Tensor) -> None:
+        """Set the gradient of a slot's parameter to None, if it consists of the zeros that fill() returned, or of the zeros in
+        another bucket that has replaced that one."""
+        gradient = self.parameters[slot].grad
+        if gradient is None or not (gradient is zeros or gradient is self.gradients[slot]):
+            return
+        if not held_here(gradient).any():
+            self.parameters[slot].grad = None
+
+    def scale(self, slot: int, factor: float) -> None:
+        """Multiply the gradient of the slot's parameter by a factor, in place."""
+        gradient = self.parameters[slot].grad
+        assert gradient is not None
+        held_here(gradient).mul_(factor)
+
+    def start(self, step: int, residuals: Mapping[int, Tensor]) -> None:
+        """Collect this rank's gradients and begin their exchange. Do not use the gradients until the exchange is done.
+
+        step: the number of earlier exchanges. residuals: by slot, in the order of memory, errors of earlier exchanges, the same
+        on all ranks; this rank adds its part of them.
+        """
+        self._absent = self.collect(range(len(self.items)))
+        for slot, residual in residuals.items():
+            self.memory[self.spans[slot]].add_(residual, alpha=self._share)
+        self.presence.fill_(1)
+        for slot in self._absent:
+            self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse
+        if self._densified:
+            for slot, item in enumerate(self.items):
+                if item in self._densified and slot not in self._absent:
+                    self.presence[slot] = self._marks_sparse
+        if self.memory is not self.buffer.values:
+            self.buffer.values.copy_(self.memory)
+        self.buffer.start(step)
+        self.in_flight = True
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Return whether the bucket was started without some gradient, because this rank has none or a sparse one."""
+        return bool(self._absent)
+
+    def found_sparse(self) -> list[int]:
+        """Return, after the exchange, the parameters for which a rank has a sparse gradient. All ranks return the same, except
+        that a rank omits parameters for which it has a dense gradient."""
+        self._present = self.presence.tolist() if self._absent else []
+        return [self.items[slot] for slot in self._absent if self._present[slot] < 0 and not self._densifies]
+
+    def finish(self) -> None:
+        """Assign the results, after found_sparse(). A parameter without a gradient on this rank gets one if any rank has it."""
+        if self.memory is not self.buffer.values:
+            self.memory.copy_(self.buffer.values)
+        for slot in self._absent:
+            if self._present[slot] > 0 or (self._present[slot] < 0 and self._densifies):
+                self._take_gradients([slot])
+                if self._present[slot] < 0:
+                    self._densified.add(self.items[slot])
+            elif self.coded is not None:  # the code has a result for it nevertheless
+                self.coded.withhold(slot)
+        if self._of_others:
+            torch._foreach_zero_(self._of_others)
+        self.give_programs()
+
+    @torch.no_grad()
+    def give_programs(self) -> None:
+        """Copy results to the gradients that the program keeps in memory of its own."""
+        self._returned = {}
+        for slot, gradient in self.programs.items():
+            if self.parameters[slot].grad is gradient:
+                held_here(gradient).copy_(self._views[slot])
+                self._returned[slot] = gradient
+
+    def take_note(self) -> None:
+        """Record the gradients, for changed(). Call it when all buckets are finished: gradients of the program may be parts of
+        one tensor, which have one version."""
+        self._noted = self._seen()
+
+    def changed(self) -> str | None:
+        """Return the name of a parameter whose gradient has been changed or replaced since take_note(), as far as torch notices;
+        None if there is none. Changes through grad.data in the same memory are not detected; step() uses them."""
+        seen = self._seen()
+        if seen == self._noted:
+            return None
+        pairs = enumerate(zip(seen, self._noted, strict=True))
+        slots = [slot for slot, (now, then) in pairs if now != then and self.parameters[slot].grad is not None]
+        return self.names[slots[0]] if slots else None
+
+    def _seen(self) -> list[tuple[int, int, int] | None]:
+        """Return the identity, version and address of each gradient."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [g if g is None else (id(g), g._version, g.data_ptr()) for g in gradients]
+
+
+def _is_writable(gradient: Tensor) -> bool:
+    """Return whether results can be copied to a gradient: not to a sparse one, nor to one whose elements share memory."""
+    if gradient.layout is not torch.strided:
+        return False
+    return not any(stride == 0 and length > 1 for stride, length in zip(gradient.stride(), gradient.shape, strict=True))
+
+
+def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
+    """Return a buffer that counts, exactly and in one message, how many ranks have each gradient, for the buckets whose own
+    message does not count them."""
+    counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
+    if not counted:
+        return []
+    lengths = [len(bucket.items) for bucket in counted]
+    counts = torch.zeros(sum(lengths), device=counted[0].presence.device, dtype=torch.float32)
+    for bucket, part in zip(counted, counts.split(lengths), strict=True):
+        bucket.presence = part
+    return [PlainBuffer(Combination(combination.communicator, Sum), counts)]
+
+
+def zeros_for(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in memory that a communicator reduces and gathers with the fewest copies."""
+    if device.type == "cpu":
+        return communicator.empty(numel, dtype=dtype).zero_()
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides as if it were dense, for tensors that are laid out like a parameter."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor with its dimensions in the order of memory, as if it were dense."""
+    strides = dense_strides(tensor)
+    return tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))

@@ -1,0 +1,312 @@
+"""Buffers of gradients, exchanged uncompressed or as codes, with the residuals of error feedback."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import PreparedOperation, Work
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.combination import Combination, OperationChain
+from gradwire.trainer.reducer.compression import Encoding
+from gradwire.trainer.reducer.layout import BucketPlan
+
+Carried: TypeAlias = dict[str, Tensor]
+"""The state that moves with a parameter when its buffer changes, the same on all ranks. "residual": the part of its gradients
+that no exchange has returned yet, in the units of the result, flat, in the order of memory. Other names: the codec's state for
+the parameter."""
+
+
+class PlainBuffer(OperationChain):
+    """Combines numbers over the ranks in one operation, uncompressed or by a codec without error feedback. codec: encodes the
+    values; None leaves them uncompressed."""
+
+    chained = False
+
+    def __init__(self, combination: Combination, values: Tensor, codec: Codec | None = None) -> None:
+        super().__init__()
+        self.values = values
+        self.codec: Codec | MatrixCodec | None = codec
+        self._combination = combination
+        self._cast = codec
+        self._prepared: PreparedOperation | None = None
+
+    def start(self, step: int) -> None:
+        """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges."""
+        traffic = self._combination.traffic
+        traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
+        super().start(step)
+
+    def _operations(self, step: int) -> Iterator[Work]:
+        combination = self._combination
+        if self._cast is not None:
+            yield combination.start(self.values, self._cast)
+            return
+        sent = combination.traffic.wire_bytes(self.values.nbytes)
+        combination.traffic.count(sent=sent // 2 if combination.in_shares else sent)  # shares are half of an allreduce
+        if self._prepared is None:
+            self._prepared = combination.prepare(self.values)
+        yield self._prepared.start()
+
+
+class CodedBuffer(PlainBuffer):
+    """Exchanges float32 numbers as codes, after a warm-up in which they are uncompressed, and keeps the residuals.
+
+    plan: the places of the gradients; a parameter's index in it is its slot. shapes: by slot, in the order of memory. number:
+    differs between the buffers of one exchange.
+    """
+
+    def __init__(
+        self,
+        combination: Combination,
+        encoding: Encoding,
+        plan: BucketPlan,
+        shapes: Sequence[Sequence[int]],
+        device: torch.device,
+        number: int,
+    ) -> None:
+        super().__init__(combination, torch.zeros(plan.presence_offset, device=device, dtype=torch.float32))
+        self.codec = encoding.codec
+        self.items = plan.items
+        self.shard_start = 0
+        self._encoding = encoding
+        self._number = number
+        stops = [start + math.prod(shape) for start, shape in zip(plan.offsets, shapes, strict=True)]
+        self.spans = [slice(start, stop) for start, stop in zip(plan.offsets, stops, strict=True)]
+        self.views = [self.values[span].view(list(shape)) for span, shape in zip(self.spans, shapes, strict=True)]
+        gaps = zip(stops, (*plan.offsets[1:], plan.presence_offset), strict=True)
+        self._gaps = [self.values[start:stop] for start, stop in gaps if start < stop]
+        rehearse(encoding.codec, device, with_feedback=encoding.feedback)  # compiles now, not in the first step
+        self.restart()
+
+    def _operations(self, step: int) -> Iterator[Work]:
+        for gap in self._gaps:  # the last result's code may have changed them
+            gap.zero_()
+        warmup = self._encoding.warmup_steps
+        return super()._operations(step) if step < warmup else self._codes(step - warmup)
+
+    @abstractmethod
+    def _codes(self, step: int) -> Iterator[Work]:
+        """Begin the operations of a codec. step: the number of exchanges since the warm-up."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Reset the residuals and the codec's state."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> Collection[int]:
+        """Return the slots of the parameters that have error feedback."""
+
+    @abstractmethod
+    def outstanding(self) -> Tensor:
+        """Return this rank's residuals: the errors that error feedback has not yet added to the values."""
+
+    @abstractmethod
+    def _remembered(self) -> list[Carried]:
+        """Return the codec's state summed over all ranks, by slot. Collective."""
+
+    @abstractmethod
+    def _add(self, slot: int, carried: Carried) -> None:
+        """Add this rank's part of `carried`, the argument of give(), to a slot with error feedback."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's tensors between exchanges. "worker": the residuals of its gradients, (numel,); "owner": the
+        residuals of the results that it encodes for all ranks, from shard_start on. Other names: the codec's state."""
+
+    def take(self) -> list[Carried]:
+        """Return by slot the residual and the codec's state that move with each parameter; empty without error feedback.
+        Collective."""
+        if not (kept := self.kept):
+            return [{} for _ in self.items]
+        residual = self.outstanding()
+        self._combination.start(residual, divided=True).wait()
+        entries = enumerate(zip(self.spans, self._remembered(), strict=True))
+        return [{"residual": residual[span], **more} if slot in kept else {} for slot, (span, more) in entries]
+
+    def give(self, slot: int, carried: Carried) -> bool:
+        """Add the result of take() for a parameter, on all ranks. Return whether it has error feedback. Sends nothing."""
+        is_kept = slot in self.kept
+        if is_kept:
+            self._add(slot, carried)
+        return is_kept
+
+    def withhold(self, slot: int) -> None:
+        """Add an unused result to the residual. NaN and Inf become zero, since they would stay there for ever."""
+        result = self.values[self.spans[slot]]
+        self.give(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: tensors, numbers, strings, and lists of them."""
+        return {
+            "parameters": list(self.items),
+            "starts": [span.start for span in self.spans],
+            "numel": self.values.numel(),
+            "encoding": self._encoding.identity,
+            "shard_start": self.shard_start,
+            "tensors": self.tensors(),
+        }
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Return whether load_state_dict() can load this. Raises ValueError for a state that this buffer cannot have saved."""
+        mine = self.state_dict()
+        tensors = mine.pop("tensors")
+        if any(state.get(key) != value for key, value in mine.items()):
+            return False
+        saved = state["tensors"]
+        # The states of codecs are divided into pieces, which also depend on topology and segments.
+        if difference := {name for name in saved.keys() ^ tensors.keys() if not name.startswith("state.")}:
+            raise ValueError(
+                f"{min(difference)!r} of a bucket is {'missing' if min(difference) in tensors else 'unknown'}"
+            )
+        if saved.keys() != tensors.keys() or any(saved[name].shape != tensor.shape for name, tensor in tensors.items()):
+            return False
+        for name, tensor in tensors.items():
+            if saved[name].dtype is not tensor.dtype:
+                raise ValueError(f"{name!r} of a bucket has dtype {saved[name].dtype}, not {tensor.dtype}")
+        return True
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state_dict() for which fits() returns True."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(state["tensors"][name])
+
+
+class CodecBuffer(CodedBuffer):
+    """Exchanges the codes of a Codec, which encodes the buffer as a whole."""
+
+    def restart(self) -> None:
+        assert isinstance(self._encoding.codec, Codec)
+        self._codec = self._encoding.codec
+        self._feedback: Feedback | None = None
+        if self._encoding.feedback:
+            communicator, values = self._combination.communicator, self.values
+            self._feedback = communicator.new_feedback(self._codec, values.numel(), values.device)
+            self.shard_start = self._feedback.shard.start
+
+    def _codes(self, step: int) -> Iterator[Work]:
+        yield self._combination.start(self.values, self._codec, self._feedback, step, self._number)
+
+    @property
+    def kept(self) -> Collection[int]:
+        return () if self._feedback is None else range(len(self.items))
+
+    def outstanding(self) -> Tensor:
+        feedback = self._feedback
+        return torch.zeros_like(self.values) if feedback is None else feedback.unsent_error(self._combination.inputs)
+
+    def _remembered(self) -> list[Carried]:
+        remembered: list[Carried] = [{} for _ in self.items]
+        for name in self._codec.remembers:
+            total = torch.zeros_like(self.values)
+            for start, state in self._states():
+                total[start : start + state[name].numel()].copy_(state[name])
+            self._combination.communicator.allreduce(total, Sum)
+            for entry, span in zip(remembered, self.spans, strict=True):
+                entry[name] = total[span]
+        return remembered
+
+    def _add(self, slot: int, carried: Carried) -> None:
+        assert self._feedback is not None
+        partition, start = self._feedback.partition, self.spans[slot].start
+        if not partition.group:  # other ranks of this host encode all of it
+            return
+        encoders, combination = len(partition.group), self._combination
+        first, last = partition.shards[0].start, partition.shards[-1].stop
+        share = combination.inputs / encoders / combination.predivide
+        _add_overlap(self._feedback.worker[first:last], first, carried["residual"], start, share)
+        for name in carried.keys() & set(self._codec.remembers):
+            for place, state in self._states():
+                _add_overlap(state[name], place, carried[name], start, 1 / encoders)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self._feedback is None else self._feedback.tensors()
+
+    def _states(self) -> list[tuple[int, dict[str, Tensor]]]:
+        """Return the codec's states, each with the place in the buffer where its numbers begin."""
+        assert self._feedback is not None
+        pairs = zip(self._feedback.partition.chunks, self._feedback.state, strict=True)
+        return [
+            (span.start, state)
+            for chunk, states in pairs
+            for span, state in zip(chunk, states, strict=True)
+            if state is not None
+        ]
+
+
+class MatrixBuffer(CodedBuffer):
+    """Exchanges the sums of a MatrixCodec. The later sums depend on the first, which start() begins."""
+
+    chained = True
+
+    def restart(self) -> None:
+        assert isinstance(self._encoding.codec, MatrixCodec)
+        self._codec = self._encoding.codec
+        self._state = self._codec.new_state([tuple(view.shape) for view in self.views], self.values.device)
+
+    def _codes(self, step: int) -> Iterator[Work]:
+        if self._combination.predivide != 1:
+            self.values.div_(self._combination.predivide)
+        for sums in self._state.exchange(self.views):
+            yield self._combination.start(sums, divided=True)
+
+    @property
+    def kept(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
+        """Return, by slot, the error of each compressed matrix and the codec's state for it."""
+        found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
+        return {slot: kept for slot, kept in found.items() if kept is not None}
+
+    def outstanding(self) -> Tensor:
+        total = torch.zeros_like(self.values)
+        for slot, (error, _) in self.kept.items():
+            total[self.spans[slot]].copy_(error.view(-1))
+        return total
+
+    def _remembered(self) -> list[Carried]:
+        kept = self.kept
+        return [
+            {name: tensor.clone() for name, tensor in kept[slot][1].items()} if slot in kept else {}
+            for slot in range(len(self.items))
+        ]
+
+    def _add(self, slot: int, carried: Carried) -> None:
+        error, remembered = self.kept[slot]
+        combination = self._combination
+        share = combination.inputs / combination.communicator.size / combination.predivide
+        error.view(-1).add_(carried["residual"], alpha=share)
+        for name, tensor in remembered.items():
+            if name in carried and carried[name].shape == tensor.shape:
+                tensor.copy_(carried[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        kept = self.kept
+        found = {"worker": self.outstanding(), "owner": self.values.new_empty(0)} if kept else {}
+        return found | {f"{name}.{slot}": x for slot, (_, known) in kept.items() for name, x in known.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for slot, (error, _) in self.kept.items():
+            error.view(-1).copy_(state["tensors"]["worker"][self.spans[slot]])
+
+
+def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
+    """Return the kind of buffer for an encoding."""
+    return MatrixBuffer if isinstance(encoding.codec, MatrixCodec) else CodecBuffer
+
+
+def _add_overlap(target: Tensor, place: int, carried: Tensor, start: int, share: float) -> None:
+    """Add `share` times the numbers `carried`, which begin at `start` in a buffer, to `target`, the part of the buffer that
+    begins at `place`."""
+    first, last = max(place, start), min(place + target.numel(), start + carried.numel())
+    if first < last:
+        target[first - place : last - place].add_(carried[first - start : last - start], alpha=share)

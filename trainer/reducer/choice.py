@@ -1,0 +1,162 @@
+"""Choose the codecs of buckets for compression="auto": those predicted to be fastest, corrected once by the measured time of
+steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import TypeAlias
+
+import torch
+
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.plan.trial import CLOSE, COUNTED, HOPELESS, SKIPPED
+from gradwire.trainer.reducer.combination import Combination
+from gradwire.trainer.reducer.compression import Auto, Cast, Compression, Encoding, encoding_for
+
+Size: TypeAlias = tuple[int, torch.dtype]
+"""The number of elements of a bucket, and their dtype."""
+
+WINDOW = 1 + SKIPPED + COUNTED
+"""Steps from one change to the next."""
+
+_NEAR = 0.97
+"""Codecs replace an uncompressed exchange only if steps then take less than this share of their time."""
+
+_log = logging.getLogger("gradwire")
+
+
+class Choice:
+    """Chooses the codec, or none, of each bucket; the same on all ranks.
+
+    Each bucket uses the candidate with the fastest predicted exchange. If the exchanges do not take the predicted time, each
+    promising candidate is tried in all buckets for ten steps (WINDOW), the one with the best prediction first, and the one with
+    the fastest steps stays. After that, the choice is settled.
+
+    combination, device_type: of the gradients. auto: holds the allowed codecs. candidates: the allowed codecs, and none. The
+    constructor is a collective call. It measures the codecs, and the links unless they were measured before. Raises ValueError
+    if links cannot be measured.
+    """
+
+    def __init__(self, combination: Combination, auto: Auto, device_type: str) -> None:
+        self.candidates: tuple[Cast | Encoding, ...] = (*auto.allowed, Compression.none)
+        self.settled = False
+        self._communicator = combination.communicator
+        self._in_shares = combination.in_shares
+        self._communicator.measure_codecs(filter(None, map(_codec_of, auto.allowed)), device_type)
+        if (measured := self._communicator.measured) is not None:
+            measured.stop_correcting()  # trials of algorithms would lengthen the steps that are measured
+        self._warmup_steps = max(kind.warmup_steps if isinstance(kind, Encoding) else 0 for kind in auto.allowed)
+        self._predicted: dict[Size, dict[Cast | Encoding, float]] = {}
+        self._everywhere: Cast | Encoding | None = None
+        # Candidates still to be tried; None before the predicted choice is measured.
+        self._rivals: list[Cast | Encoding] | None = None
+        # For each choice tried: seconds of a step, the candidate (None: as predicted), and the seconds used for comparison.
+        self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
+        self._step, self._now_s = -1, 0.0
+        self._reported: Sequence[Size] = ()
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart the measurement of steps."""
+        self._sizes: Sequence[Size] = ()
+        self._due = 0
+        self._measured: list[tuple[float, float]] = []
+
+    def of(self, size: Size) -> Cast | Encoding:
+        """Return the candidate of a bucket. Sends nothing."""
+        return self._everywhere or next(iter(self._ranked(size)))
+
+    def follow(self, step: int, sizes: Sequence[Size], exchange_s: float, *, counts: bool = True) -> bool:
+        """Record a step, and return whether the choices of of() have changed, so that buckets must be laid out anew. Collective
+        in the steps that end a measurement. A second call after the same step does nothing.
+
+        step: the number of earlier exchanges. sizes: of the buckets whose encoding of() has chosen. exchange_s: the seconds of
+        their last exchanges on this rank. counts: False on a rank that has joined, whose steps are not measured.
+        """
+        if self.settled or step == self._step or not sizes:
+            return False
+        now_s = time.perf_counter()
+        step_s, self._step, self._now_s = now_s - self._now_s, step, now_s
+        if sizes != self._sizes:
+            self._sizes, self._measured = list(sizes), []
+            self._due = max(step, self._warmup_steps) + SKIPPED + COUNTED
+            self._report_predictions()
+        elif counts and step > self._due - COUNTED:
+            self._measured.append((step_s, exchange_s))
+        if step < self._due:
+            return False
+        mine = [median(column) for column in zip(*self._measured, strict=True)]  # empty if this rank has joined
+        steps, exchanges = zip(*filter(None, self._communicator.allgather_record(mine)), strict=True)
+        return self._judge(max(steps), min(exchanges))  # the rank that begins an exchange last does not wait
+
+    def _judge(self, step_s: float, exchange_s: float) -> bool:
+        """Evaluate a measurement of steps and exchanges, and return whether the choices of of() have changed."""
+        sizes, before = self._sizes, self._everywhere
+        self.restart()
+        if self._rivals is None:
+            predicted_s = sum(min(self._ranked(size).values()) for size in sizes)
+            self._report(f"the exchanges of a step take {_ms(exchange_s)} ({_ms(predicted_s)} predicted)")
+            totals = {kind: sum(self._ranked(size)[kind] for size in sizes) for kind in self.candidates}
+            others = [kind for kind in totals if any(kind != self.of(size) for size in sizes)]
+            is_off = abs(exchange_s - predicted_s) > CLOSE * predicted_s
+            rivals = [kind for kind in others if is_off and totals[kind] <= HOPELESS * exchange_s]
+            self._rivals = sorted(rivals, key=totals.__getitem__)
+        codes = any(self.of(size) != Compression.none for size in sizes)
+        self._taken.append((step_s, before, step_s if codes else _NEAR * step_s))
+        if self._rivals:
+            self._everywhere = self._rivals.pop(0)
+            self._report(f"the next steps try {self._everywhere.name} in all buckets")
+        else:
+            self.settled = True
+            self._everywhere = min(self._taken, key=lambda taken: taken[2])[1]
+            steps = "; ".join(
+                f"{_ms(seconds)} with {kind.name if kind else 'the predicted choice'}"
+                for seconds, kind, _ in self._taken
+            )
+            kept = self._everywhere
+            final = f"all buckets use {kept.name!r} from now on" if kept else "the predicted choice stays"
+            self._report(f"{final}: a step takes {steps}")
+        return self._everywhere != before
+
+    def _ranked(self, size: Size) -> dict[Cast | Encoding, float]:
+        """Return the predicted seconds of a bucket's exchange by each candidate, the fastest first."""
+        if size not in self._predicted:
+            seconds = {kind: self._predict(size, kind) for kind in self.candidates}
+            self._predicted[size] = dict(sorted(seconds.items(), key=lambda item: item[1]))
+        return self._predicted[size]
+
+    def _predict(self, size: Size, kind: Cast | Encoding) -> float:
+        numel, dtype = size
+        codec = _codec_of(kind, dtype)
+        seconds = self._communicator.predict(numel, dtype.itemsize, codec)
+        return seconds / 2 if codec is None and self._in_shares else seconds  # shares are half of an allreduce
+
+    def _report_predictions(self) -> None:
+        """Log the prediction for each bucket, unless it is logged already or a rival is tried."""
+        if self._everywhere is not None or self._sizes == self._reported:
+            return
+        self._reported = self._sizes
+        for number, (numel, dtype) in enumerate(self._sizes):
+            (first, first_s), *others = list(self._ranked((numel, dtype)).items())[:3]
+            rest = "".join(f"; {kind.name} {_ms(seconds)}" for kind, seconds in others)
+            nbytes = numel * dtype.itemsize
+            self._report(f"bucket {number} ({1e-6 * nbytes:.3g} MB): {first.name}, {_ms(first_s)} predicted{rest}")
+
+    def _report(self, text: str) -> None:
+        if self._communicator.rank == 0:
+            _log.info("gradwire: compression='auto': %s", text)
+
+
+def _codec_of(kind: Cast | Encoding, dtype: torch.dtype = torch.float32) -> Codec | None:
+    encoding = encoding_for(kind, dtype)
+    codec = None if encoding is None else encoding.codec
+    assert not isinstance(codec, MatrixCodec), "wanted() refuses them"
+    return codec
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,192 @@
+"""This rank's pieces of the parameters, which the optimizer steps in place of the parameters, and their optimizer state."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.bucket import Bucket, zeros_for
+from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.shards.ranges import (
+    RESIDUAL,
+    Piece,
+    Ranges,
+    length,
+    memory_of,
+    overlap,
+    parts_of,
+    split,
+    taken,
+)
+from gradwire.trainer.reducer.shards.transfer import CodedTransfer, Transfer
+from gradwire.trainer.world.world import here
+
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of an optimizer's state of one parameter: of the elements in `ranges`, one after the other."""
+
+    ranges: Ranges
+    state: Mapping[str, Any]
+
+
+class Pieces:
+    """Holds the pieces into which the shares of the buckets cut an optimizer's parameters.
+
+    The optimizer's state belongs to the pieces. If the buckets and so the pieces change, the state moves to the new pieces: its
+    parts are summed over all ranks as integers. Ranks that do not hold a part add zeros, so no bit changes.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._optimizer = setup.optimizer
+        self._combination = setup.combination
+        self._communicator = setup.combination.communicator
+        self._returning = setup.returning
+        self._buckets: list[Bucket] = []
+        self._transfers: list[Transfer] = []
+        self._cut: list[Tensor] = []
+        self._of: dict[Tensor, Piece] = {}
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def all(self) -> list[Piece]:
+        """Return the pieces in the order of the optimizer's parameters."""
+        return [self._of[parameter] for parameter in self._parameters()]
+
+    def cut(self, buckets: Sequence[Bucket]) -> None:
+        """Make new pieces if the buckets' shares have changed. Collective."""
+        everything = self._parameters()
+        is_same = len(everything) == len(self._cut) and all(map(operator.is_, everything, self._cut))
+        if self._buckets == list(buckets) and is_same:
+            return
+        self._buckets, self._cut = list(buckets), everything
+        wanted = {
+            parameter: tuple(overlap(mine, span) for mine in bucket.shares)
+            for bucket in buckets
+            for parameter, span in zip(bucket.parameters, bucket.spans, strict=True)
+        }
+        for parameter in dict.fromkeys(
+            [*wanted, *everything]
+        ):  # first in the order of the buckets, as on the other ranks
+            known = self._of.get(parameter)
+            if parameter not in wanted:  # a frozen parameter, which is in no bucket
+                size, numel = self._communicator.size, parameter.numel()
+                evenly = tuple(((rank * numel // size, (rank + 1) * numel // size),) for rank in range(size))
+                wanted[parameter] = evenly if known is None else known.by_rank
+            if known is None or known.by_rank != wanted[parameter] or known.is_moved:
+                self._recut(parameter, wanted[parameter])
+            self._of[parameter].tensor.grad = None
+        self._transfers = []  # free its memory before the next one is allocated
+        self._transfers = self._new_transfers(buckets)
+
+    def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
+        """Make a new piece of a parameter, and move the existing state to it. Collective if an old piece has a state."""
+        before = self._of.get(parameter)
+        has_residual = self._returning is not None
+        piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], has_residual)
+        state = self._optimizer.state.pop(parameter if before is None else before.tensor, None) or {}
+        if before is None:
+            state = cut_whole(piece, state)
+        else:
+            kept = {**state, RESIDUAL: before.tensor} if has_residual else state
+            state = self.merged(piece, kept, [Held(before.ranges, kept)])
+        piece.set_residual(state.pop(RESIDUAL, None))
+        if state:
+            self._optimizer.state[piece.tensor] = state
+
+    def merged(self, piece: Piece, mine: Mapping[str, Any], held: Sequence[Held]) -> dict[str, Any]:
+        """Return the state of a piece, from the parts of its parameter's state on all ranks. Collective.
+
+        mine: the state of any rank, for the names, the dtypes, and entries that are not by element. held: the parts that this
+        rank holds; together, the ranks hold every element once. Raises ValueError for a state of other shapes.
+        """
+        merged: dict[str, Any] = {}
+        for name in sorted(mine):
+            if not is_by_element(name, mine[name]):
+                merged[name] = mine[name]
+                continue
+            kind = _AS_INTEGERS[mine[name].element_size()]
+            whole = torch.zeros(piece.parameter.numel(), dtype=kind, device=piece.tensor.device)
+            for each in held:
+                numbers = each.state[name].contiguous().view(kind).to(whole.device)
+                if numbers.numel() != length(each.ranges):
+                    raise ValueError(
+                        f"{here()}state {name!r} of a piece of {length(each.ranges)} elements has {numbers.numel()}: "
+                        "rules.Sharded is for optimizers that update every element independently"
+                    )
+                for part, values in zip(parts_of(whole, each.ranges), split(numbers, each.ranges), strict=True):
+                    part.copy_(values)
+            self._communicator.allreduce(whole, Sum)
+            merged[name] = taken(whole, piece.ranges).view(mine[name].dtype)
+        return merged
+
+    @contextmanager
+    def in_place_of_parameters(self) -> Iterator[None]:
+        """Replace the parameters in the optimizer's param groups with the pieces, inside the with block."""
+        before = [group["params"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._of[parameter].tensor for parameter in group["params"]]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(self._optimizer.param_groups, before, strict=True):
+                group["params"] = parameters
+
+    def gradients(self) -> list[list[Tensor]]:
+        """Return views of this rank's pieces of the gradients, by bucket."""
+        return [transfer.gradients() for transfer in self._transfers]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Set every piece to the values of its parameter, and set its gradient if the parameter has one."""
+        for transfer in self._transfers:
+            transfer.fill()
+
+    @torch.no_grad()
+    def gather(self, step: int) -> None:
+        """Set the parameters to the values of all ranks' pieces. Collective. step: the number of earlier gradient exchanges."""
+        for transfer in self._transfers:
+            transfer.gather(step)
+
+    def _new_transfers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
+        """Return the transfers of buckets. Those of one dtype and device share memory of the size of their longest bucket."""
+        longest: dict[tuple[torch.dtype, torch.device], int] = {}
+        for bucket in buckets:
+            kind, numel = (bucket.memory.dtype, bucket.memory.device), bucket.memory.numel()
+            longest[kind] = max(numel, longest.get(kind, 0))
+        memory = {kind: zeros_for(self._communicator, numel, *kind) for kind, numel in longest.items()}
+        transfers: list[Transfer] = []
+        for number, bucket in enumerate(buckets):
+            pieces = [self._of[parameter] for parameter in bucket.parameters]
+            given = (bucket, pieces, memory[bucket.memory.dtype, bucket.memory.device], self._combination)
+            coded = self._returning
+            transfers.append(Transfer(*given) if coded is None else CodedTransfer(*given, coded, number))
+        return transfers
+
+
+def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a piece, cut from the state of its whole parameter."""
+    parameter = piece.parameter
+    cut = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape:
+            alike = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+            cut[name] = taken(memory_of(alike), piece.ranges)
+    return cut
+
+
+def is_by_element(name: str, value: Any) -> bool:
+    """Return whether a state tensor has a number for each element of a piece. (Torch's optimizers keep one number as
+    "step".)"""
+    return isinstance(value, Tensor) and value.dim() > 0 and name != "step"

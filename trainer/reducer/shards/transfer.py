@@ -1,0 +1,208 @@
+"""The transfer of a bucket's parameters to the optimizer, in pieces, and of the stepped pieces to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.trainer.reducer.bucket import Bucket
+from gradwire.trainer.reducer.combination import Combination
+from gradwire.trainer.reducer.compression import Cast, Compressor, Encoding, encoding_for, encoding_of
+from gradwire.trainer.reducer.shards.ranges import Piece, in_place, memory_of, parts_of, split
+from gradwire.trainer.world.world import here
+
+_SHOT = 2
+"""Makes the seeds of stochastic rounding here differ from those for gradients, whose shots are 0 and 1."""
+
+_Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
+"""Tensors to change, and at the same places the tensors to copy to, add to or subtract from them."""
+
+
+def movements_as(compression: Compressor) -> Cast | Encoding | None:
+    """Return the encoding of the parameters' movements for a user's argument; None to send parameters uncompressed. Raises
+    ValueError for a codec that is for gradients only."""
+    kind = encoding_of(compression)
+    if isinstance(kind, Cast):
+        return None if kind.wire_dtype is None else kind
+    if not isinstance(kind.codec, Codec) or kind.codec.remembers:
+        raise ValueError(
+            f"{here()}parameter_compression={kind.codec.name!r} is for gradients, because it keeps state between steps: give a "
+            "cast, or a codec without state, such as 'int8'"
+        )
+    if kind.codec.omega >= 1:
+        raise ValueError(
+            f"{here()}parameter_compression={kind.codec.name!r} is for gradients: parameters always have error feedback, whose "
+            f"residuals would grow in every step (omega is {kind.codec.omega:.2g}): give a cast, or a codec such as 'int8'"
+        )
+    return kind
+
+
+class Transfer:
+    """Copies a bucket's parameters to the optimizer's pieces, and the stepped pieces to all ranks, by views that are made once.
+
+    flat: memory with the bucket's layout. Other transfers may use it except during gather().
+    """
+
+    def __init__(self, bucket: Bucket, pieces: Sequence[Piece], flat: Tensor, combination: Combination) -> None:
+        self._flat = flat[: bucket.memory.numel()]
+        self._communicator = combination.communicator
+        self._traffic = combination.traffic
+        self._pieces = pieces
+        self._spans = bucket.spans
+        memories = [bucket.memory[span] for span in bucket.spans]
+        self._parts = [parts_of(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._gradients = [in_place(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._make_views()
+
+    def gradients(self) -> list[Tensor]:
+        """Return views of the pieces of the existing gradients."""
+        pairs = zip(self._pieces, self._parts, strict=True)
+        return [part for piece, parts in pairs if piece.parameter.grad is not None for part in parts]
+
+    def _make_views(self) -> None:
+        """Make views of the parameters at their current addresses."""
+        self._addresses = [piece.parameter.data_ptr() for piece in self._pieces]
+        self._homes: list[Tensor] = []
+        """The memory of each piece; gather() restores it if an optimizer has given the piece other memory."""
+        self._filled: _Pairs = [], []
+        self._taken: _Pairs = [], []
+        self._given: _Pairs = [], []
+        for piece, span, parts, gradient in zip(self._pieces, self._spans, self._parts, self._gradients, strict=True):
+            if len(piece.ranges) != 1:
+                _pair(self._filled, split(gradient, piece.ranges), parts)
+            self._join(piece, memory_of(piece.parameter), self._flat[span])
+
+    def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
+        """Make the views of a parameter. whole: its elements. place: their place in `flat`."""
+        ranges = piece.ranges
+        is_one = len(ranges) == 1
+        if is_one and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
+            piece.tensor.data = whole[slice(*ranges[0])]
+        home = piece.tensor.detach()
+        self._homes.append(home)
+        _pair(self._taken, parts_of(place, ranges), split(home, ranges))
+        if is_one:  # the piece is a view of the parameter
+            (start, stop), numel = ranges[0], whole.numel()
+            others = tuple(each for each in ((0, start), (stop, numel)) if each[0] < each[1])
+            _pair(self._given, parts_of(whole, others), parts_of(place, others))
+        else:
+            _pair(self._filled, split(home, ranges), parts_of(whole, ranges))
+            _pair(self._given, [whole], [place])
+
+    def fill(self) -> None:
+        """Set the values and gradients of the pieces, for the optimizer."""
+        if self._addresses != [piece.parameter.data_ptr() for piece in self._pieces]:
+            self._make_views()
+        _apply(torch._foreach_copy_, self._filled)
+        for piece, gradient in zip(self._pieces, self._gradients, strict=True):
+            piece.tensor.grad = gradient if piece.parameter.grad is not None else None
+
+    def gather(self, step: int) -> None:
+        """Copy the stepped pieces to all ranks' parameters. Collective. step: the number of earlier exchanges of gradients."""
+        for piece, home in zip(self._pieces, self._homes, strict=True):
+            if piece.tensor.data_ptr() != home.data_ptr():
+                home.copy_(piece.tensor)
+                piece.tensor.data = home
+        self._exchange(step)
+
+    def _exchange(self, step: int) -> None:
+        _apply(torch._foreach_copy_, self._taken)
+        self._gather_shares()
+        _apply(torch._foreach_copy_, self._given)
+
+    def _gather_shares(self) -> None:
+        """Fill `flat` with the shares of all ranks. Collective."""
+        self._traffic.count(sent=self._traffic.wire_bytes(self._flat.nbytes) // 2)
+        self._communicator.gather_shares(self._flat)
+
+
+class CodedTransfer(Transfer):
+    """Sends the optimizer's movements of the pieces to all ranks, as codes. A piece keeps the error of its code, which is added
+    to its next movement, so every codec has error feedback here (8-bit weights on the wire: ZeRO++, Wang et al. 2023).
+
+    kind: the encoding of movements, by a codec without state. number: differs between buckets.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        pieces: Sequence[Piece],
+        flat: Tensor,
+        combination: Combination,
+        kind: Cast | Encoding,
+        number: int,
+    ) -> None:
+        self._encoding = encoding_for(kind, flat.dtype)
+        self._number = number
+        super().__init__(bucket, pieces, flat, combination)
+        self._shares = [[self._flat[part] for part in parts] for parts in bucket.shares]
+        self._lengths = [sum(part.numel() for part in parts) for parts in self._shares]
+        self._numbers = torch.empty(max(self._lengths), dtype=torch.float32, device=flat.device)
+        if self._encoding is not None and isinstance(self._encoding.codec, Codec):
+            rehearse(self._encoding.codec, flat.device, with_feedback=False)  # compiles now, not in the first step
+
+    def _make_views(self) -> None:
+        self._moved: _Pairs = [], []
+        self._residuals: _Pairs = [], []
+        super()._make_views()
+
+    def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
+        home = piece.tensor.detach()
+        self._homes.append(home)
+        _pair(self._moved, split(home, piece.ranges), parts_of(whole, piece.ranges))
+        _pair(self._taken, parts_of(place, piece.ranges), split(home, piece.ranges))
+        _pair(self._residuals, split(home, piece.ranges), parts_of(place, piece.ranges))
+        _pair(self._given, [whole], [place])
+
+    def fill(self) -> None:
+        super().fill()
+        _apply(torch._foreach_add_, self._moved)
+
+    def _exchange(self, step: int) -> None:
+        _apply(torch._foreach_sub_, self._moved)  # now the pieces are movements
+        for part in self._shares[self._communicator.rank]:
+            part.zero_()  # also between parameters, where other uses of `flat` have left numbers
+        _apply(torch._foreach_copy_, self._taken)
+        codec = None if self._encoding is None else self._encoding.codec_at(step)
+        longest = max(self._lengths)
+        if codec is None or codec.wire_bytes(longest) >= longest * self._flat.element_size():
+            self._gather_shares()
+        else:
+            self._gather_codes(codec, step)
+        _apply(torch._foreach_add_, self._given)
+        _apply(torch._foreach_sub_, self._residuals)
+
+    def _gather_codes(self, codec: Codec, step: int) -> None:
+        """Fill `flat` with the decoded codes of all ranks' shares, including this rank's own. Collective."""
+        rank, device = self._communicator.rank, self._flat.device
+        codes = [torch.empty(codec.wire_bytes(each), dtype=torch.uint8, device=device) for each in self._lengths]
+        mine = torch.empty_like(codes[rank])
+        if self._lengths[rank]:
+            numbers = torch.cat(self._shares[rank]).to(torch.float32)
+            codec.encode(numbers, mine, seed=rounding_seed(step, rank, 0, 0, _SHOT, self._number))
+        self._traffic.count(sent=self._traffic.gathered_bytes(mine.numel()))
+        self._communicator.allgather(codes, mine)
+        for parts, code, numel in zip(self._shares, codes, self._lengths, strict=True):
+            if numel:
+                decoded = self._numbers[:numel]
+                codec.decode(code, decoded)
+                for part, values in zip(parts, decoded.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(values)
+
+
+def _pair(pairs: _Pairs, changed: Sequence[Tensor], by: Sequence[Tensor]) -> None:
+    """Append the tensors to change, and the tensors by which to change them."""
+    pairs[0].extend(changed)
+    pairs[1].extend(by)
+
+
+def _apply(function: Callable[[list[Tensor], list[Tensor]], Any], pairs: _Pairs) -> None:
+    """Apply one of torch's foreach functions to all pairs. These functions do not take empty lists."""
+    if pairs[0]:
+        function(*pairs)

@@ -1,0 +1,1 @@
+"""Commands that look at a host or at a training run: `gradwire check` and `gradwire report`."""

@@ -1,0 +1,56 @@
+"""Test whether this host can train, and print a line per test, with a remedy below each problem.
+
+gradwire check                 test this host
+gradwire check --listen        wait for the test of another host
+gradwire check --host NAME     test this host, then the network to another host, on which --listen runs
+
+The exit status is 0 if no test failed. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+from gradwire.trainer.tools.check.finding import Finding
+from gradwire.trainer.tools.check.gpu import gpus
+from gradwire.trainer.tools.check.links import links, listen
+from gradwire.trainer.tools.check.machine import machine
+from gradwire.trainer.tools.check.ranks import two_ranks
+
+_LISTEN_S = 600.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tests that the arguments select, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="gradwire check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--host", help="the other host, on which `gradwire check --listen` runs")
+    what.add_argument("--listen", action="store_true", help=f"wait for another host, for {_LISTEN_S:g} s at most")
+    parser.add_argument("--port", type=int, default=29500, help="the rendezvous port of a job (29500)")
+    flags = parser.parse_args(arguments)
+    if not 0 < flags.port < 1 << 16:
+        parser.error(f"--port must be from 1 to 65535, not {flags.port}")
+    failed = 0
+    for finding in listen(flags.port, _LISTEN_S) if flags.listen else _checks(flags.host, flags.port):
+        print(finding, flush=True)
+        failed += finding.state == "failed"
+    if not flags.listen:
+        print(f"{failed} failed" if failed else "everything that gradwire needs works")
+    return 1 if failed else 0
+
+
+def _checks(host: str | None, port: int) -> Iterator[Finding]:
+    yield from machine(os.environ, host)
+    yield from gpus()
+    yield from two_ranks()
+    if host is not None:
+        yield from links(host, port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
