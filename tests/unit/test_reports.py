@@ -202,7 +202,7 @@ class Kept:
         self.last: list[Moment] = []
 
     def keep(self, count: int) -> None:
-        self.kept = count
+        pass
 
 
 def reported(
@@ -227,7 +227,8 @@ def test_who_waits_least_is_who_was_waited_for() -> None:
     assert (report.steps, report.last, report.step_s) == (4, 4, 1.0)
     assert report.cost_s == (0.375 / 4, 0.0, 0.75 / 4, 0.0)
     assert report.worst_s == (0.375, 0.0, 0.25, 0.0)
-    assert report.slowest == watches[0].slowest() == 2
+    assert report.slowest == 2
+    assert watches[0].report() is report  # computed once for each post
     assert report.share == 0.75 / 4
     assert report.waited_s[1] == (0.375 / 4, 0.0, 0.75 / 4, 0.0)
     assert report.waited_s[2] == (0.375 / 4, 0.0, 0.0, 0.0)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import Work
 from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.collectives.torch_internals import (
     OUTSIDE_BACKWARD,
     graph_task,
@@ -121,7 +122,7 @@ class GradientExchange:
                     for bucket in self._bucketing.buckets:
                         bucket.note_programs()
                 self._pass_is_open = False
-                self.moments.flush_begins()
+                self.moments.ready_ns = now_ns()
                 self._start_all()
                 self._finish()
 
@@ -255,7 +256,7 @@ class GradientExchange:
             self._watch()
             self._bucketing.extend()
             self._pass_is_open = True
-            self.moments.gradients_begin()
+            self.moments.began_ns = now_ns()
             self._arrived.clear()
             self._missing = [len(bucket.items) for bucket in self._bucketing.buckets]
             arrived_in, arrived = self._bucketing.places.get(index, (None, 0))

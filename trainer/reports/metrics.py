@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.collectives.environment import report_folder
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.replicas import ReplicaCheck
-from gradwire.trainer.reports.steps import StepJournal
+from gradwire.trainer.reports.steps import StepRecord, StepRecorder, journal_line, open_journal
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
@@ -102,57 +101,54 @@ class Reports:
         self, rule: Rule, wanted: WantedReports, all_names: Callable[[], dict[Tensor, str]], compared_on: Communicator
     ) -> None:
         self.step = 0
-        self._has_compared = False
         self._rule = rule
         self._communicator = rule.communicator
         self._on_step = wanted.on_step
         self._began_ns = 0
-        self._ended = time.perf_counter()
-        self._wait_s, self._stats, self._exchanged = rule.wait_s, rule.stats, -1
         self._stragglers: StragglerWatch | None = None
         if rule.moments is not None and self._communicator.size > 1:
             self._stragglers = StragglerWatch(self._communicator, rule.moments, wanted.straggler_report_every)
         folder = report_folder(os.environ)
-        self._journal = None if folder is None else StepJournal(folder, rule)
+        self._journal = None if folder is None else open_journal(folder, rule)
+        # Nobody else needs the record of a step: stragglers are found by exchanges, of which a step may have several.
+        self._recorder = StepRecorder(rule) if self._on_step is not None or self._journal is not None else None
         self._check: ReplicaCheck | None = None
         self._check_every = wanted.check_replicas_every
         if (self._check_every or (self._check_every == 0 and rule.starts_equal)) and compared_on.size > 1:
             optimizer = rule.setup.optimizer
             self._check = ReplicaCheck(compared_on, optimizer, all_names, with_state=rule.shares_state)
+        self._compares_start = self._check is not None and rule.starts_equal
 
     def compare_start(self, synchronize: Callable[[], None] | None) -> None:
         """Compare replicas, once, before the first step. Arguments and errors: see before_step()."""
-        if self._check is not None and self._rule.starts_equal and self.step == 0 and not self._has_compared:
-            self._has_compared = True
-            if synchronize is not None:
-                synchronize()
-            self._compare(0)
+        if self._compares_start:
+            self._compares_start = False
+            if self.step == 0:
+                if synchronize is not None:
+                    synchronize()
+                self._compare(0)
 
     def before_step(self, synchronize: Callable[[], None] | None) -> None:
         """Note that the wrapped optimizer begins its step. Collective before the first step if replicas are compared. Raises
         ReplicasDiffer on all ranks if they differ. synchronize: exchanges gradients before the comparison, since another rank may
         wait in its backward() for those of this one; None with a closure, which calls backward() later."""
-        self.compare_start(synchronize)
-        if self._communicator.timeline is not None:
-            self._began_ns = now_ns()
+        if self._compares_start:
+            self.compare_start(synchronize)
+        self._began_ns = now_ns()
 
     def after_step(self) -> None:
         """Make the reports of a step. Collective if replicas are compared. Raises ReplicasDiffer on all ranks if they
         differ, and the exceptions of on_step."""
         self.step += 1
-        lane = self._communicator.lane("training")
-        if lane is not None and self._began_ns:
+        if self._communicator.timeline is not None and (lane := self._communicator.lane("training")) is not None:
             lane.span("step", self._began_ns, step=self.step)
-        self._began_ns = 0
         if self._stragglers is not None:
             self._stragglers.after_step()
-        if self._journal is not None:
-            self._journal.after_step()
-        reads_residuals = self._on_step is not None and self.step % _ERROR_EVERY == 0
         compares = bool(self._check and self._check_every and self.step % self._check_every == 0)
+        reads_residuals = self._on_step is not None and self.step % _ERROR_EVERY == 0
         if reads_residuals or compares:
             self._rule.settle()
-        metrics = self._metrics() if self._on_step is not None else None
+        metrics = None if self._recorder is None else self._read(self._recorder.record())
         if compares:
             self._compare(self.step)
         if self._on_step is not None and metrics is not None:
@@ -167,30 +163,27 @@ class Reports:
         """Return the report of stragglers; None before all ranks have posted their waits."""
         return None if self._stragglers is None else self._stragglers.report()
 
-    def _metrics(self) -> StepMetrics:
-        """Return the metrics since the last step."""
-        now, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._rule.stats
-        buckets = self._rule.buckets
-        moments = self._rule.moments.last if self._rule.moments is not None else ()
-        exchanges = [moment for moment in moments if moment.number > self._exchanged]
-        exchange_s = sum(moment.exchange_ns for moment in exchanges) / 1e9 if exchanges else None
-        size = self._communicator.size
+    def _read(self, record: StepRecord) -> StepMetrics | None:
+        """Write the record of a step to the journal, if there is one, and return its metrics if they are wanted."""
+        if self._journal is not None:
+            self._journal.append(journal_line(record))
+        if self._on_step is None:
+            return None
+        buckets, stragglers, size = self._rule.buckets, self.stragglers(), self._communicator.size
+        exchange_s = sum(each.exchange_ns for each in record.exchanges) / 1e9 if record.exchanges else None
         on_bus = sum(_halves(bucket) * bucket.buffer.values.nbytes for bucket in buckets) * (size - 1) / size
-        metrics = StepMetrics(
+        return StepMetrics(
             step=self.step,
-            seconds=now - self._ended,
-            wait_s=wait_s - self._wait_s,
+            seconds=record.seconds,
+            wait_s=record.wait_s,
             exchange_s=exchange_s,
-            bytes_sent=stats.bytes_sent - self._stats.bytes_sent,
-            bytes_uncompressed=stats.bytes_uncompressed - self._stats.bytes_uncompressed,
-            busbw_gb_s=on_bus * len(exchanges) / exchange_s / 1e9 if exchange_s else None,
+            bytes_sent=record.bytes_sent,
+            bytes_uncompressed=record.bytes_uncompressed,
+            busbw_gb_s=on_bus * len(record.exchanges) / exchange_s / 1e9 if exchange_s else None,
             buckets=tuple(_choice(self._communicator, bucket) for bucket in buckets),
             compression_error=_compression_error(buckets) if self.step % _ERROR_EVERY == 0 else None,
-            slowest_rank=None if self._stragglers is None else self._stragglers.slowest(),
+            slowest_rank=None if stragglers is None else stragglers.slowest,
         )
-        self._ended, self._wait_s, self._stats = now, wait_s, stats
-        self._exchanged = max((moment.number for moment in exchanges), default=self._exchanged)
-        return metrics
 
 
 def _halves(bucket: Bucket) -> int:

@@ -106,6 +106,8 @@ class StragglerWatch:
         self._last: int | None = None  # the rank that delayed the others in the last window
         self._in_a_row = 0  # for how many windows in a row
         self._logged: int | None = None  # the rank that is logged as delaying the others
+        self._reported: dict[int, Any] = {}  # the posts of all ranks, of which the report was made
+        self._report: Stragglers | None = None
         moments.keep(min(every, _MOST_POSTED) + _MARGIN)
 
     def after_step(self) -> None:
@@ -122,15 +124,11 @@ class StragglerWatch:
             self._judge(self._posted)
 
     def report(self) -> Stragglers | None:
-        """Return the report of the last exchanges that all ranks have posted; None before."""
-        common = self._common()
-        return None if common is None else stragglers_of(*common)
-
-    def slowest(self) -> int | None:
-        """Return the rank with the largest mean cost in the exchanges of report(); None before all ranks have
-        posted."""
-        common = self._common()
-        return None if common is None else int(lateness(common[1]).mean(axis=1).argmax())
+        """Return the report of the last exchanges that all ranks have posted; None before. It is computed once for each post."""
+        posted = self._communicator.posted(_TOPIC)
+        if posted != self._reported:
+            self._reported, self._report = posted, self._report_of(posted)
+        return self._report
 
     def _judge(self, count: int) -> None:
         """Judge the last window once all ranks have posted it, and log whether a rank has begun or ceased to delay the
@@ -159,10 +157,8 @@ class StragglerWatch:
             "step": [moment.step_ns // 1000 for moment in moments],
         }
 
-    def _common(self) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-        """Return the number of the last exchange that all ranks have posted, the seconds that each rank waited, and the
-        seconds of the steps, both (ranks, exchanges); None before."""
-        posted = self._communicator.posted(_TOPIC)
+    def _report_of(self, posted: dict[int, Any]) -> Stragglers | None:
+        """Return the report of the last exchanges that all ranks have posted; None without one."""
         if len(posted) < self._communicator.size:
             return None
         numbers = set.intersection(*(set(body["numbers"]) for body in posted.values()))
@@ -173,7 +169,7 @@ class StragglerWatch:
         for key in ("waited", "step"):
             by_number = [dict(zip(posted[rank]["numbers"], posted[rank][key], strict=True)) for rank in sorted(posted)]
             found.append(np.array([[values[number] for number in compared] for values in by_number]) / 1e6)
-        return compared[-1], found[0], found[1]
+        return stragglers_of(compared[-1], found[0], found[1])
 
 
 def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[np.float64]) -> Stragglers:
