@@ -214,8 +214,8 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
     compression, policy = setup.policy.described
     return {
         "rule": str(getattr(rule, "described", getattr(rule, "__qualname__", type(rule).__qualname__))),
-        "op": setup.combination.op,
-        "gradient_predivide_factor": str(setup.combination.predivide),
+        "op": setup.op,
+        "gradient_predivide_factor": str(setup.predivide),
         "compression": compression,
         "policy": policy,
         "bucket_bytes": str(setup.bucket_bytes),

@@ -28,7 +28,7 @@ from gradwire.trainer.reducer.arguments import Average, check_named_parameters
 from gradwire.trainer.reducer.buffers import CodedBuffer, buffer_for
 from gradwire.trainer.reducer.checkpoint_format import VERSION, check_part
 from gradwire.trainer.reducer.choice import Choice, Size
-from gradwire.trainer.reducer.combination import Combination, ExchangeStats
+from gradwire.trainer.reducer.combination import Combination, ExchangeStats, Traffic
 from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
 from gradwire.trainer.reducer.layout import packed
 
@@ -220,7 +220,8 @@ class CompressionHook:
         if self._closed:
             raise RuntimeError("the communication hook was called after its close()")
         if self._combination is None:
-            self._combination = Combination(Communicator(self._group, timeout_s=self._timeout_s), Average)
+            communicator = Communicator(self._group, timeout_s=self._timeout_s)
+            self._combination = Combination(communicator, Average, traffic=Traffic(communicator))
         return self._combination
 
     def _number(self, parameter: Tensor) -> int:

@@ -24,7 +24,7 @@ from gradwire.trainer.reducer.arguments import (
     check_passes,
     warn_of_wrapped,
 )
-from gradwire.trainer.reducer.combination import Combination, ExchangeStats
+from gradwire.trainer.reducer.combination import ExchangeStats, Traffic
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, wanted
 from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reports.metrics import StepMetrics, WantedReports
@@ -167,16 +167,18 @@ class DistributedOptimizer(WrappingOptimizer):
         self._skips = False
 
         def setup_on(communicator: Communicator) -> Setup:
-            combination = Combination(communicator, op, gradient_predivide_factor)
             return Setup(
-                optimizer,
-                combination,
-                checked,
-                bucket_bytes,
-                passes,
-                numbers,
-                sparse_as_dense,
-                gradient_as_bucket_view,
+                communicator,
+                op,
+                gradient_predivide_factor,
+                traffic=Traffic(communicator),
+                optimizer=optimizer,
+                policy=checked,
+                bucket_bytes=bucket_bytes,
+                passes=passes,
+                groups=numbers,
+                sparse_as_dense=sparse_as_dense,
+                gradient_as_bucket_view=gradient_as_bucket_view,
                 tried=tried,
             )
 

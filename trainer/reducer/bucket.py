@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.buffers import CodedBuffer, PlainBuffer, buffer_for
-from gradwire.trainer.reducer.combination import Combination
+from gradwire.trainer.reducer.combination import Combination, Traffic
 from gradwire.trainer.reducer.compression import Cast, Encoding
 from gradwire.trainer.reducer.dtensors import as_gradient_of, held_here, is_placed_like, placed_like
 from gradwire.trainer.reducer.layout import BucketPlan
@@ -52,7 +52,7 @@ class Bucket:
         number: int,
         densified: set[int],
     ) -> None:
-        combination, communicator = setup.combination, setup.combination.communicator
+        combination, communicator = setup, setup.communicator
         self.items = plan.items
         self.names = [names[item] for item in plan.items]
         self.parameters = [parameters[item] for item in plan.items]
@@ -309,7 +309,7 @@ def _is_writable(gradient: Tensor) -> bool:
     return not any(stride == 0 and length > 1 for stride, length in zip(gradient.stride(), gradient.shape, strict=True))
 
 
-def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[PlainBuffer]:
+def presence_of(buckets: Sequence[Bucket], communicator: Communicator) -> list[PlainBuffer]:
     """Return a buffer that counts, exactly and in one message, how many ranks have each gradient, for the buckets whose own
     message does not count them."""
     counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
@@ -319,7 +319,7 @@ def presence_of(buckets: Sequence[Bucket], combination: Combination) -> list[Pla
     counts = torch.zeros(sum(lengths), device=counted[0].presence.device, dtype=torch.float32)
     for bucket, part in zip(counted, counts.split(lengths), strict=True):
         bucket.presence = part
-    return [PlainBuffer(Combination(combination.communicator, Sum), counts)]
+    return [PlainBuffer(Combination(communicator, Sum, traffic=Traffic(communicator)), counts)]
 
 
 def zeros_for(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -48,7 +48,7 @@ class Bucketing:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._combination = setup.combination
+        self._combination = setup
         self.names: list[str] = []
         self._encodings: list[Cast | Encoding] = []
         self._is_chosen: list[bool] = []
@@ -289,7 +289,7 @@ class Bucketing:
         for bucket in buckets:
             self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(bucket.items)}
             self.buckets.append(bucket)
-        self.presence = presence_of(self.buckets, self._combination)
+        self.presence = presence_of(self.buckets, self._combination.communicator)
         self._give()
 
     def _give(self) -> None:

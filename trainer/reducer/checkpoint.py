@@ -34,7 +34,7 @@ class Resumption:
 
     @property
     def _communicator(self) -> Communicator:
-        return self.setup.combination.communicator
+        return self.setup.communicator
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
@@ -129,8 +129,8 @@ class Resumption:
             "version": VERSION,
             "world_size": self._communicator.size,
             "rank": self._communicator.rank,
-            "op": self.setup.combination.op,
-            "predivide": self.setup.combination.predivide,
+            "op": self.setup.op,
+            "predivide": self.setup.predivide,
         }
 
     def _check_idle(self) -> None:
@@ -157,10 +157,8 @@ class Resumption:
                 raise ValueError(
                     f"{here()}load_state_dict: rank {rank} was given a {KEY!r} of version {label['version']}"
                 )
-            if label["op"] != self.setup.combination.op:
-                raise ValueError(
-                    f"{here()}load_state_dict: saved with op={label['op']!r}, not {self.setup.combination.op!r}"
-                )
+            if label["op"] != self.setup.op:
+                raise ValueError(f"{here()}load_state_dict: saved with op={label['op']!r}, not {self.setup.op!r}")
             differing = [key for key in first if key != "rank" and label[key] != first[key]]
             if differing:
                 raise ValueError(

@@ -21,16 +21,13 @@ from gradwire.trainer.reducer.arguments import Average
 class Combination:
     """The Communicator and the op, "sum" or "average", that combine numbers. The numbers are divided by `predivide` before the
     operation, and multiplied by it afterwards. in_shares: whether each rank needs only its share of the result, see
-    Communicator.shares(). traffic: counts the bytes sent."""
+    Communicator.shares(). traffic: counts the bytes sent; replace() keeps it."""
 
     communicator: Communicator
     op: str
     predivide: float = 1.0
     in_shares: bool = False
-    traffic: Traffic = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "traffic", Traffic(self.communicator))
+    traffic: Traffic = field(kw_only=True, compare=False)
 
     @property
     def inputs(self) -> int:

@@ -75,9 +75,9 @@ class GradientExchange:
         self.step = 0
         self.wait_s = 0.0
         self.has_unreduced = False
-        self.moments = Moments(setup.combination.communicator)
+        self.moments = Moments(setup.communicator)
         self._bucketing = bucketing
-        self._combination = setup.combination
+        self._combination = setup
         self._passes = setup.passes
         self._hooks: dict[int, RemovableHandle] = {}
         self._unhooked: dict[int, Tensor] = {}

@@ -29,11 +29,11 @@ class Passes:
         return not self.paused and self.ended + 1 >= self.per_step
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The arguments of a DistributedOptimizer.
+@dataclass(frozen=True, kw_only=True)
+class Setup(Combination):
+    """The arguments of a DistributedOptimizer: beside those of the Combination (communicator, op, predivide),
 
-    optimizer: the wrapped optimizer. combination: the ranks and the op. policy: selects the encodings of gradients.
+    optimizer: the wrapped optimizer. policy: selects the encodings of gradients.
     bucket_bytes: the maximum size of a bucket; None selects a default size for each kind of bucket. passes: counts calls of
     backward(); a step follows passes.per_step of them. groups: the group number of each parameter in a group; a group shares a
     bucket if the dtypes allow it, and other parameters are fused by bucket_bytes. sparse_as_dense: whether sparse gradients are
@@ -43,7 +43,6 @@ class Setup:
     """
 
     optimizer: torch.optim.Optimizer
-    combination: Combination
     policy: Policy
     bucket_bytes: int | None
     passes: Passes

@@ -54,8 +54,7 @@ class AdaptiveSummation(Rule):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        combination = setup.combination
-        if combination.op == Sum or combination.predivide != 1:
+        if setup.op == Sum or setup.predivide != 1:
             raise ValueError(
                 f"{here()}Adasum combines changes of parameters, and does not support op={Sum!r} or gradient_predivide_factor"
             )

@@ -53,7 +53,7 @@ class Fragment:
         # By parameter, a value that no step has set, since the last move(), and whether it was set during an exchange.
         self._loaded: dict[int, tuple[Tensor, bool]] = {}
         self._moving: dict[int, tuple[Tensor, bool]] = {}  # the same before the last move(), until it is exchanged
-        self._check = ReplicaCheck(setup.combination.communicator, self._optimizer, lambda: named)
+        self._check = ReplicaCheck(setup.communicator, self._optimizer, lambda: named)
 
     @torch.no_grad()
     def take_over(self) -> None:

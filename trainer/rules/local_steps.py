@@ -22,7 +22,7 @@ from gradwire.collectives import CollectiveError, Communicator, Work
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.reducer.agreement import check_settings, on_all_ranks
 from gradwire.trainer.reducer.arguments import Average
-from gradwire.trainer.reducer.combination import Combination, ExchangeStats
+from gradwire.trainer.reducer.combination import ExchangeStats, Traffic
 from gradwire.trainer.reducer.compression import Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut
@@ -78,13 +78,15 @@ class LocalSteps(Rule):
 
     def __init__(self, setup: Setup, locality: Locality) -> None:
         super().__init__(setup)
-        if setup.combination.op != Average:
-            raise ValueError(f"{here()}LocalUpdates averages, and does not support op={setup.combination.op!r}")
+        if setup.op != Average:
+            raise ValueError(f"{here()}LocalUpdates averages, and does not support op={setup.op!r}")
         self._locality = locality
         inner = locality.inner
         self.can_move = inner is None
-        self._outer_combination = replace(setup.combination, op=Average, predivide=1.0)
-        self._inner_combination = None if inner is None else replace(setup.combination, communicator=inner)
+        self._outer = replace(
+            setup, predivide=1.0, policy=locality.policy, passes=Passes(1), traffic=Traffic(setup.communicator)
+        )
+        self._inner = None if inner is None else replace(setup, communicator=inner, traffic=Traffic(inner))
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._averaging: Synchronous | None = None
@@ -106,8 +108,8 @@ class LocalSteps(Rule):
     def sent(self) -> tuple[ExchangeStats, ExchangeStats, ExchangeStats]:
         """Return the counts of bytes that this rank has sent so far: of gradients in the warm-up, of movements, and of
         gradients to inner ranks."""
-        inner = ExchangeStats() if self._inner_combination is None else self._inner_combination.traffic.stats
-        return self.setup.combination.traffic.stats, self._outer_combination.traffic.stats, inner
+        inner = ExchangeStats() if self._inner is None else self._inner.traffic.stats
+        return self.setup.traffic.stats, self._outer.traffic.stats, inner
 
     @property
     def stats(self) -> ExchangeStats:
@@ -221,21 +223,20 @@ class LocalSteps(Rule):
         self._averaging, self._fragments = None, []
         locality = self._locality
         if step < locality.warmup_steps:
-            self._averaging = self._averaged(self.setup.combination)
+            self._averaging = self._averaged(self.setup)
             return
-        if self._inner_combination is not None:
-            self._averaging = self._averaged(self._inner_combination)
-        setup = replace(self.setup, combination=self._outer_combination, policy=locality.policy, passes=Passes(1))
+        if self._inner is not None:
+            self._averaging = self._averaged(self._inner)
         outer = locality.outer
         if outer is None:
             encodings = list(map(locality.policy.encoding, self._names, self._parameters))
             outer = averaging_outer(self._parameters, encodings, self.communicator, locality.inner)
         parts = cut(self._parameters, locality.fragments)
-        self._fragments = [Fragment(self._names[part], self._parameters[part], outer, setup) for part in parts]
+        self._fragments = [Fragment(self._names[part], self._parameters[part], outer, self._outer) for part in parts]
 
-    def _averaged(self, combination: Combination) -> Synchronous:
-        """Return the rule that averages gradients among the ranks of a combination."""
-        rule = Synchronous(replace(self.setup, combination=combination))
+    def _averaged(self, setup: Setup) -> Synchronous:
+        """Return the rule that averages gradients among the ranks of a setup."""
+        rule = Synchronous(setup)
         rule.add(self._names, self._parameters)
         rule.start()
         return rule

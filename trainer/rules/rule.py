@@ -61,7 +61,7 @@ class Rule:
     @property
     def communicator(self) -> Communicator:
         """Return the Communicator of the ranks; it belongs to this optimizer alone."""
-        return self.setup.combination.communicator
+        return self.setup.communicator
 
     @property
     def wait_s(self) -> float:
@@ -71,7 +71,7 @@ class Rule:
     @property
     def stats(self) -> ExchangeStats:
         """Return how many bytes this rank has sent so far, in the operations of this rule."""
-        return self.setup.combination.traffic.stats
+        return self.setup.traffic.stats
 
     @property
     def buckets(self) -> Sequence[Bucket]:

@@ -80,7 +80,7 @@ class ShardedSteps(Synchronous):
     shares_state = keeps_replicas = can_stand_in = False
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(replace(setup, combination=replace(setup.combination, in_shares=True)))
+        super().__init__(replace(setup, in_shares=True))
         self._pieces = Pieces(self.setup)
         self._gathered_s = 0.0
         self._has_started = False

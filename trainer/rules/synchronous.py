@@ -29,7 +29,7 @@ class Synchronous(Rule):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        if setup.combination.op == Adasum:
+        if setup.op == Adasum:
             raise ValueError(
                 f"{here()}a rule that exchanges gradients does not support op={Adasum!r}: leave out one of both"
             )
@@ -95,7 +95,7 @@ class Synchronous(Rule):
             total = loss.detach().clone()
         else:
             total = torch.tensor(float(loss), dtype=torch.float64, device=self.bucketing.parameters[0].device)
-        self.communicator.allreduce(total, self.setup.combination.op)
+        self.communicator.allreduce(total, self.setup.op)
         return total if isinstance(loss, Tensor) else total.item()
 
     def before_method(self, name: str) -> None:

@@ -48,8 +48,8 @@ class Pieces:
 
     def __init__(self, setup: Setup) -> None:
         self._optimizer = setup.optimizer
-        self._combination = setup.combination
-        self._communicator = setup.combination.communicator
+        self._combination = setup
+        self._communicator = setup.communicator
         self._returning = setup.returning
         self._buckets: list[Bucket] = []
         self._transfers: list[Transfer] = []
