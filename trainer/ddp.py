@@ -31,6 +31,7 @@ from gradwire.trainer.reducer.choice import Choice, Size
 from gradwire.trainer.reducer.combination import Combination, ExchangeStats, Traffic
 from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
 from gradwire.trainer.reducer.layout import packed
+from gradwire.trainer.reducer.residuals import Residuals
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""
@@ -85,6 +86,7 @@ class CompressionHook:
         self._timeout_s = timeout_s
         self._group = group
         self._combination: Combination | None = None
+        self._residuals: Residuals | None = None
         self._closed = False
         self._queue = WorkQueue("gradwire DDP hook")
         # Runs after the Communicator's exit function, which is registered later and ends the operations that the thread waits
@@ -99,7 +101,6 @@ class CompressionHook:
         self._encodings: list[Encoding | None] = []
         self._described: list[tuple[str, list[int]]] = []
         self._buffers: dict[tuple[int, ...], CodedBuffer] = {}
-        self._residuals: dict[int, Tensor] = {}
         self._moved: dict[int, tuple[int, Tensor | None]] = {}
         """By the index of a bucket of DDP: its address in shared memory, and the memory that it had before, which is kept where
         NumPy arrays may point to it."""
@@ -122,7 +123,8 @@ class CompressionHook:
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the bucket over the ranks. The result of the future is the bucket's buffer. state: unused."""
-        combination, device = self._open(), bucket.buffer().device
+        combination, residuals = self._open()
+        device = bucket.buffer().device
         parameters = bucket.parameters()
         numbers = [self._number(parameter) for parameter in parameters]
         gradients = dict(zip(numbers, bucket.gradients(), strict=True))
@@ -134,10 +136,12 @@ class CompressionHook:
         for number in numbers:
             kinds.setdefault(self._encodings[number], []).append(number)
         cast = next((codec for codec in CASTS.values() if kinds.keys() == {Encoding(codec)}), None)
-        coded = [tuple(members) for encoding, members in kinds.items() if encoding is not None and cast is None]
-        buffers = [buffer for members in coded for buffer in self._buffers_of(members, gradients)]
-        self._return_residuals(kinds.get(None, ()), gradients)
-        if self._settled and not coded and cast is None:
+        buffers: list[CodedBuffer] = []
+        for encoding, members in kinds.items():
+            coded = [] if encoding is None or cast is not None else self._buffers_of(tuple(members), device)
+            if not residuals.add_to({number: gradients[number] for number in members}):
+                buffers += coded
+        if self._settled and kinds.keys() == {None}:
             self._share(bucket, combination.communicator)
         exchange = _Exchange(combination, bucket.buffer(), gradients, buffers, cast, self._step)
         if bucket.is_last():
@@ -193,7 +197,9 @@ class CompressionHook:
         for number, (was, now) in enumerate(zip(described, self._described, strict=False)):
             self._check_same(number, was, now)
         self._step, self._described = state_dict["step"], described
-        self._buffers, self._residuals, self._loaded = {}, {}, list(state_dict["buckets"])
+        self._buffers, self._loaded = {}, list(state_dict["buckets"])
+        if self._residuals is not None:
+            self._residuals.replace({})
         if self._choice is not None:
             self._choice.restart()
 
@@ -215,14 +221,15 @@ class CompressionHook:
         """Return the beginning of error messages."""
         return f"rank {dist.get_rank(self._group)}: "
 
-    def _open(self) -> Combination:
-        """Return the Combination for averages; the first call makes its Communicator."""
+    def _open(self) -> tuple[Combination, Residuals]:
+        """Return the Combination for averages, and the residuals; the first call makes its Communicator."""
         if self._closed:
             raise RuntimeError("the communication hook was called after its close()")
-        if self._combination is None:
+        if self._combination is None or self._residuals is None:
             communicator = Communicator(self._group, timeout_s=self._timeout_s)
             self._combination = Combination(communicator, Average, traffic=Traffic(communicator))
-        return self._combination
+            self._residuals = Residuals(self._combination)
+        return self._combination, self._residuals
 
     def _number(self, parameter: Tensor) -> int:
         """Return a parameter's number, in the order of DDP's first buckets, which is the same on all ranks."""
@@ -268,23 +275,16 @@ class CompressionHook:
                 )
             buffer.load_state_dict(entry)
 
-    def _buffers_of(self, wanted: tuple[int, ...], gradients: Mapping[int, Tensor]) -> list[CodedBuffer]:
-        """Return the buffers of these parameters of a bucket; none if they are exchanged uncompressed."""
+    def _buffers_of(self, wanted: tuple[int, ...], device: torch.device) -> list[CodedBuffer]:
+        """Return the buffers of these parameters of a bucket; none if DDP's buckets have not settled."""
         inside = [members for members in self._buffers if set(wanted).issuperset(members)]
         if sum(map(len, inside)) != len(wanted):
             if not self._settled:
                 return []
             self._dissolve(wanted)
-            self._new_buffer(wanted, gradients[wanted[0]].device)
+            self._new_buffer(wanted, device)
             inside = [wanted]
-        return [] if self._return_residuals(wanted, gradients) else [self._buffers[members] for members in inside]
-
-    def _return_residuals(self, members: Iterable[int], gradients: Mapping[int, Tensor]) -> bool:
-        """Add the residuals of these parameters' buffers to their gradients. Return whether there were any."""
-        outstanding = [number for number in members if number in self._residuals]
-        for number in outstanding:
-            gradients[number].add_(self._residuals.pop(number))
-        return bool(outstanding)
+        return [self._buffers[members] for members in inside]
 
     def _share(
         self,
@@ -333,17 +333,16 @@ class CompressionHook:
         encoding = self._encodings[members[0]]
         assert encoding is not None
         shapes = [self._described[number][1] for number in members]
-        buffer = buffer_for(encoding)(self._open(), encoding, packed(members, shapes), shapes, device, members[0])
+        combination, _ = self._open()
+        buffer = buffer_for(encoding)(combination, encoding, packed(members, shapes), shapes, device, members[0])
         self._buffers[members] = buffer
         return buffer
 
     def _dissolve(self, numbers: Collection[int]) -> None:
         """Remove the buffers that have any of these parameters, and keep their residuals."""
+        _, residuals = self._open()
         for members in [members for members in self._buffers if not set(members).isdisjoint(numbers)]:
-            buffer = self._buffers.pop(members)
-            outstanding = buffer.outstanding()
-            for number, span, view in zip(members, buffer.spans, buffer.views, strict=True):
-                self._residuals[number] = outstanding[span].view(view.shape)
+            residuals.export_local(self._buffers.pop(members))
 
     def _in_background(self, exchange: "_Exchange", rank: int, *, begins: bool) -> Future[Tensor]:
         """Finish an exchange on the queue's thread. begins: whether to begin it there too."""

@@ -78,9 +78,10 @@ def encoded(optimizer: hvd.DistributedOptimizer) -> list[CodedBuffer]:
 
 def owed(optimizer: hvd.DistributedOptimizer) -> dict[int, Tensor]:
     """What the results lack so far, by parameter. Collective."""
-    found = {index: entry["residual"] for index, entry in optimizer._rule.bucketing._waiting.items()}
+    part = optimizer.state_dict().get("gradwire", {"waiting": {}})
+    found = {index: entry["residual"] for index, entry in part["waiting"].items()}
     for bucket in encoded(optimizer):
-        found |= {index: o["residual"] for index, o in zip(bucket.items, bucket.take(), strict=True) if o}
+        found |= {index: o["residual"] for index, o in zip(bucket.items, bucket.export(), strict=True) if o}
     return {index: in_shape(optimizer._rule.bucketing.parameters[index], residual) for index, residual in found.items()}
 
 

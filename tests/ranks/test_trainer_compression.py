@@ -157,9 +157,9 @@ def test_what_codecs_remember_goes_along(compression: Compressor, name: str) -> 
     model = Weights()
     optimizer = distributed(model.parameters(), 0.1, compression=compression)
     model(given(0, hvd.rank(), [0, 1, 2, 3])).backward()
-    before = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.take(), strict=True)}
+    before = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.export(), strict=True)}
     optimizer.step()
-    after = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.take(), strict=True)}
+    after = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.export(), strict=True)}
     for i, entry in before.items():
         assert entry[name].any()
         torch.testing.assert_close(after[i][name], entry[name])

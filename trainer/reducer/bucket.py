@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from gradwire.trainer.reducer.combination import Combination, Traffic
 from gradwire.trainer.reducer.compression import Cast, Encoding
 from gradwire.trainer.reducer.dtensors import as_gradient_of, held_here, is_placed_like, placed_like
 from gradwire.trainer.reducer.layout import BucketPlan
+from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.world.world import here
 
@@ -57,7 +58,6 @@ class Bucket:
         self.names = [names[item] for item in plan.items]
         self.parameters = [parameters[item] for item in plan.items]
         self._densifies, self._densified = setup.sparse_as_dense, densified
-        self._share = combination.inputs / communicator.size
         self._marks_sparse = -(communicator.size + 1)  # below zero whatever the dense gradients of other ranks add
         held = list(map(held_here, self.parameters))
         device, dtype = held[0].device, held[0].dtype
@@ -225,15 +225,12 @@ class Bucket:
         assert gradient is not None
         held_here(gradient).mul_(factor)
 
-    def start(self, step: int, residuals: Mapping[int, Tensor]) -> None:
-        """Collect this rank's gradients and begin their exchange. Do not use the gradients until the exchange is done.
-
-        step: the number of earlier exchanges. residuals: by slot, in the order of memory, errors of earlier exchanges, the same
-        on all ranks; this rank adds its part of them.
-        """
+    def start(self, step: int, residuals: Residuals) -> None:
+        """Collect this rank's gradients, add their residuals, and begin the exchange. Do not use the gradients until it is done.
+        step: the number of earlier exchanges."""
         self._absent = self.collect(range(len(self.items)))
-        for slot, residual in residuals.items():
-            self.memory[self.spans[slot]].add_(residual, alpha=self._share)
+        if residuals:
+            residuals.add_to({item: self.memory[span] for item, span in zip(self.items, self.spans, strict=True)})
         self.presence.fill_(1)
         for slot in self._absent:
             self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse
@@ -267,7 +264,7 @@ class Bucket:
                 if self._present[slot] < 0:
                     self._densified.add(self.items[slot])
             elif self.coded is not None:  # the code has a result for it nevertheless
-                self.coded.withhold(slot)
+                self.coded.add_unused(slot)
         if self._of_others:
             torch._foreach_zero_(self._of_others)
         self.give_programs()

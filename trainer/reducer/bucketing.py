@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.agreement import agree_on_parameters
 from gradwire.trainer.reducer.bucket import Bucket, presence_of
-from gradwire.trainer.reducer.buffers import Carried, CodedBuffer, PlainBuffer
+from gradwire.trainer.reducer.buffers import CodedBuffer, Exported, PlainBuffer
 from gradwire.trainer.reducer.choice import Choice, Size
 from gradwire.trainer.reducer.compression import AUTO, Cast, Encoding
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
@@ -24,6 +24,7 @@ from gradwire.trainer.reducer.layout import (
     lay_out,
     plan_buckets,
 )
+from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
 from gradwire.trainer.world.world import here
@@ -55,8 +56,8 @@ class Bucketing:
         self._choice: Choice | None = None
         self._sizes: list[Size] = []
         self._is_stale = False
-        self._waiting: dict[int, Carried] = {}
-        self._own_residuals: dict[int, Tensor] = {}  # residuals of this rank only
+        self.residuals = Residuals(setup)
+        """Of the parameters that have no buffer with error feedback at the moment."""
         self._order: list[int] = []
         self._arrivals: list[int] | None = None
         self.removed: set[int] = set()
@@ -144,8 +145,8 @@ class Bucketing:
         moved = [bucket for bucket in self.buckets if bucket.is_moved]
         if moved:
             self._is_stale = True
-            for bucket in moved:
-                self._keep_here(bucket)
+            for coded in filter(None, (bucket.coded for bucket in moved)):
+                self.residuals.export_local(coded)
             order = [index for bucket in moved for index in bucket.items]
             stays = [bucket for bucket in self.buckets if bucket not in moved]
             self._replace([*stays, *self._made(order, len(self.buckets))])
@@ -201,11 +202,7 @@ class Bucketing:
         self._order = [index for index in agreed if index not in self.known_sparse]
         self.sparse = self.sparse_gradients([index for index in agreed if index in self.known_sparse])
         for buffer in self.coded:
-            self._waiting |= {
-                index: {name: tensor.to(held_here(self.parameters[index]).device) for name, tensor in carried.items()}
-                for index, carried in zip(buffer.items, buffer.take(), strict=True)
-                if carried
-            }
+            self.residuals.export(buffer)
         self._replace(self._made(self._order))
         self._release_removed()
         self._note_exchanged()
@@ -219,8 +216,8 @@ class Bucketing:
         """Release the memory of parameters that are no longer the optimizer's."""
         for index in self.removed:
             self.parameters[index] = _REMOVED
-            for kept in (self._waiting, self._own_residuals, self._sparse_results):
-                kept.pop(index, None)
+            self._sparse_results.pop(index, None)
+        self.residuals.discard(self.removed)
 
     def follow(self, step: int, *, counts: bool) -> None:
         """Correct the choice of codecs by the time of the last step; the next update() applies the correction. Collective in
@@ -285,44 +282,16 @@ class Bucketing:
         )
 
     def _take_in(self, buckets: Sequence[Bucket]) -> None:
-        """Add buckets, with the waiting residuals of their parameters."""
+        """Add buckets, with the exported residuals of their parameters."""
         for bucket in buckets:
             self.places |= {index: (len(self.buckets), slot) for slot, index in enumerate(bucket.items)}
             self.buckets.append(bucket)
         self.presence = presence_of(self.buckets, self._combination.communicator)
-        self._give()
+        self._import_residuals()
 
-    def _give(self) -> None:
-        """Add waiting residuals to the buffers of their parameters, if these have error feedback."""
-        for index in sorted(self._waiting.keys() & self.places):
-            number, slot = self.places[index]
-            buffer = self.buckets[number].coded
-            if buffer is not None and buffer.give(slot, self._waiting[index]):
-                del self._waiting[index]
-
-    def _keep_here(self, bucket: Bucket) -> None:
-        """Keep this rank's residuals of a bucket whose parameters have been moved, for its next gradients."""
-        if bucket.coded is None or not bucket.coded.kept:
-            return
-        combination = self._combination
-        residual = bucket.coded.outstanding() * (
-            combination.predivide * combination.communicator.size / combination.inputs
-        )
-        for index, span in zip(bucket.items, bucket.coded.spans, strict=True):
-            self._own_residuals[index] = residual[span].to(held_here(self.parameters[index]).device)
-
-    def residuals_for(self, number: int) -> dict[int, Tensor]:
-        """Remove and return, by slot, the residuals that are added to the gradients of a bucket: those that wait and whose
-        bucket has no error feedback now, and those of parameters that have been moved."""
-        if not (self._waiting or self._own_residuals):
-            return {}
-        slots = list(enumerate(self.buckets[number].items))
-        found = {slot: self._waiting.pop(index)["residual"] for slot, index in slots if index in self._waiting}
-        for slot, index in slots:
-            if index in self._own_residuals:
-                own = self._own_residuals.pop(index)
-                found[slot] = found[slot] + own if slot in found else own
-        return found
+    def _import_residuals(self) -> None:
+        for buffer in self.coded:
+            self.residuals.import_into(buffer)
 
     # Checkpoints
 
@@ -337,7 +306,7 @@ class Bucketing:
                 {"parameters": list(bucket.items)} if bucket.coded is None else bucket.coded.state_dict()
                 for bucket in self.buckets
             ],
-            "waiting": dict(self._waiting),
+            "waiting": dict(self.residuals.exported),
         }
 
     def restored(self, state: dict[str, Any]) -> list[Bucket] | None:
@@ -358,23 +327,20 @@ class Bucketing:
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:
         """Continue from a state_dict(). buckets: from restored()."""
         self._restart_choice()
-        self._waiting = {
-            index: {name: tensor.to(self.parameters[index].device) for name, tensor in carried.items()}
-            for index, carried in state["waiting"].items()
-        }
+        self.residuals.replace(state["waiting"])
         self._order, self.is_learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
         self.sparse = self.sparse_gradients(state.get("sparse", ()))
         self.known_sparse = set(self.sparse.items)
         self._replace(buckets)
         self._note_exchanged()
 
-    def restart(self, carried: dict[int, Carried]) -> None:
-        """Keep the buckets, and replace all residuals. carried: the new ones by parameter, the same on all ranks."""
+    def restart(self, exported: dict[int, Exported]) -> None:
+        """Keep the buckets, and replace all residuals. exported: the new ones by parameter, the same on all ranks."""
         for buffer in self.coded:
             buffer.restart()
         self._restart_choice()
-        self._waiting = carried
-        self._give()
+        self.residuals.replace(exported)
+        self._import_residuals()
 
     def _restart_choice(self) -> None:
         """Discard the measured steps, and measure anew."""

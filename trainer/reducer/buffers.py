@@ -20,7 +20,7 @@ from gradwire.trainer.reducer.combination import Combination, OperationChain
 from gradwire.trainer.reducer.compression import Encoding
 from gradwire.trainer.reducer.layout import BucketPlan
 
-Carried: TypeAlias = dict[str, Tensor]
+Exported: TypeAlias = dict[str, Tensor]
 """The state that moves with a parameter when its buffer changes, the same on all ranks. "residual": the part of its gradients
 that no exchange has returned yet, in the units of the result, flat, in the order of memory. Other names: the codec's state for
 the parameter."""
@@ -104,47 +104,48 @@ class CodedBuffer(PlainBuffer):
 
     @property
     @abstractmethod
-    def kept(self) -> Collection[int]:
+    def with_feedback(self) -> Collection[int]:
         """Return the slots of the parameters that have error feedback."""
 
     @abstractmethod
-    def outstanding(self) -> Tensor:
+    def residual(self) -> Tensor:
         """Return this rank's residuals: the errors that error feedback has not yet added to the values."""
 
     @abstractmethod
-    def _remembered(self) -> list[Carried]:
+    def _codec_states(self) -> list[Exported]:
         """Return the codec's state summed over all ranks, by slot. Collective."""
 
     @abstractmethod
-    def _add(self, slot: int, carried: Carried) -> None:
-        """Add this rank's part of `carried`, the argument of give(), to a slot with error feedback."""
+    def _add(self, slot: int, exported: Exported) -> None:
+        """Add this rank's part of `exported` to a slot with error feedback."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors between exchanges. "worker": the residuals of its gradients, (numel,); "owner": the
         residuals of the results that it encodes for all ranks, from shard_start on. Other names: the codec's state."""
 
-    def take(self) -> list[Carried]:
+    def export(self) -> list[Exported]:
         """Return by slot the residual and the codec's state that move with each parameter; empty without error feedback.
         Collective."""
-        if not (kept := self.kept):
+        if not (slots := self.with_feedback):
             return [{} for _ in self.items]
-        residual = self.outstanding()
+        residual = self.residual()
         self._combination.start(residual, divided=True).wait()
-        entries = enumerate(zip(self.spans, self._remembered(), strict=True))
-        return [{"residual": residual[span], **more} if slot in kept else {} for slot, (span, more) in entries]
+        entries = enumerate(zip(self.spans, self._codec_states(), strict=True))
+        return [{"residual": residual[span], **state} if slot in slots else {} for slot, (span, state) in entries]
 
-    def give(self, slot: int, carried: Carried) -> bool:
-        """Add the result of take() for a parameter, on all ranks. Return whether it has error feedback. Sends nothing."""
-        is_kept = slot in self.kept
-        if is_kept:
-            self._add(slot, carried)
-        return is_kept
+    def add_exported(self, slot: int, exported: Exported) -> bool:
+        """Add what export() has returned for a parameter, on all ranks. Return False, with nothing added, if the slot has no
+        error feedback. Sends nothing."""
+        if slot not in self.with_feedback:
+            return False
+        self._add(slot, {name: tensor.to(self.values.device) for name, tensor in exported.items()})
+        return True
 
-    def withhold(self, slot: int) -> None:
-        """Add an unused result to the residual. NaN and Inf become zero, since they would stay there for ever."""
+    def add_unused(self, slot: int) -> None:
+        """Add a result that no gradient gets to the residual. NaN and Inf become zero, since they would stay there for ever."""
         result = self.values[self.spans[slot]]
-        self.give(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
+        self.add_exported(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors, numbers, strings, and lists of them."""
@@ -198,25 +199,25 @@ class CodecBuffer(CodedBuffer):
         yield self._combination.start(self.values, self._codec, self._feedback, step, self._number)
 
     @property
-    def kept(self) -> Collection[int]:
+    def with_feedback(self) -> Collection[int]:
         return () if self._feedback is None else range(len(self.items))
 
-    def outstanding(self) -> Tensor:
+    def residual(self) -> Tensor:
         feedback = self._feedback
         return torch.zeros_like(self.values) if feedback is None else feedback.unsent_error(self._combination.inputs)
 
-    def _remembered(self) -> list[Carried]:
-        remembered: list[Carried] = [{} for _ in self.items]
+    def _codec_states(self) -> list[Exported]:
+        states: list[Exported] = [{} for _ in self.items]
         for name in self._codec.remembers:
             total = torch.zeros_like(self.values)
             for start, state in self._states():
                 total[start : start + state[name].numel()].copy_(state[name])
             self._combination.communicator.allreduce(total, Sum)
-            for entry, span in zip(remembered, self.spans, strict=True):
+            for entry, span in zip(states, self.spans, strict=True):
                 entry[name] = total[span]
-        return remembered
+        return states
 
-    def _add(self, slot: int, carried: Carried) -> None:
+    def _add(self, slot: int, exported: Exported) -> None:
         assert self._feedback is not None
         partition, start = self._feedback.partition, self.spans[slot].start
         if not partition.group:  # other ranks of this host encode all of it
@@ -224,10 +225,10 @@ class CodecBuffer(CodedBuffer):
         encoders, combination = len(partition.group), self._combination
         first, last = partition.shards[0].start, partition.shards[-1].stop
         share = combination.inputs / encoders / combination.predivide
-        _add_overlap(self._feedback.worker[first:last], first, carried["residual"], start, share)
-        for name in carried.keys() & set(self._codec.remembers):
+        _add_overlap(self._feedback.worker[first:last], first, exported["residual"], start, share)
+        for name in exported.keys() & set(self._codec.remembers):
             for place, state in self._states():
-                _add_overlap(state[name], place, carried[name], start, 1 / encoders)
+                _add_overlap(state[name], place, exported[name], start, 1 / encoders)
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self._feedback is None else self._feedback.tensors()
@@ -261,41 +262,41 @@ class MatrixBuffer(CodedBuffer):
             yield self._combination.start(sums, divided=True)
 
     @property
-    def kept(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
+    def with_feedback(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
         """Return, by slot, the error of each compressed matrix and the codec's state for it."""
         found = {slot: self._state.kept(slot) for slot in range(len(self.items))}
         return {slot: kept for slot, kept in found.items() if kept is not None}
 
-    def outstanding(self) -> Tensor:
+    def residual(self) -> Tensor:
         total = torch.zeros_like(self.values)
-        for slot, (error, _) in self.kept.items():
+        for slot, (error, _) in self.with_feedback.items():
             total[self.spans[slot]].copy_(error.view(-1))
         return total
 
-    def _remembered(self) -> list[Carried]:
-        kept = self.kept
+    def _codec_states(self) -> list[Exported]:
+        known = self.with_feedback
         return [
-            {name: tensor.clone() for name, tensor in kept[slot][1].items()} if slot in kept else {}
+            {name: tensor.clone() for name, tensor in known[slot][1].items()} if slot in known else {}
             for slot in range(len(self.items))
         ]
 
-    def _add(self, slot: int, carried: Carried) -> None:
-        error, remembered = self.kept[slot]
+    def _add(self, slot: int, exported: Exported) -> None:
+        error, state = self.with_feedback[slot]
         combination = self._combination
         share = combination.inputs / combination.communicator.size / combination.predivide
-        error.view(-1).add_(carried["residual"], alpha=share)
-        for name, tensor in remembered.items():
-            if name in carried and carried[name].shape == tensor.shape:
-                tensor.copy_(carried[name])
+        error.view(-1).add_(exported["residual"], alpha=share)
+        for name, tensor in state.items():
+            if name in exported and exported[name].shape == tensor.shape:
+                tensor.copy_(exported[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        kept = self.kept
-        found = {"worker": self.outstanding(), "owner": self.values.new_empty(0)} if kept else {}
-        return found | {f"{name}.{slot}": x for slot, (_, known) in kept.items() for name, x in known.items()}
+        known = self.with_feedback
+        found = {"worker": self.residual(), "owner": self.values.new_empty(0)} if known else {}
+        return found | {f"{name}.{slot}": x for slot, (_, state) in known.items() for name, x in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for slot, (error, _) in self.kept.items():
+        for slot, (error, _) in self.with_feedback.items():
             error.view(-1).copy_(state["tensors"]["worker"][self.spans[slot]])
 
 
@@ -304,9 +305,9 @@ def buffer_for(encoding: Encoding) -> type[CodedBuffer]:
     return MatrixBuffer if isinstance(encoding.codec, MatrixCodec) else CodecBuffer
 
 
-def _add_overlap(target: Tensor, place: int, carried: Tensor, start: int, share: float) -> None:
-    """Add `share` times the numbers `carried`, which begin at `start` in a buffer, to `target`, the part of the buffer that
-    begins at `place`."""
-    first, last = max(place, start), min(place + target.numel(), start + carried.numel())
+def _add_overlap(target: Tensor, place: int, numbers: Tensor, start: int, share: float) -> None:
+    """Add `share` times the numbers, which begin at `start` in a buffer, to `target`, the part of the buffer that begins at
+    `place`."""
+    first, last = max(place, start), min(place + target.numel(), start + numbers.numel())
     if first < last:
-        target[first - place : last - place].add_(carried[first - start : last - start], alpha=share)
+        target[first - place : last - place].add_(numbers[first - start : last - start], alpha=share)

@@ -15,7 +15,7 @@ from gradwire.trainer.reducer.agreement import on_all_ranks
 from gradwire.trainer.reducer.arguments import Average, Sum
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.bucketing import Bucketing
-from gradwire.trainer.reducer.buffers import Carried
+from gradwire.trainer.reducer.buffers import Exported
 from gradwire.trainer.reducer.checkpoint_format import KEY, VERSION, check_part, has_residuals, label_of
 from gradwire.trainer.reducer.dtensors import held_here
 from gradwire.trainer.reducer.exchange import GradientExchange
@@ -166,11 +166,11 @@ class Resumption:
                     f"in {', '.join(differing)}"
                 )
 
-    def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Carried]:
+    def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Exported]:
         """Return the residuals that error feedback has not yet added to each parameter's gradients. parts: the parts that this
         rank contributes. number: how many parts all ranks contribute."""
         parameters = self.bucketing.parameters
-        carried: dict[int, Carried] = {
+        carried: dict[int, Exported] = {
             index: {name: tensor.to(parameters[index].device) for name, tensor in waiting.items()}
             for index, waiting in mine["waiting"].items()
         }

@@ -306,7 +306,7 @@ class GradientExchange:
             if self._reduced:
                 self._prepare_old(bucket)
             self.moments.bucket_ready(number, bucket.buffer.values.nbytes)
-            bucket.start(self.step, self._bucketing.residuals_for(number))
+            bucket.start(self.step, self._bucketing.residuals)
             self._started += 1
         if self._started == len(buckets) and not self._counting:
             for presence in self._bucketing.presence:
