@@ -5,6 +5,7 @@ A wrong argument raises a ValueError or TypeError instead, before anything is se
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from torch.distributed import DistBackendError
 
 _Value = TypeVar("_Value")
 _Raised = TypeVar("_Raised", bound=BaseException)
+
+_NAMES_RANK = re.compile(r"rank \d+: ")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -26,6 +29,29 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ranks
+
+
+def add_rank(error: BaseException, rank: int) -> None:
+    """Begin the message of a ValueError, TypeError or RuntimeError with the rank that raised it, unless it does so already."""
+    if type(error) in (ValueError, TypeError, RuntimeError) and not _NAMES_RANK.match(message := str(error)):
+        error.args = (f"rank {rank}: {message}", *error.args[1:])
+
+
+class NamesRank:
+    """A context manager that calls add_rank() for errors in its block. Public functions and constructors enter it where they
+    check their arguments, so that the functions that check them need no rank. rank: None adds nothing."""
+
+    __slots__ = ("_rank",)
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and self._rank is not None:
+            add_rank(error, self._rank)
 
 
 class _Portable(Exception):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.collectives.communicator import Communicator
+from gradwire.collectives.sparse import begin_sum
 
 _Combine = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,12 +43,8 @@ def allreduce_sparse(communicator: Communicator, tensor: Tensor, op: Any) -> Non
     mine = tensor.detach().coalesce()
     counts = torch.empty(communicator.size, dtype=torch.int64, device="cpu")
     communicator.allgather(counts, torch.tensor([mine._nnz()], dtype=torch.int64, device="cpu"))
-    indices, values = mine.indices().t().contiguous(), mine.values().contiguous()
-    gathered = []
-    for part in (indices, values):
-        parts = [part.new_empty((count, *part.shape[1:])) for count in counts.tolist()]
-        communicator.allgather(parts, part)
-        gathered.append(torch.cat(parts))
-    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], tensor.shape, device=tensor.device).coalesce()
+    works, total = begin_sum(communicator, mine.indices().t(), mine.values(), counts.tolist(), tensor.shape)
+    for work in works:
+        work.wait()
     with torch.no_grad():
-        tensor.copy_(total / communicator.size if op == dist.ReduceOp.AVG else total)
+        tensor.copy_(total() / communicator.size if op == dist.ReduceOp.AVG else total())

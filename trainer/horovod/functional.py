@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,232 +30,205 @@ from gradwire.trainer.rules.adasum import adasum_
 Rows = list[int]
 """How many rows of dimension 0 each rank has of a tensor."""
 
-_Function: TypeAlias = Callable[..., Sequence[Tensor]]
+Begun: TypeAlias = tuple[list[Work | None], Callable[[], Sequence[Tensor]]]
+"""The Works of an operation, None for one that is done, and a function that returns its results when all are done."""
+
+Begin: TypeAlias = Callable[[Sequence[Tensor], bool], Begun]
+"""Begins an operation with the tensors of this rank; the bool says whether in the background."""
 
 
-class _Linear(torch.autograd.Function):
-    """Maps (function, adjoint, *tensors) to function(*tensors): a linear function of the tensors of all ranks, and its adjoint.
-    Backward functions call it, so that gradients have gradients too."""
+class Collective(NamedTuple):
+    """A linear function of the tensors of all ranks. Called with this rank's tensors, it returns results that autograd can
+    differentiate. gradient: the function that maps the gradients of the results to those of the tensors. adjoint: the adjoint of
+    `gradient`, for the gradients of gradients."""
 
+    begin: Begin
+    gradient: Begin
+    adjoint: Begin
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        return list(_Differentiable.apply(self, *tensors))
+
+
+class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: _Function, adjoint: _Function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.functions = function, adjoint
-        return tuple(function(*tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        function, adjoint = ctx.functions
-        return (None, None, *_Linear.apply(adjoint, function, *gradients))
-
-
-class Allreduce(torch.autograd.Function):
-    """Maps (communicator, reduction, codecs, *tensors) to the reduced tensors. codecs: one for each tensor, or None, which
-    encode their gradients too. Differentiable for Sum and Average."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, communicator: Communicator, reduction: Reduction, codecs: list[Codec | None], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call = communicator, reduction, codecs
-        return tuple(_allreduced(*ctx.call, *tensors))
+    def forward(ctx: Any, collective: Collective, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.collective = collective
+        _, results = collective.begin(tensors, False)
+        return tuple(results())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        check_differentiable("allreduce", ctx.call[1].op)
-        reduce = partial(_allreduced, *ctx.call)
-        return (None, None, None, *_Linear.apply(reduce, reduce, *gradients))
+        _, gradient, adjoint = ctx.collective
+        return (None, *Collective(gradient, adjoint, gradient)(*gradients))
 
 
-class Allgather(torch.autograd.Function):
-    """Maps (communicator, rows of every tensor, *tensors) to all ranks' tensors, one after the other along dimension
-    0."""
-
-    @staticmethod
-    def forward(ctx: Any, communicator: Communicator, rows: list[Rows], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = communicator, rows
-        return tuple(begin_allgather(communicator, rows, tensors)[1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        communicator, rows = ctx.call
-        scatter = partial(_scattered, communicator, Reduction(Average), rows)
-        gather = partial(_gathered, communicator, rows, 1 / communicator.size)
-        return (None, None, *_Linear.apply(scatter, gather, *gradients))
+def allreduce_of(communicator: Communicator, reduction: Reduction, codecs: Sequence[Codec | None]) -> Collective:
+    """Return the allreduce of tensors. codecs: one for each tensor, or None, which encode their gradients too."""
+    reduce = partial(begin_allreduce, communicator, reduction, codecs)
+    gradient = partial(_begin_differentiable, "allreduce", reduction.op, reduce)
+    return Collective(reduce, gradient, reduce)
 
 
-class ReduceScatter(torch.autograd.Function):
-    """Maps (communicator, reduction, rows of every tensor, *tensors) to this rank's rows of the reduced tensors. Differentiable
-    for Sum and Average."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, communicator: Communicator, reduction: Reduction, rows: list[Rows], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call = communicator, reduction, rows
-        return tuple(_scattered(*ctx.call, *tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        communicator, reduction, rows = ctx.call
-        check_differentiable("reducescatter", reduction.op)
-        scale = reduction.prescale * reduction.postscale * (communicator.size if reduction.op == Sum else 1)
-        gather = partial(_gathered, communicator, rows, scale)
-        scatter = partial(_scattered, communicator, Reduction(Sum, postscale=scale), rows)
-        return (None, None, None, *_Linear.apply(gather, scatter, *gradients))
+def allgather_of(communicator: Communicator, rows: Sequence[Rows]) -> Collective:
+    """Return the function that returns all ranks' tensors, one after the other along dimension 0."""
+    return Collective(
+        partial(_begin_allgather, communicator, rows, 1.0),
+        partial(_begin_reducescatter, communicator, Reduction(Average), rows),
+        partial(_begin_allgather, communicator, rows, 1 / communicator.size),
+    )
 
 
-class Broadcast(torch.autograd.Function):
-    """Maps (communicator, root rank, tensor) to the root's tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, communicator: Communicator, root_rank: int, tensor: Tensor) -> Tensor:
-        ctx.call = communicator, root_rank
-        return _broadcast(communicator, root_rank, 1, tensor)[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        communicator, root_rank = ctx.call
-        average = partial(_averaged_on_root, communicator, root_rank)
-        spread = partial(_broadcast, communicator, root_rank, 1 / communicator.size)
-        return (None, None, *_Linear.apply(average, spread, gradient))
+def reducescatter_of(communicator: Communicator, reduction: Reduction, rows: Sequence[Rows]) -> Collective:
+    """Return the function that returns this rank's rows of the reduced tensors."""
+    scale = reduction.prescale * reduction.postscale * (communicator.size if reduction.op == Sum else 1)
+    gather = partial(_begin_allgather, communicator, rows, scale)
+    return Collective(
+        partial(_begin_reducescatter, communicator, reduction, rows),
+        partial(_begin_differentiable, "reducescatter", reduction.op, gather),
+        partial(_begin_reducescatter, communicator, Reduction(Sum, postscale=scale), rows),
+    )
 
 
-class Alltoall(torch.autograd.Function):
-    """Maps (communicator, rows to every rank, rows from every rank, tensor) to the rows received, in rank order."""
-
-    @staticmethod
-    def forward(ctx: Any, communicator: Communicator, sent: Rows, received: Rows, tensor: Tensor) -> Tensor:
-        ctx.call = communicator, sent, received
-        return _exchanged(communicator, sent, received, tensor)[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        communicator, sent, received = ctx.call
-        back = partial(_exchanged, communicator, received, sent)
-        return (None, None, None, *_Linear.apply(back, partial(_exchanged, *ctx.call), gradient))
+def broadcast_of(communicator: Communicator, root: int) -> Collective:
+    """Return the function that returns the tensor of the root."""
+    return Collective(
+        partial(_begin_broadcast, communicator, root, 1.0),
+        partial(_begin_average_on_root, communicator, root),
+        partial(_begin_broadcast, communicator, root, 1 / communicator.size),
+    )
 
 
-def _allreduced(
-    communicator: Communicator, reduction: Reduction, codecs: list[Codec | None], *tensors: Tensor
-) -> list[Tensor]:
-    """Return the reduced tensors."""
+def alltoall_of(communicator: Communicator, sent: Rows, received: Rows) -> Collective:
+    """Return the function that sends rows to every rank, and returns those received, in rank order."""
+    exchange = partial(_begin_alltoall, communicator, sent, received)
+    return Collective(exchange, partial(_begin_alltoall, communicator, received, sent), exchange)
+
+
+def _begin_differentiable(verb: str, op: str, begin: Begin, gradients: Sequence[Tensor], async_op: bool) -> Begun:
+    """Begin to compute gradients. Raises RuntimeError for an op that has none."""
+    if op not in (Sum, Average):
+        raise RuntimeError(f"{verb} with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
+    return begin(gradients, async_op)
+
+
+def begin_allreduce(
+    communicator: Communicator,
+    reduction: Reduction,
+    codecs: Sequence[Codec | None],
+    tensors: Sequence[Tensor],
+    async_op: bool,
+) -> Begun:
+    """Begin to reduce copies of tensors."""
     outputs = [copied(tensor) for tensor in tensors]
     pairs = list(zip(outputs, codecs, strict=True))
-    if plain := [output for output, codec in pairs if codec is None]:
-        _, finish = begin_allreduce(communicator, reduction, plain, async_op=False)
-        finish()
+    plain = [output for output, codec in pairs if codec is None]
+    works, finish = begin_allreduce_(communicator, reduction, plain, async_op) if plain else ([], list)
     for number, (output, codec) in enumerate(pairs):
         if codec is not None:
-            communicator.allreduce(
+            work = communicator.allreduce(
                 output,
                 reduction.op,
                 prescale=reduction.prescale,
                 postscale=reduction.postscale,
                 codec=codec,
                 seed=number,
+                async_op=async_op,
             )
-    return outputs
+            works.append(work)
+
+    def finished() -> list[Tensor]:
+        finish()
+        return outputs
+
+    return works, finished
 
 
-def _gathered(communicator: Communicator, rows: list[Rows], scale: float, *tensors: Tensor) -> list[Tensor]:
-    """Return the rows of all ranks, times a factor."""
-    return [scaled(tensor, scale) for tensor in begin_allgather(communicator, rows, tensors)[1]]
+def begin_allreduce_(
+    communicator: Communicator, reduction: Reduction, tensors: Sequence[Tensor], async_op: bool
+) -> Begun:
+    """Begin to reduce tensors in place. Adasum is done when this returns, because each of its steps needs the one before."""
+    op, prescale, postscale = reduction.op, reduction.prescale, reduction.postscale
+    given = [tensor.detach() for tensor in tensors]
+    if op == Adasum:
+        adasum_(communicator, given, prescale, postscale)
+        return [], lambda: tensors
+    if not _scales_integers(reduction, given):
+        work = communicator.grouped_allreduce(given, op, prescale=prescale, postscale=postscale, async_op=async_op)
+        return [work], lambda: tensors
+    contributions = [copied(tensor) if prescale == 1 else _scaled(tensor, prescale) for tensor in given]
+    op, divisor = _undivided(op, communicator.size)
+    work = communicator.grouped_allreduce(contributions, op, async_op=async_op)
+
+    def finish() -> Sequence[Tensor]:
+        for tensor, reduced in zip(given, contributions, strict=True):
+            tensor.copy_(_scaled(reduced, postscale, divisor))
+        return tensors
+
+    return [work], finish
 
 
-def _scattered(communicator: Communicator, reduction: Reduction, rows: list[Rows], *tensors: Tensor) -> list[Tensor]:
-    """Return this rank's rows of the reduced tensors."""
-    return begin_reducescatter(communicator, reduction, rows, tensors)[1]()
+def _begin_allgather(
+    communicator: Communicator, rows: Sequence[Rows], scale: float, tensors: Sequence[Tensor], async_op: bool
+) -> Begun:
+    """Begin to gather tensors along dimension 0, times a factor."""
+    works, outputs = [], []
+    for counts, tensor in zip(rows, tensors, strict=True):
+        outputs.append(tensor.new_empty((sum(counts), *tensor.shape[1:])))
+        works.append(communicator.allgather(list(outputs[-1].split(counts)), tensor.detach(), async_op=async_op))
+    return works, lambda: [_scaled(output, scale) for output in outputs]
 
 
-def _broadcast(communicator: Communicator, root_rank: int, scale: float, tensor: Tensor) -> list[Tensor]:
-    """Return the root's tensor, times a factor."""
-    output = copied(tensor)
-    communicator.broadcast(output, root_rank)
-    return [scaled(output, scale)]
+def _begin_reducescatter(
+    communicator: Communicator,
+    reduction: Reduction,
+    rows: Sequence[Rows],
+    tensors: Sequence[Tensor],
+    async_op: bool,
+) -> Begun:
+    """Begin to reduce tensors, and return this rank's rows of them."""
+    op, divisor = reduction.op, 1
+    if _scales_integers(reduction, tensors):
+        op, divisor = _undivided(op, communicator.size)
+    works, outputs = [], []
+    for counts, tensor in zip(rows, tensors, strict=True):
+        outputs.append(tensor.new_empty((counts[communicator.rank], *tensor.shape[1:])))
+        chunks = list(_scaled(tensor, reduction.prescale).split(counts))
+        works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
+    return works, lambda: [_scaled(output, reduction.postscale, divisor) for output in outputs]
 
 
-def _averaged_on_root(communicator: Communicator, root_rank: int, tensor: Tensor) -> list[Tensor]:
-    """Return the average of all ranks' tensors on the root, and zeros elsewhere."""
-    average = copied(tensor)
-    communicator.reduce(average, root_rank, Average)
-    return [average if communicator.rank == root_rank else average.zero_()]
+def _begin_broadcast(
+    communicator: Communicator, root: int, scale: float, tensors: Sequence[Tensor], async_op: bool
+) -> Begun:
+    """Begin to send copies of the root's tensors to all ranks, times a factor."""
+    outputs = [copied(tensor) for tensor in tensors]
+    works = [communicator.broadcast(output, root, async_op=async_op) for output in outputs]
+    return works, lambda: [_scaled(output, scale) for output in outputs]
 
 
-def _exchanged(communicator: Communicator, sent: Rows, received: Rows, tensor: Tensor) -> list[Tensor]:
-    """Return the rows received of all ranks."""
-    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    communicator.alltoall(output, tensor.detach(), received, sent)
-    return [output]
+def _begin_average_on_root(communicator: Communicator, root: int, tensors: Sequence[Tensor], async_op: bool) -> Begun:
+    """Begin to average all ranks' tensors on the root; the other ranks return zeros."""
+    outputs = [copied(tensor) for tensor in tensors]
+    works = [communicator.reduce(output, root, Average, async_op=async_op) for output in outputs]
+    return works, lambda: outputs if communicator.rank == root else [output.zero_() for output in outputs]
 
 
-def check_differentiable(verb: str, op: str) -> None:
-    """Raise RuntimeError for an op that has no gradient."""
-    if op not in (Sum, Average):
-        raise RuntimeError(f"{verb} with op={op!r} has no gradient; only {Sum!r} and {Average!r} have")
+def _begin_alltoall(
+    communicator: Communicator, sent: Rows, received: Rows, tensors: Sequence[Tensor], async_op: bool
+) -> Begun:
+    """Begin to send rows of tensors to every rank; return the rows received."""
+    outputs = [tensor.new_empty((sum(received), *tensor.shape[1:])) for tensor in tensors]
+    pairs = zip(outputs, tensors, strict=True)
+    works = [
+        communicator.alltoall(output, tensor.detach(), received, sent, async_op=async_op) for output, tensor in pairs
+    ]
+    return works, lambda: outputs
 
 
 def copied(tensor: Tensor) -> Tensor:
     """Return a contiguous copy without autograd history."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def begin_allreduce(
-    communicator: Communicator, reduction: Reduction, tensors: Sequence[Tensor], *, async_op: bool
-) -> tuple[list[Work], Callable[[], None]]:
-    """Begin to reduce tensors in place. Return the running Works, and a function to call when they are done.
-
-    Adasum is done when this returns, because each of its steps needs the one before.
-    """
-    op, prescale, postscale = reduction.op, reduction.prescale, reduction.postscale
-    if op == Adasum:
-        adasum_(communicator, tensors, prescale, postscale)
-        return [], lambda: None
-    if not _scales_integers(reduction, tensors):
-        work = communicator.grouped_allreduce(tensors, op, prescale=prescale, postscale=postscale, async_op=async_op)
-        return [] if work is None else [work], lambda: None
-    contributions = [copied(tensor) if prescale == 1 else scaled(tensor, prescale) for tensor in tensors]
-    op, divisor = _undivided(op, communicator.size)
-    work = communicator.grouped_allreduce(contributions, op, async_op=async_op)
-
-    def finish() -> None:
-        for tensor, reduced in zip(tensors, contributions, strict=True):
-            tensor.detach().copy_(scaled(reduced, postscale, divisor))
-
-    return [] if work is None else [work], finish
-
-
-def begin_allgather(
-    communicator: Communicator, rows: Sequence[Rows], tensors: Sequence[Tensor], *, async_op: bool = False
-) -> tuple[list[Work], list[Tensor]]:
-    """Begin to gather tensors along dimension 0. Return the running Works, and the results."""
-    works, outputs = [], []
-    for given, tensor in zip(rows, tensors, strict=True):
-        outputs.append(tensor.new_empty((sum(given), *tensor.shape[1:])))
-        works.append(communicator.allgather(list(outputs[-1].split(given)), tensor.detach(), async_op=async_op))
-    return [work for work in works if work is not None], outputs
-
-
-def begin_reducescatter(
-    communicator: Communicator,
-    reduction: Reduction,
-    rows: Sequence[Rows],
-    tensors: Sequence[Tensor],
-    *,
-    async_op: bool = False,
-) -> tuple[list[Work], Callable[[], list[Tensor]]]:
-    """Begin to reduce tensors and divide their rows. Return the running Works, and a function that returns this rank's rows
-    when they are done."""
-    op, divisor = reduction.op, 1
-    if _scales_integers(reduction, tensors):
-        op, divisor = _undivided(op, communicator.size)
-    works, outputs = [], []
-    for given, tensor in zip(rows, tensors, strict=True):
-        outputs.append(tensor.new_empty((given[communicator.rank], *tensor.shape[1:])))
-        chunks = list(scaled(tensor, reduction.prescale).split(given))
-        works.append(communicator.reduce_scatter(outputs[-1], chunks, op, async_op=async_op))
-    return [work for work in works if work is not None], lambda: [
-        scaled(output, reduction.postscale, divisor) for output in outputs
-    ]
 
 
 def _scales_integers(reduction: Reduction, tensors: Sequence[Tensor]) -> bool:
@@ -269,7 +242,7 @@ def _undivided(op: str, size: int) -> tuple[str, int]:
     return (Sum, size) if op == Average else (op, 1)
 
 
-def scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
+def _scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
     """Return tensor * factor / divisor in the tensor's dtype, without autograd history; the tensor itself if both are 1.
 
     Integers are multiplied and divided in float64 and then truncated toward zero, as Horovod does; those beyond 2**53

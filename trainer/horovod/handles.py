@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from gradwire.collectives import CollectiveError, Communicator, Mismatch, Work
-from gradwire.trainer.world.world import here, names_in_flight
+from gradwire.collectives import CollectiveError, Mismatch, Work
+from gradwire.collectives.errors import add_rank
+from gradwire.trainer.world.process_sets import ProcessSetLike
+from gradwire.trainer.world.world import communicator_of, names_in_flight, naming_this_rank
 
 T = TypeVar("T")
 
@@ -17,78 +18,77 @@ _REFUSED = "refused names"
 
 
 class NamedCall:
-    """A call, which reserves its name until its result is returned, and adds the name to errors.
+    """A call of a verb. It adds this rank and its name to errors, and reserves the name until its result is returned.
 
-    A name is reserved for one verb of one Communicator. It is released at the end of the `with` block, or if a Handle continues
-    the call, when synchronize() returns or poll() returns True. So a script decides whether a name is in flight, and not the
-    speed of messages.
+    communicator: that of the process set. A name is reserved for one verb of one Communicator. It is released at the end of the
+    `with` block, or if a Handle continues the call, when synchronize() returns or poll() returns True. So a script decides
+    whether a name is in flight, and not the speed of messages.
 
     Raises ValueError if the name is in flight, before anything is sent. Operations are matched by their order: ranks remain in
     step if all of them refuse the call, or no other rank makes it. A rank that makes it is one call ahead of those that refused
     it, which the following Mismatch then names.
     """
 
-    def __init__(self, verb: str, name: str | None, communicator: Communicator) -> None:
+    def __init__(self, verb: str, name: str | None, process_set: ProcessSetLike) -> None:
+        self.communicator = communicator_of(process_set)
+        self.verb = verb
         self.goes_on = False
-        self._key = verb, name
-        self._communicator = weakref.ref(communicator)  # its names have this call, which must not keep it alive
-        self._names = names_in_flight(communicator)
+        self._key, self._token = (verb, name), object()
+        self._names = names_in_flight(self.communicator)
         if name is None:
             return
         if self._key in self._names:
-            communicator.post(_REFUSED, self._key)
+            self.communicator.post(_REFUSED, self._key)
             raise ValueError(
-                f"{here()}{verb}: the name {name!r} is in flight already; synchronize() the operation that has it first, or "
-                f"give another name"
+                f"rank {self.communicator.rank}: {verb}: the name {name!r} is in flight already; synchronize() the operation "
+                "that has it first, or give another name"
             )
-        self._names[self._key] = self
+        self._names[self._key] = self._token
 
-    def __enter__(self) -> None:
-        """Leave the name with the call, which has it since its making."""
+    def __enter__(self) -> NamedCall:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            add_rank(error, self.communicator.rank)
         if isinstance(error, Mismatch):
             self._add_refusals(error)
-        if error is not None:
-            self._add_name(error)
+        if isinstance(error, (ValueError, TypeError, CollectiveError)) and self._key[1] is not None:
+            _append(error, " ({}, name={!r})".format(*self._key))
         if error is not None or not self.goes_on:
             self.release_name()
 
     def release_name(self) -> None:
         """Release the name for the next call."""
-        if self._names.get(self._key) is self:
+        if self._names.get(self._key) is self._token:
             del self._names[self._key]
 
     def _add_refusals(self, error: Mismatch) -> None:
         """Add the ranks that have refused a call which others may have made, so that their calls no longer correspond."""
-        communicator = self._communicator()
-        posted = {} if communicator is None else communicator.posted(_REFUSED)
-        refusals = "".join(
+        refusals = (
             f"; before that, rank {rank} refused a {verb} with name={name!r}, because the name was in flight there"
-            for rank, (verb, name) in sorted(posted.items())
+            for rank, (verb, name) in sorted(self.communicator.posted(_REFUSED).items())
         )
-        if refusals and refusals not in str(error):
-            error.args = (str(error) + refusals, *error.args[1:])
+        _append(error, "".join(refusals))
 
-    def _add_name(self, error: BaseException) -> None:
-        verb, name = self._key
-        suffix = f" ({verb}, name={name!r})"
-        if name is not None and isinstance(error, (ValueError, TypeError, CollectiveError)):
-            message = str(error)
-            error.args = (message if message.endswith(suffix) else message + suffix, *error.args[1:])
+
+def _append(error: Exception, text: str) -> None:
+    """Append a text to the message of an error that lacks it: synchronize() raises the same error again."""
+    if text not in (message := str(error)):
+        error.args = (message + text, *error.args[1:])
 
 
 class Handle(Generic[T]):
     """The handle of a running operation: the *_async verbs return it, and poll() and synchronize() take it."""
 
-    def __init__(self, call: NamedCall, works: Sequence[Work], finish: Callable[[], T]) -> None:
-        """Make a handle of the Works that a Communicator's verbs returned with async_op=True. finish: a function that is
-        called once all Works are complete, and returns the result."""
+    def __init__(self, call: NamedCall, works: Sequence[Work | None], finish: Callable[[], T]) -> None:
+        """Make a handle of what a Communicator's verbs returned with async_op=True. finish: a function that is called once all
+        Works are complete, and returns the result."""
         call.goes_on = True
         self._call = call
-        self._works = works
+        self._works = [work for work in works if work is not None]
         self._finish: Callable[[], T] | None = finish
         self._result: T
 
@@ -120,6 +120,7 @@ def synchronize(handle: Handle[T]) -> T:
 
 
 def _checked(handle: Handle[T]) -> Handle[T]:
-    if not isinstance(handle, Handle):
-        raise TypeError(f"{here()}a Handle is needed, as the *_async verbs return, not {type(handle).__name__}")
-    return handle
+    with naming_this_rank():
+        if not isinstance(handle, Handle):
+            raise TypeError(f"a Handle is needed, as the *_async verbs return, not {type(handle).__name__}")
+        return handle

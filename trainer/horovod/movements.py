@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.horovod.functional import Allgather, Alltoall, Broadcast, Rows, begin_allgather, copied
+from gradwire.collectives.sparse import begin_sum
+from gradwire.trainer.horovod.functional import Collective, allgather_of, alltoall_of, broadcast_of, copied
 from gradwire.trainer.horovod.handles import Handle, NamedCall
 from gradwire.trainer.reducer.arguments import Average, Sum, check_group, check_tensor
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
-from gradwire.trainer.world.world import communicator_of, here, root_in
+from gradwire.trainer.world.world import root_in
 
 T = TypeVar("T")
 
@@ -57,10 +58,8 @@ def broadcast(
 
     The gradient is Horovod's: on root_rank, the average over the ranks of the gradients of their results; on other ranks, 0.
     """
-    communicator = communicator_of(process_set)
-    with NamedCall("broadcast", name, communicator):
-        output: Tensor = Broadcast.apply(communicator, root_in(communicator, root_rank), check_tensor(tensor))
-        return output
+    with NamedCall("broadcast", name, process_set) as call:
+        return broadcast_of(call.communicator, root_in(call.communicator, root_rank))(check_tensor(tensor))[0]
 
 
 def broadcast_async(
@@ -81,9 +80,9 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle[Tensor]:
     """Run broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
-    communicator = communicator_of(process_set)
-    with (call := NamedCall("broadcast", name, communicator)):
-        work = communicator.broadcast(check_tensor(tensor).detach(), root_in(communicator, root_rank), async_op=True)
+    with NamedCall("broadcast", name, process_set) as call:
+        root = root_in(call.communicator, root_rank)
+        work = call.communicator.broadcast(check_tensor(tensor).detach(), root, async_op=True)
         return Handle(call, [work], lambda: tensor)
 
 
@@ -100,11 +99,10 @@ def alltoall(
 
     The gradient of a row is that of the same row on the rank that received it.
     """
-    communicator = communicator_of(process_set)
-    with NamedCall("alltoall", name, communicator):
-        sent, received = _exchange_splits(communicator, tensor, splits)
-        output: Tensor = Alltoall.apply(communicator, sent, received, tensor)
-        return output if splits is None else (output, _received_splits(received, splits))
+    with NamedCall("alltoall", name, process_set) as call:
+        collective, counts = _alltoall(call.communicator, tensor, splits)
+        (output,) = collective(tensor)
+        return output if splits is None else (output, counts)
 
 
 def alltoall_async(
@@ -115,12 +113,10 @@ def alltoall_async(
 ) -> Handle[tuple[Tensor, Tensor]]:
     """Run alltoall() in the background, except for the splits, which are exchanged before this returns; synchronize()
     returns the pair, also without splits."""
-    communicator = communicator_of(process_set)
-    with (call := NamedCall("alltoall", name, communicator)):
-        sent, received = _exchange_splits(communicator, tensor, splits)
-        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-        work = communicator.alltoall(output, tensor.detach(), received, sent, async_op=True)
-        return Handle(call, [work], lambda: (output, _received_splits(received, splits)))
+    with NamedCall("alltoall", name, process_set) as call:
+        collective, counts = _alltoall(call.communicator, tensor, splits)
+        works, finish = collective.begin([tensor], True)
+        return Handle(call, works, lambda: (finish()[0], counts))
 
 
 class SparseHandle(Handle[Tensor]):
@@ -142,51 +138,40 @@ def sparse_allreduce_async(
     Elements with the same index are summed.
     op: Average or Sum; Average needs a floating-point dtype.
     """
-    communicator = communicator_of(process_set)
-    size = communicator.size
-    with (call := NamedCall("sparse_allreduce", name, communicator)):
+    with NamedCall("sparse_allreduce", name, process_set) as call:
+        communicator = call.communicator
         if not isinstance(tensor, Tensor) or tensor.layout != torch.sparse_coo:
             given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{here()}sparse_allreduce_async needs a tensor of layout torch.sparse_coo, not {given}")
+            raise TypeError(f"sparse_allreduce_async needs a tensor of layout torch.sparse_coo, not {given}")
         if op not in (Average, Sum):
-            raise ValueError(f"{here()}op of a sparse allreduce must be {Average!r} or {Sum!r}, not {op!r}")
+            raise ValueError(f"op of a sparse allreduce must be {Average!r} or {Sum!r}, not {op!r}")
         if op == Average and not tensor.dtype.is_floating_point:
-            raise TypeError(f"{here()}the average of sparse tensors needs floating-point values, not {tensor.dtype}")
+            raise TypeError(f"the average of sparse tensors needs floating-point values, not {tensor.dtype}")
         mine = tensor.detach().coalesce()
-        elements = check_group(communicator.rank, "sparse_allreduce", [mine.indices().t().contiguous(), mine.values()])
+        indices, values = check_group(communicator.rank, call.verb, [mine.indices().t(), mine.values()])
         kind = [list(tensor.shape), tensor.sparse_dim(), str(tensor.dtype)]
-        everyones = communicator.allgather_record([kind, mine.indices().shape[1]])
+        everyones = communicator.allgather_record([kind, len(indices)])
         for rank, (theirs, _) in enumerate(everyones):
             if theirs != kind:
                 raise refused(
                     communicator,
-                    "sparse_allreduce",
+                    call.verb,
                     f"needs tensors that agree in shape, sparse dimensions and dtype: this rank gave {kind}, rank {rank} "
                     f"{theirs}",
                 )
-        rows = [count for _, count in everyones]
-        works, outputs = begin_allgather(communicator, [rows, rows], elements, async_op=True)
-
-        def finish() -> Tensor:
-            indices, values = outputs
-            values = values / size if op == Average else values
-            return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, device=values.device).coalesce()
-
-        return SparseHandle(call, works, finish)
+        works, finish = begin_sum(communicator, indices, values, [count for _, count in everyones], tensor.shape)
+        return SparseHandle(call, works, lambda: finish() / communicator.size if op == Average else finish())
 
 
 def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Return once all ranks have called it."""
-    communicator = communicator_of(process_set)
-    with NamedCall("barrier", None, communicator):
-        communicator.barrier()
+    with NamedCall("barrier", None, process_set) as call:
+        call.communicator.barrier()
 
 
 def _allgather(verb: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSetLike) -> list[Tensor]:
-    communicator = communicator_of(process_set)
-    with NamedCall(verb, name, communicator):
-        tensors = check_group(communicator.rank, verb, tensors)
-        return list(Allgather.apply(communicator, _rows_by_rank(communicator, verb, tensors), *tensors))
+    with NamedCall(verb, name, process_set) as call:
+        return _gathering(call, tensors)(*tensors)
 
 
 def _allgather_async(
@@ -197,24 +182,23 @@ def _allgather_async(
     process_set: ProcessSetLike,
 ) -> Handle[T]:
     """Return the handle of an allgather, whose result is `result` of the gathered tensors."""
-    communicator = communicator_of(process_set)
-    with (call := NamedCall(verb, name, communicator)):
-        tensors = check_group(communicator.rank, verb, tensors)
-        rows = _rows_by_rank(communicator, verb, tensors)
-        works, outputs = begin_allgather(communicator, rows, tensors, async_op=True)
-        return Handle(call, works, lambda: result(outputs))
+    with NamedCall(verb, name, process_set) as call:
+        works, finish = _gathering(call, tensors).begin(tensors, True)
+        return Handle(call, works, lambda: result(finish()))
 
 
 _Kind: TypeAlias = tuple[list[int], str]
 """Shape and dtype of a rank's tensor."""
 
 
-def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tensor]) -> list[Rows]:
-    """Return the size of dimension 0 on every rank, of each tensor. Raises Refused on all ranks if tensors do not fit."""
-    everyones: list[list[_Kind]] = communicator.allgather_record([_kind(tensor) for tensor in tensors])
+def _gathering(call: NamedCall, tensors: Sequence[Tensor]) -> Collective:
+    """Return the function that gathers the tensors. Raises Refused on all ranks if they do not fit."""
+    communicator, verb = call.communicator, call.verb
+    mine = [_kind(tensor) for tensor in check_group(communicator.rank, verb, tensors)]
+    everyones: list[list[_Kind]] = communicator.allgather_record(mine)
     for rank, kinds in enumerate(everyones):
-        if len(kinds) != len(tensors):
-            raise refused(communicator, verb, f"rank {rank} gave {len(kinds)} tensors, this rank {len(tensors)}")
+        if len(kinds) != len(mine):
+            raise refused(communicator, verb, f"rank {rank} gave {len(kinds)} tensors, this rank {len(mine)}")
     rows = []
     for kinds in map(list, zip(*everyones, strict=True)):
         for rank, (shape, _) in enumerate(kinds):
@@ -222,14 +206,15 @@ def _rows_by_rank(communicator: Communicator, verb: str, tensors: Sequence[Tenso
                 raise refused(communicator, verb, f"needs tensors of at least one dimension; rank {rank} gave a scalar")
         _check_rows_fit(communicator, verb, kinds)
         rows.append([shape[0] for shape, _ in kinds])
-    return rows
+    return allgather_of(communicator, rows)
 
 
-def _exchange_splits(
+def _alltoall(
     communicator: Communicator, tensor: Tensor, splits: Tensor | Sequence[int] | None
-) -> tuple[Rows, Rows]:
-    """Return the numbers of rows to every rank, and from every rank. Raises Refused on all ranks if they do not fit."""
-    (tensor,) = check_group(communicator.rank, "alltoall", [tensor])
+) -> tuple[Collective, Tensor]:
+    """Return the function that exchanges rows, and the numbers of rows from every rank. Raises Refused on all ranks if the splits
+    or the tensors do not fit."""
+    check_group(communicator.rank, "alltoall", [tensor])
     given: list[Any] | None = None if splits is None else torch.as_tensor(splits, device="cpu").tolist()
     everyones: list[tuple[_Kind, list[Any] | None]] = communicator.allgather_record((_kind(tensor), given))
     for rank, ((shape, _), theirs) in enumerate(everyones):
@@ -237,7 +222,9 @@ def _exchange_splits(
     kinds = [kind for kind, _ in everyones]
     _check_rows_fit(communicator, "alltoall", kinds)
     sent = [[shape[0] // communicator.size] * communicator.size if s is None else s for (shape, _), s in everyones]
-    return sent[communicator.rank], [rows[communicator.rank] for rows in sent]
+    received = [rows[communicator.rank] for rows in sent]
+    counts = torch.tensor(received, dtype=torch.int32, device=splits.device if isinstance(splits, Tensor) else "cpu")
+    return alltoall_of(communicator, sent[communicator.rank], received), counts
 
 
 def _check_splits(communicator: Communicator, rank: int, shape: list[int], splits: list[Any] | None) -> None:
@@ -255,11 +242,6 @@ def _check_splits(communicator: Communicator, rank: int, shape: list[int], split
             return
         reason = f"splits must be {size} whole numbers >= 0 that add up to {shape[0]} rows; rank {rank} gave {splits}"
     raise refused(communicator, "alltoall", reason)
-
-
-def _received_splits(received: Rows, splits: Tensor | Sequence[int] | None) -> Tensor:
-    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    return torch.tensor(received, dtype=torch.int32, device=device)
 
 
 def _kind(tensor: Tensor) -> _Kind:

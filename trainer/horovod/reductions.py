@@ -12,13 +12,12 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.reduction import Reduction, check_arithmetic
 from gradwire.trainer.horovod.functional import (
-    Allreduce,
-    ReduceScatter,
-    Rows,
-    begin_allreduce,
-    begin_reducescatter,
+    Collective,
+    allreduce_of,
+    begin_allreduce_,
     copied,
     is_integer,
+    reducescatter_of,
 )
 from gradwire.trainer.horovod.handles import Handle, NamedCall
 from gradwire.trainer.reducer.arguments import (
@@ -33,7 +32,6 @@ from gradwire.trainer.reducer.arguments import (
 from gradwire.trainer.reducer.compression import Cast, Compression, Compressor, verb_codec
 from gradwire.trainer.rules.adasum import check_adasum
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set, refused
-from gradwire.trainer.world.world import communicator_of, here
 
 T = TypeVar("T")
 
@@ -242,50 +240,39 @@ def grouped_reducescatter_async(
 
 
 def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor) -> list[Tensor]:
-    communicator = communicator_of(given.process_set)
-    with NamedCall(given.verb, given.name, communicator):
+    with NamedCall(given.verb, given.name, given.process_set) as call:
         reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         meant = verb_codec(compression)
-        tensors = _checked(communicator, given.verb, tensors, reduction)
+        tensors = _checked(call.communicator, given.verb, tensors, reduction)
         cast = meant if isinstance(meant, Cast) else Compression.none
         codecs = [_summing_codec(meant, tensor, reduction.op) for tensor in tensors]
         pairs = zip(tensors, codecs, strict=True)
         sent = [cast.compress(tensor)[0] if codec is None else tensor for tensor, codec in pairs]
-        reduced = Allreduce.apply(communicator, reduction, codecs, *sent)
+        reduced = allreduce_of(call.communicator, reduction, codecs)(*sent)
         return [cast.decompress(output, tensor.dtype) for output, tensor in zip(reduced, tensors, strict=True)]
 
 
 def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]) -> Handle[T]:
     """Return the handle of an allreduce, whose result is `result` of the reduced tensors."""
-    communicator = communicator_of(given.process_set)
-    with (call := NamedCall(given.verb, given.name, communicator)):
+    with NamedCall(given.verb, given.name, given.process_set) as call:
         reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
-        tensors = _checked(communicator, given.verb, tensors, reduction)
-        works, finish = begin_allreduce(communicator, reduction, [each.detach() for each in tensors], async_op=True)
-
-        def finished() -> T:
-            finish()
-            return result(tensors)
-
-        return Handle(call, works, finished)
+        tensors = _checked(call.communicator, given.verb, tensors, reduction)
+        works, finish = begin_allreduce_(call.communicator, reduction, tensors, async_op=True)
+        return Handle(call, works, lambda: result(finish()))
 
 
 def _reducescatter(given: _Given, tensors: Sequence[Tensor], compression: Cast) -> list[Tensor]:
-    communicator = communicator_of(given.process_set)
-    with NamedCall(given.verb, given.name, communicator):
-        tensors, reduction, rows = _scatterable(communicator, given, tensors)
+    with NamedCall(given.verb, given.name, given.process_set) as call:
+        tensors, op, collective = _scattering(call.communicator, given, tensors)
         if not isinstance(compression, Cast):
-            raise ValueError(
-                f"{here()}{given.verb} has no codecs: compression must be Compression.none, .fp16 or .bf16"
-            )
-        codecs = [_summing_codec(compression, tensor, reduction.op) for tensor in tensors]
-        headrooms = [1.0 if codec is None else codec.headroom(communicator.size) for codec in codecs]
+            raise ValueError(f"{given.verb} has no codecs: compression must be Compression.none, .fp16 or .bf16")
+        codecs = [_summing_codec(compression, tensor, op) for tensor in tensors]
+        headrooms = [1.0 if codec is None else codec.headroom(call.communicator.size) for codec in codecs]
         sent = [
             compression.compress(tensor if headroom == 1 else tensor * headroom)[0]
             for tensor, headroom in zip(tensors, headrooms, strict=True)
         ]
-        outputs = ReduceScatter.apply(communicator, reduction, rows, *sent)
-        wide = [compression.decompress(o, tensor.dtype) for o, tensor in zip(outputs, tensors, strict=True)]
+        wide = [compression.decompress(o, tensor.dtype) for o, tensor in zip(collective(*sent), tensors, strict=True)]
         return [o if headroom == 1 else o / headroom for o, headroom in zip(wide, headrooms, strict=True)]
 
 
@@ -293,18 +280,17 @@ def _reducescatter_async(
     given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]
 ) -> Handle[T]:
     """Return the handle of a reducescatter, whose result is `result` of this rank's rows."""
-    communicator = communicator_of(given.process_set)
-    with (call := NamedCall(given.verb, given.name, communicator)):
-        tensors, reduction, rows = _scatterable(communicator, given, tensors)
-        works, finish = begin_reducescatter(communicator, reduction, rows, tensors, async_op=True)
+    with NamedCall(given.verb, given.name, given.process_set) as call:
+        tensors, _, collective = _scattering(call.communicator, given, tensors)
+        works, finish = collective.begin(tensors, True)
         return Handle(call, works, lambda: result(finish()))
 
 
-def _scatterable(
+def _scattering(
     communicator: Communicator, given: _Given, tensors: Sequence[Tensor]
-) -> tuple[list[Tensor], Reduction, list[Rows]]:
-    """Return the tensors, the reduction, and how many rows of each tensor every rank gets. Raises Refused for Adasum, which
-    does not compute each element from that element alone, and for scalars; ValueError or TypeError as _checked() does."""
+) -> tuple[list[Tensor], str, Collective]:
+    """Return the tensors of a reducescatter, its op, and the function that computes it. Raises Refused for Adasum, which does
+    not compute each element from that element alone, and for scalars; ValueError or TypeError as _checked() does."""
     if given.op == Adasum:
         raise refused(communicator, given.verb, f"op must be one of {', '.join(OPS_BY_ELEMENT)}, not {given.op!r}")
     reduction = Reduction(resolve_op(given.op, allowed=OPS_BY_ELEMENT), given.prescale, given.postscale)
@@ -315,7 +301,7 @@ def _scatterable(
             raise refused(communicator, given.verb, "needs tensors of at least one dimension, not a scalar")
         fewer, longer = divmod(tensor.shape[0], communicator.size)
         rows.append([fewer + (rank < longer) for rank in range(communicator.size)])
-    return tensors, reduction, rows
+    return tensors, reduction.op, reducescatter_of(communicator, reduction, rows)
 
 
 def _checked(communicator: Communicator, verb: str, tensors: Sequence[Tensor], reduction: Reduction) -> list[Tensor]:
@@ -338,7 +324,6 @@ def _summing_codec(compression: Cast | Codec, tensor: Tensor, op: str) -> Codec 
         return compression.codec(tensor.dtype) if op in (Average, Sum) else None
     if op not in (Average, Sum) or not tensor.dtype.is_floating_point:
         raise ValueError(
-            f"{here()}codec {compression.name!r} is for the sum or average of floating-point tensors, not for op {op!r} of "
-            f"{tensor.dtype}"
+            f"codec {compression.name!r} is for the sum or average of floating-point tensors, not for op {op!r} of {tensor.dtype}"
         )
     return compression

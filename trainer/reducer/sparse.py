@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import Work
+from gradwire.collectives.sparse import begin_sum
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.combination import Combination, OperationChain
 from gradwire.trainer.reducer.compression import Cast, Encoding
 from gradwire.trainer.reducer.dtensors import shard_of
-from gradwire.trainer.world.world import here
 
 ABSENT = -1
 
@@ -112,42 +112,34 @@ class SparseGradients(OperationChain):
         """Combine the gradients of one parameter. sizes: by rank, the number of rows, the number of sparse dimensions, and
         whether the gradient is not sparse."""
         counts = [max(0, count) for count, _, _ in sizes]
+        communicator = self._combination.communicator
         dimensions = {dimension for count, dimension, _ in sizes if count != ABSENT}
         if not dimensions:
             self._results.pop(self.items[slot], None)
             return
         if len(dimensions) > 1:
             raise ValueError(
-                f"{here()}the gradient of {self._names[slot]!r} is sparse in {sorted(dimensions)} dimensions, depending "
-                "on the rank"
+                f"rank {communicator.rank}: the gradient of {self._names[slot]!r} is sparse in {sorted(dimensions)} dimensions, "
+                "depending on the rank"
             )
         parameter, (dimension,) = self._parameters[slot], dimensions
         cast = self._encodings[slot]
         wire = cast.dtype_on_wire(parameter.dtype) if isinstance(cast, Cast) else parameter.dtype
-        indices = parameter.new_empty((sum(counts), dimension), dtype=torch.int64)
-        values = parameter.new_empty((sum(counts), *parameter.shape[dimension:]), dtype=wire)
+        indices = parameter.new_empty((0, dimension), dtype=torch.int64)
+        values = parameter.new_empty((0, *parameter.shape[dimension:]), dtype=wire)
+        if rows is not None:
+            indices, values = rows.indices().t(), (rows.values() / self._combination.predivide).to(wire)
         if sum(counts):
-            own_indices, own_values = indices[:0], values[:0]
-            if rows is not None:
-                own_indices = rows.indices().t().contiguous()
-                own_values = (rows.values() / self._combination.predivide).to(wire).contiguous()
-            yield from self._gather(indices, own_indices, counts)
-            yield from self._gather(values, own_values, counts)
-        values = values.to(parameter.dtype)
-        total = torch.sparse_coo_tensor(
-            indices.t(), values, parameter.shape, check_invariants=False, device=values.device
-        ).coalesce()
+            nbytes = self._combination.traffic.gathered_bytes(indices.nbytes + values.nbytes)
+            self._combination.traffic.count(sent=nbytes, uncompressed=nbytes)
+        works, add = begin_sum(communicator, indices, values, counts, parameter.shape, parameter.dtype)
+        yield from works
+        total = add()
         total._values().mul_(self._combination.predivide / self._combination.inputs)
         if all(is_dense for _, _, is_dense in sizes):
             self.found_dense.add(self.items[slot])
             total = total.to_dense()
         self._results[self.items[slot]] = total
-
-    def _gather(self, output: Tensor, rows: Tensor, counts: Sequence[int]) -> Iterator[Work]:
-        """Gather rows of all ranks."""
-        nbytes = self._combination.traffic.gathered_bytes(rows.nbytes)
-        self._combination.traffic.count(sent=nbytes, uncompressed=nbytes)
-        yield self._combination.communicator.allgather(list(output.split(list(counts))), rows, async_op=True)
 
     def _rows_here(self, slot: int) -> Tensor | None:
         """Return this rank's gradient, coalesced; None if there is none."""

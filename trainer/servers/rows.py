@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire.collectives.sparse import added
+
 ABSENT, DENSE = -1, 0
 
 
@@ -47,9 +49,7 @@ def weighted_sum(tensors: Sequence[tuple[Tensor | None, float]], dtype: torch.dt
         shape = present[0][0].shape
         indices = torch.cat([tensor.indices() for tensor, _ in present], 1)
         values = torch.cat([tensor.values().to(wide) * factor for tensor, factor in present])
-        return (
-            torch.sparse_coo_tensor(indices, values, shape, device="cpu", check_invariants=False).coalesce().to(dtype)
-        )
+        return added(indices, values, shape).to(dtype)
     (first, factor), *others = present
     first = first.to_dense() if first.is_sparse else first
     if not others and factor == 1:

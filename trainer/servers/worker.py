@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.sparse import begin_sum
 from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.connection import Flat, from_record, to_record
 from gradwire.trainer.servers.pushed import Sender
@@ -169,17 +170,14 @@ class Member:
     ) -> Tensor:
         """Return the sum of all ranks' sparse gradients of a parameter, each times the share of its rank. counts: the number
         of rows of each rank. dimensions: the number of sparse dimensions."""
-        indices = torch.empty((sum(counts), dimensions), dtype=torch.int64, device="cpu")
-        values = torch.empty((sum(counts), *parameter.shape[dimensions:]), dtype=parameter.dtype, device="cpu")
-        if len(indices):
-            own_indices, own_values = indices[:0], values[:0]
-            if gradient is not None:
-                own_indices, own_values = gradient.indices().t().cpu().contiguous(), gradient.values().cpu() * share
-            self._communicator.allgather(list(indices.split(list(counts))), own_indices)
-            self._communicator.allgather(list(values.split(list(counts))), own_values)
-        return torch.sparse_coo_tensor(
-            indices.t(), values, parameter.shape, device="cpu", check_invariants=False
-        ).coalesce()
+        indices = torch.empty((0, dimensions), dtype=torch.int64, device="cpu")
+        values = torch.empty((0, *parameter.shape[dimensions:]), dtype=parameter.dtype, device="cpu")
+        if gradient is not None:
+            indices, values = gradient.indices().t().cpu(), gradient.values().cpu() * share
+        works, add = begin_sum(self._communicator, indices, values, counts, parameter.shape)
+        for work in works:
+            work.wait()
+        return add()
 
     def _share(self) -> None:
         """Copy the first rank's parameters to the other ranks of the group."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives.errors import NamesRank
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
 from gradwire.trainer.world.joined import World
@@ -245,6 +246,11 @@ def here() -> str:
     return "" if _holder.world is None else f"rank {_holder.world.rank}: "
 
 
+def naming_this_rank() -> NamesRank:
+    """Return the context manager that begins the messages of errors in its block with this rank; see NamesRank."""
+    return NamesRank(None if _holder.world is None else _holder.world.rank)
+
+
 def communicator_of(process_set: ProcessSetLike) -> Communicator:
     """Return the Communicator of a process set. Raises NotIncluded if this process is not in it."""
     return process_set if isinstance(process_set, Communicator) else current_world().communicator(process_set)
@@ -256,13 +262,13 @@ def root_in(communicator: Communicator, root_rank: int) -> int:
     If the Communicator's ranks have no ranks in torch.distributed, root_rank is already a rank of the Communicator.
     """
     if not isinstance(root_rank, int):
-        raise TypeError(f"{here()}root_rank must be a whole number, not {root_rank!r}")
+        raise TypeError(f"root_rank must be a whole number, not {root_rank!r}")
     ranks: list[int | None] = list(communicator.global_ranks or range(communicator.size))
     if communicator.global_ranks and _holder.world is not None:
         ranks = _holder.world.ranks_of(communicator)
     if root_rank not in ranks:
         listed = ", ".join(map(str, ranks))
-        raise ValueError(f"{here()}root_rank={root_rank} does not take part; ranks of the world that do are {listed}")
+        raise ValueError(f"root_rank={root_rank} does not take part; ranks of the world that do are {listed}")
     return ranks.index(root_rank)
 
 
