@@ -77,9 +77,9 @@ def test_a_cast_takes_the_time_of_its_exchange_and_of_its_coding() -> None:
 @pytest.mark.parametrize(("rate", "best"), [(1e7, "int4"), (2.5e8, "int8"), (1e10, "none")])
 def test_the_slower_the_links_the_fewer_bytes(rate: float, best: str, caplog: pytest.LogCaptureFixture) -> None:
     both = chosen(Described(rate), "int8", "int4")
-    assert both.of(SIZE).name == best
+    assert both.choose(SIZE).name == best
     with caplog.at_level(logging.INFO, "gradwire"):
-        both.follow(0, [SIZE], 0.0)
+        both.follow(0, 0.0)
     assert len(caplog.messages) == 1
     assert f"bucket 0 (12.5 MB): {best}, " in caplog.messages[0]
     assert caplog.messages[0].count(" ms") == 3
@@ -87,9 +87,9 @@ def test_the_slower_the_links_the_fewer_bytes(rate: float, best: str, caplog: py
 
 def test_a_small_bucket_beside_a_large_one_may_travel_as_it_is() -> None:
     both = chosen(Described(2.5e8), "int8")
-    assert [both.of((numel, torch.float32)).name for numel in (300, 3_125_000)] == ["none", "int8"]
-    assert chosen(Described(2e9), "int8").of(SIZE).name == "int8"
-    assert chosen(Described(2e9), "int8", in_shares=True).of(SIZE).name == "none"  # of which only half is exchanged
+    assert [both.choose((numel, torch.float32)).name for numel in (300, 3_125_000)] == ["none", "int8"]
+    assert chosen(Described(2e9), "int8").choose(SIZE).name == "int8"
+    assert chosen(Described(2e9), "int8", in_shares=True).choose(SIZE).name == "none"  # of which only half is exchanged
 
 
 def corrected(made: Choice, monkeypatch: pytest.MonkeyPatch, step_s: dict[str, float], exchange_s: float) -> list[str]:
@@ -98,10 +98,11 @@ def corrected(made: Choice, monkeypatch: pytest.MonkeyPatch, step_s: dict[str, f
     monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     seen = []
     for step in range(4 * WINDOW):
-        seen.append(made.of(SIZE).name)
+        made.sizes.clear()
+        seen.append(made.choose(SIZE).name)
         clock.now += step_s[seen[-1]]
-        made.follow(step, [SIZE], exchange_s)
-        made.follow(step, [SIZE], 1e9)  # a second look after the same step counts for nothing
+        made.follow(step, exchange_s)
+        made.follow(step, 1e9)  # a second look after the same step counts for nothing
     assert made.settled
     return seen
 
@@ -111,7 +112,7 @@ def test_what_takes_as_long_as_predicted_stays(
 ) -> None:
     communicator = Described(2.5e8)
     made = chosen(communicator, "int8")
-    predicted_s = communicator.predict(SIZE[0], 4, made.of(SIZE).codec)  # type: ignore[arg-type]
+    predicted_s = communicator.predict(SIZE[0], 4, made.choose(SIZE).codec)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, "gradwire"):
         assert set(corrected(made, monkeypatch, {"int8": 1.0}, 1.05 * predicted_s)) == {"int8"}
     assert communicator.asked == 1
@@ -152,8 +153,9 @@ def test_a_rank_that_has_joined_follows_without_steps_of_its_own() -> None:
     communicator = Described(2.5e8)
     communicator.others = [[1.0, 1.0]]
     joined = chosen(communicator, "int8")
-    joined.follow(0, [SIZE], 1.0)
-    joined.follow(SKIPPED + COUNTED, [SIZE], 1.0, counts=False)
+    joined.choose(SIZE)
+    joined.follow(0, 1.0)
+    joined.follow(SKIPPED + COUNTED, 1.0, counts=False)
     assert communicator.mine == [[]]
 
 
@@ -179,7 +181,10 @@ def test_steps_are_not_measured_before_codecs_are_used_nor_across_layouts() -> N
     communicator = Described(2.5e8)
     made = chosen(communicator, ErrorFeedback("int8", warmup_steps=50))
     for step in range(50 + SKIPPED + COUNTED):
-        assert not made.follow(step, [SIZE] * (1 + (step == 54)), 1.0)
+        made.sizes.clear()
+        for _ in range(1 + (step == 54)):
+            made.choose(SIZE)
+        assert not made.follow(step, 1.0)
     assert communicator.asked == 0
 
 

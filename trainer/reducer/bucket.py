@@ -230,7 +230,8 @@ class Bucket:
         step: the number of earlier exchanges."""
         self._absent = self.collect(range(len(self.items)))
         if residuals:
-            residuals.add_to({item: self.memory[span] for item, span in zip(self.items, self.spans, strict=True)})
+            parts = {item: self.memory[span] for item, span in zip(self.items, self.spans, strict=True)}
+            residuals.add_to(parts, self.buffer.combination.share)
         self.presence.fill_(1)
         for slot in self._absent:
             self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse

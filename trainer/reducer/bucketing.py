@@ -13,7 +13,7 @@ from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.agreement import agree_on_parameters
 from gradwire.trainer.reducer.bucket import Bucket, presence_of
 from gradwire.trainer.reducer.buffers import CodedBuffer, Exported, PlainBuffer
-from gradwire.trainer.reducer.choice import Choice, Size
+from gradwire.trainer.reducer.choice import Choice
 from gradwire.trainer.reducer.compression import AUTO, Cast, Encoding
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
 from gradwire.trainer.reducer.layout import (
@@ -54,9 +54,8 @@ class Bucketing:
         self._encodings: list[Cast | Encoding] = []
         self._is_chosen: list[bool] = []
         self._choice: Choice | None = None
-        self._sizes: list[Size] = []
         self._is_stale = False
-        self.residuals = Residuals(setup)
+        self.residuals = Residuals()
         """Of the parameters that have no buffer with error feedback at the moment."""
         self._order: list[int] = []
         self._arrivals: list[int] | None = None
@@ -184,7 +183,9 @@ class Bucketing:
         if not self.is_due:
             return
         trainable = self._trainable()
-        self._is_stale, self._sizes = False, []
+        self._is_stale = False
+        if self._choice is not None:
+            self._choice.sizes.clear()
         _check_dtypes((self.names[index], self.parameters[index]) for index in trainable)
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
         self.is_learning = not self._laid_out() | set(self._arrivals or ()) >= set(trainable)
@@ -224,7 +225,7 @@ class Bucketing:
         some steps. step: the number of earlier exchanges. counts: see Choice.follow()."""
         if self._choice is not None:
             exchange_s = sum(bucket.buffer.seconds for bucket in self.buckets)
-            self._is_stale |= self._choice.follow(step, self._sizes, exchange_s, counts=counts)
+            self._is_stale |= self._choice.follow(step, exchange_s, counts=counts)
 
     def _replace(self, buckets: list[Bucket]) -> None:
         """Replace the buckets with these, and move the gradients."""
@@ -272,9 +273,9 @@ class Bucketing:
         for plan in self._plans(order, [AUTO if is_chosen else kind for is_chosen, kind in pairs]):
             if self._is_chosen[plan.items[0]]:
                 size = plan.presence_offset, held_here(self.parameters[plan.items[0]]).dtype
-                self._sizes.append(size)
+                kind = self._choice.choose(size)
                 for index in plan.items:
-                    self._encodings[index] = self._choice.of(size)
+                    self._encodings[index] = kind
 
     def _bucket(self, plan: BucketPlan, number: int) -> Bucket:
         return Bucket(
@@ -318,10 +319,8 @@ class Bucketing:
                 return None
         buckets = [self._bucket(lay_out(items, entry["parameters"]), number) for number, entry in enumerate(saved)]
         for buffer, entry in zip((bucket.coded for bucket in buckets), saved, strict=True):
-            if (buffer is not None) != ("tensors" in entry) or (buffer is not None and not buffer.fits(entry)):
+            if (buffer is not None) != ("tensors" in entry) or not (buffer is None or buffer.load_state_dict(entry)):
                 return None
-            if buffer is not None:
-                buffer.load_state_dict(entry)
         return buckets
 
     def restore(self, state: dict[str, Any], buckets: list[Bucket]) -> None:

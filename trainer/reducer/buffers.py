@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -27,27 +27,43 @@ the parameter."""
 
 
 class PlainBuffer(OperationChain):
-    """Combines numbers over the ranks in one operation, uncompressed or by a codec without error feedback. codec: encodes the
-    values; None leaves them uncompressed."""
+    """Combines numbers over the ranks in one operation, uncompressed or by a codec without error feedback.
+
+    codec: encodes the values; None leaves them uncompressed. items, views: the parameters whose gradients the buffer holds, and
+    the places of these gradients in it, if they are copied there; a parameter's index in items is its slot.
+    """
 
     chained = False
+    items: Sequence[int] = ()
+    views: Sequence[Tensor] = ()
 
     def __init__(self, combination: Combination, values: Tensor, codec: Codec | None = None) -> None:
         super().__init__()
         self.values = values
         self.codec: Codec | MatrixCodec | None = codec
-        self._combination = combination
+        self.combination = combination
         self._cast = codec
         self._prepared: PreparedOperation | None = None
 
+    @classmethod
+    def packed(cls, combination: Combination, gradients: Mapping[int, Tensor]) -> PlainBuffer:
+        """Return a buffer with places for these gradients, by parameter, one after the other."""
+        shapes = [gradient.shape for gradient in gradients.values()]
+        values = next(iter(gradients.values())).new_empty(sum(map(math.prod, shapes)))
+        buffer = cls(combination, values)
+        buffer.items = list(gradients)
+        parts = values.split([math.prod(shape) for shape in shapes])
+        buffer.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return buffer
+
     def start(self, step: int) -> None:
         """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges."""
-        traffic = self._combination.traffic
+        traffic = self.combination.traffic
         traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
         super().start(step)
 
     def _operations(self, step: int) -> Iterator[Work]:
-        combination = self._combination
+        combination = self.combination
         if self._cast is not None:
             yield combination.start(self.values, self._cast)
             return
@@ -130,7 +146,7 @@ class CodedBuffer(PlainBuffer):
         if not (slots := self.with_feedback):
             return [{} for _ in self.items]
         residual = self.residual()
-        self._combination.start(residual, divided=True).wait()
+        self.combination.start(residual, divided=True).wait()
         entries = enumerate(zip(self.spans, self._codec_states(), strict=True))
         return [{"residual": residual[span], **state} if slot in slots else {} for slot, (span, state) in entries]
 
@@ -158,8 +174,9 @@ class CodedBuffer(PlainBuffer):
             "tensors": self.tensors(),
         }
 
-    def fits(self, state: dict[str, Any]) -> bool:
-        """Return whether load_state_dict() can load this. Raises ValueError for a state that this buffer cannot have saved."""
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Load a state_dict(). Return False, with nothing loaded, for that of another buffer. Raises ValueError for a state that
+        no buffer can have saved."""
         mine = self.state_dict()
         tensors = mine.pop("tensors")
         if any(state.get(key) != value for key, value in mine.items()):
@@ -175,12 +192,12 @@ class CodedBuffer(PlainBuffer):
         for name, tensor in tensors.items():
             if saved[name].dtype is not tensor.dtype:
                 raise ValueError(f"{name!r} of a bucket has dtype {saved[name].dtype}, not {tensor.dtype}")
+        self._load(saved)
         return True
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state_dict() for which fits() returns True."""
+    def _load(self, saved: dict[str, Tensor]) -> None:
         for name, tensor in self.tensors().items():
-            tensor.copy_(state["tensors"][name])
+            tensor.copy_(saved[name])
 
 
 class CodecBuffer(CodedBuffer):
@@ -191,12 +208,12 @@ class CodecBuffer(CodedBuffer):
         self._codec = self._encoding.codec
         self._feedback: Feedback | None = None
         if self._encoding.feedback:
-            communicator, values = self._combination.communicator, self.values
+            communicator, values = self.combination.communicator, self.values
             self._feedback = communicator.new_feedback(self._codec, values.numel(), values.device)
             self.shard_start = self._feedback.shard.start
 
     def _codes(self, step: int) -> Iterator[Work]:
-        yield self._combination.start(self.values, self._codec, self._feedback, step, self._number)
+        yield self.combination.start(self.values, self._codec, self._feedback, step, self._number)
 
     @property
     def with_feedback(self) -> Collection[int]:
@@ -204,7 +221,7 @@ class CodecBuffer(CodedBuffer):
 
     def residual(self) -> Tensor:
         feedback = self._feedback
-        return torch.zeros_like(self.values) if feedback is None else feedback.unsent_error(self._combination.inputs)
+        return torch.zeros_like(self.values) if feedback is None else feedback.unsent_error(self.combination.inputs)
 
     def _codec_states(self) -> list[Exported]:
         states: list[Exported] = [{} for _ in self.items]
@@ -212,7 +229,7 @@ class CodecBuffer(CodedBuffer):
             total = torch.zeros_like(self.values)
             for start, state in self._states():
                 total[start : start + state[name].numel()].copy_(state[name])
-            self._combination.communicator.allreduce(total, Sum)
+            self.combination.communicator.allreduce(total, Sum)
             for entry, span in zip(states, self.spans, strict=True):
                 entry[name] = total[span]
         return states
@@ -222,7 +239,7 @@ class CodecBuffer(CodedBuffer):
         partition, start = self._feedback.partition, self.spans[slot].start
         if not partition.group:  # other ranks of this host encode all of it
             return
-        encoders, combination = len(partition.group), self._combination
+        encoders, combination = len(partition.group), self.combination
         first, last = partition.shards[0].start, partition.shards[-1].stop
         share = combination.inputs / encoders / combination.predivide
         _add_overlap(self._feedback.worker[first:last], first, exported["residual"], start, share)
@@ -256,10 +273,10 @@ class MatrixBuffer(CodedBuffer):
         self._state = self._codec.new_state([tuple(view.shape) for view in self.views], self.values.device)
 
     def _codes(self, step: int) -> Iterator[Work]:
-        if self._combination.predivide != 1:
-            self.values.div_(self._combination.predivide)
+        if self.combination.predivide != 1:
+            self.values.div_(self.combination.predivide)
         for sums in self._state.exchange(self.views):
-            yield self._combination.start(sums, divided=True)
+            yield self.combination.start(sums, divided=True)
 
     @property
     def with_feedback(self) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:
@@ -282,9 +299,7 @@ class MatrixBuffer(CodedBuffer):
 
     def _add(self, slot: int, exported: Exported) -> None:
         error, state = self.with_feedback[slot]
-        combination = self._combination
-        share = combination.inputs / combination.communicator.size / combination.predivide
-        error.view(-1).add_(exported["residual"], alpha=share)
+        error.view(-1).add_(exported["residual"], alpha=self.combination.share / self.combination.predivide)
         for name, tensor in state.items():
             if name in exported and exported[name].shape == tensor.shape:
                 tensor.copy_(exported[name])
@@ -294,10 +309,10 @@ class MatrixBuffer(CodedBuffer):
         found = {"worker": self.residual(), "owner": self.values.new_empty(0)} if known else {}
         return found | {f"{name}.{slot}": x for slot, (_, state) in known.items() for name, x in state.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def _load(self, saved: dict[str, Tensor]) -> None:
+        super()._load(saved)
         for slot, (error, _) in self.with_feedback.items():
-            error.view(-1).copy_(state["tensors"]["worker"][self.spans[slot]])
+            error.view(-1).copy_(saved["worker"][self.spans[slot]])
 
 
 def buffer_for(encoding: Encoding) -> type[CodedBuffer]:

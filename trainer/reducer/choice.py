@@ -57,32 +57,38 @@ class Choice:
         # For each choice tried: seconds of a step, the candidate (None: as predicted), and the seconds used for comparison.
         self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
         self._step, self._now_s = -1, 0.0
+        self.sizes: list[Size] = []
+        """The sizes of all buckets whose candidate choose() has returned. Clear it when the buckets are laid out anew."""
         self._reported: Sequence[Size] = ()
         self.restart()
 
     def restart(self) -> None:
         """Restart the measurement of steps."""
-        self._sizes: Sequence[Size] = ()
+        self._sizes: list[Size] = []  # of the steps that are measured
         self._due = 0
         self._measured: list[tuple[float, float]] = []
 
-    def of(self, size: Size) -> Cast | Encoding:
-        """Return the candidate of a bucket. Sends nothing."""
+    def choose(self, size: Size) -> Cast | Encoding:
+        """Return the candidate of a new bucket, and record its size. Sends nothing."""
+        self.sizes.append(size)
+        return self._best(size)
+
+    def _best(self, size: Size) -> Cast | Encoding:
         return self._everywhere or next(iter(self._ranked(size)))
 
-    def follow(self, step: int, sizes: Sequence[Size], exchange_s: float, *, counts: bool = True) -> bool:
-        """Record a step, and return whether the choices of of() have changed, so that buckets must be laid out anew. Collective
-        in the steps that end a measurement. A second call after the same step does nothing.
+    def follow(self, step: int, exchange_s: float, *, counts: bool = True) -> bool:
+        """Record a step, and return whether the choices have changed, so that buckets must be laid out anew. Collective in the
+        steps that end a measurement. A second call after the same step does nothing.
 
-        step: the number of earlier exchanges. sizes: of the buckets whose encoding of() has chosen. exchange_s: the seconds of
-        their last exchanges on this rank. counts: False on a rank that has joined, whose steps are not measured.
+        step: the number of earlier exchanges. exchange_s: the seconds of the last exchanges of the chosen buckets on this rank.
+        counts: False on a rank that has joined, whose steps are not measured.
         """
-        if self.settled or step == self._step or not sizes:
+        if self.settled or step == self._step or not self.sizes:
             return False
         now_s = time.perf_counter()
         step_s, self._step, self._now_s = now_s - self._now_s, step, now_s
-        if sizes != self._sizes:
-            self._sizes, self._measured = list(sizes), []
+        if self.sizes != self._sizes:
+            self._sizes, self._measured = list(self.sizes), []
             self._due = max(step, self._warmup_steps) + SKIPPED + COUNTED
             self._report_predictions()
         elif counts and step > self._due - COUNTED:
@@ -94,18 +100,18 @@ class Choice:
         return self._judge(max(steps), min(exchanges))  # the rank that begins an exchange last does not wait
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
-        """Evaluate a measurement of steps and exchanges, and return whether the choices of of() have changed."""
+        """Evaluate a measurement of steps and exchanges, and return whether the choices have changed."""
         sizes, before = self._sizes, self._everywhere
         self.restart()
         if self._rivals is None:
             predicted_s = sum(min(self._ranked(size).values()) for size in sizes)
             self._report(f"the exchanges of a step take {_ms(exchange_s)} ({_ms(predicted_s)} predicted)")
             totals = {kind: sum(self._ranked(size)[kind] for size in sizes) for kind in self.candidates}
-            others = [kind for kind in totals if any(kind != self.of(size) for size in sizes)]
+            others = [kind for kind in totals if any(kind != self._best(size) for size in sizes)]
             is_off = abs(exchange_s - predicted_s) > CLOSE * predicted_s
             rivals = [kind for kind in others if is_off and totals[kind] <= HOPELESS * exchange_s]
             self._rivals = sorted(rivals, key=totals.__getitem__)
-        codes = any(self.of(size) != Compression.none for size in sizes)
+        codes = any(self._best(size) != Compression.none for size in sizes)
         self._taken.append((step_s, before, step_s if codes else _NEAR * step_s))
         if self._rivals:
             self._everywhere = self._rivals.pop(0)

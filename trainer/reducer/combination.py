@@ -34,6 +34,11 @@ class Combination:
         """Return the number of ranks over which the result is a mean; 1 if the result is a sum."""
         return self.communicator.size if self.op == Average else 1
 
+    @property
+    def share(self) -> float:
+        """Return the factor by which each rank must multiply equal numbers so that the result is these numbers."""
+        return self.inputs / self.communicator.size
+
     def start(
         self,
         values: Tensor,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from gradwire.trainer.reducer.buffers import CodedBuffer, Exported
-from gradwire.trainer.reducer.combination import Combination
 
 
 class Residuals:
@@ -19,8 +18,7 @@ class Residuals:
     next gradients of this rank.
     """
 
-    def __init__(self, combination: Combination) -> None:
-        self._combination = combination
+    def __init__(self) -> None:
         self.exported: dict[int, Exported] = {}
         self._local: dict[int, Tensor] = {}
 
@@ -31,7 +29,7 @@ class Residuals:
     def export_local(self, buffer: CodedBuffer) -> None:
         """Keep this rank's residuals of a buffer that will be replaced. Sends nothing."""
         if buffer.with_feedback:
-            residual = buffer.residual() * self._combination.predivide
+            residual = buffer.residual() * buffer.combination.predivide
             self._local |= {index: residual[span] for index, span in zip(buffer.items, buffer.spans, strict=True)}
 
     def import_into(self, buffer: CodedBuffer) -> None:
@@ -40,9 +38,9 @@ class Residuals:
             if index in self.exported and buffer.add_exported(slot, self.exported[index]):
                 del self.exported[index]
 
-    def add_to(self, gradients: Mapping[int, Tensor]) -> bool:
-        """Add all residuals of these parameters to this rank's gradients, of any shape. Return whether there were any."""
-        share = self._combination.inputs / self._combination.communicator.size
+    def add_to(self, gradients: Mapping[int, Tensor], share: float) -> bool:
+        """Add all residuals of these parameters to this rank's gradients, of any shape. Return whether there were any. share:
+        Combination.share."""
         found = False
         for index in gradients.keys() & (self.exported.keys() | self._local.keys()):
             gradient, found = gradients[index], True
