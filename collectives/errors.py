@@ -37,23 +37,6 @@ def add_rank(error: BaseException, rank: int) -> None:
         error.args = (f"rank {rank}: {message}", *error.args[1:])
 
 
-class NamesRank:
-    """A context manager that calls add_rank() for errors in its block. Public functions and constructors enter it where they
-    check their arguments, so that the functions that check them need no rank. rank: None adds nothing."""
-
-    __slots__ = ("_rank",)
-
-    def __init__(self, rank: int | None) -> None:
-        self._rank = rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None and self._rank is not None:
-            add_rank(error, self._rank)
-
-
 class _Portable(Exception):
     """The base class of exceptions whose constructors need more than a message: they can be pickled and copied, as process
     pools do with an exception of a worker."""

@@ -31,6 +31,7 @@ from gradwire.trainer.reducer.combination import Combination, ExchangeStats, Tra
 from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
 from gradwire.trainer.reducer.layout import packed
 from gradwire.trainer.reducer.residuals import Residuals
+from gradwire.trainer.world.world import names_rank
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""
@@ -38,6 +39,7 @@ UNSETTLED_STEPS = 2
 _CLOSE_S = 5.0
 
 
+@names_rank
 def ddp_comm_hook(
     compression: Compressor,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,

@@ -33,7 +33,7 @@ from gradwire.trainer.rules.adasum import Adasum as AdasumRule
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import current_settings, here
+from gradwire.trainer.world.world import current_settings, names_rank
 
 _FORMER: Final = {
     "shard_states": "shard_states=True is now rule=hvd.rules.Sharded()",
@@ -120,6 +120,7 @@ class DistributedOptimizer(WrappingOptimizer):
     before init(), and ValueError on all ranks if they have different parameters or shards.
     """
 
+    @names_rank
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -144,14 +145,14 @@ class DistributedOptimizer(WrappingOptimizer):
         **former: NoReturn,
     ) -> None:
         for name in former:
-            raise TypeError(here() + _FORMER.get(name, f"DistributedOptimizer has no argument {name!r}"))
+            raise TypeError(_FORMER.get(name, f"DistributedOptimizer has no argument {name!r}"))
         if bucket_bytes is None:
             bucket_bytes = current_settings().fusion_bytes
         reported = WantedReports(on_step, check_replicas_every, straggler_report_every)
         check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
         make_rule = _checked_rule(rule, op)
         if isinstance(optimizer, DistributedOptimizer):
-            raise TypeError(f"{here()}optimizer is a DistributedOptimizer already")
+            raise TypeError("optimizer is a DistributedOptimizer already")
         parameters = tensors_of(optimizer.param_groups)
         names = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         warn_of_wrapped(names.values())
@@ -222,6 +223,7 @@ class DistributedOptimizer(WrappingOptimizer):
     def backward_passes_per_step(self) -> int:
         return self._passes.per_step
 
+    @names_rank
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change backward_passes_per_step, from the next backward() on. Raises ValueError unless passes >= 1."""
         check_passes(passes)
@@ -269,6 +271,7 @@ class DistributedOptimizer(WrappingOptimizer):
         self.attachment.was_synchronized = True
 
     @uncompiled
+    @names_rank
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that the norm of all of them together is at most max_norm. Return the norm before scaling.
 
@@ -277,7 +280,7 @@ class DistributedOptimizer(WrappingOptimizer):
         unless norm_type is above 0.
         """
         if not norm_type > 0:
-            raise ValueError(f"{here()}norm_type must be a number > 0, not {norm_type!r}")
+            raise ValueError(f"norm_type must be a number > 0, not {norm_type!r}")
         return self._rule.clip_grad_norm_(max_norm, norm_type)
 
     @uncompiled
@@ -379,7 +382,7 @@ def _checked_rule(rule: Any, op: str) -> Callable[[Setup], Rule]:
         return AdasumRule() if op == Adasum else Synchronous
     if not callable(rule) or (isinstance(rule, type) and not issubclass(rule, Rule)):
         raise TypeError(
-            f"{here()}rule must be an object of gradwire.rules, a class derived from Rule, or a function that makes one, not "
+            f"rule must be an object of gradwire.rules, a class derived from Rule, or a function that makes one, not "
             f"{rule!r}"
         )
     made: Callable[[Setup], Rule] = rule

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from gradwire.collectives import CollectiveError, Mismatch, Work
 from gradwire.collectives.errors import add_rank
 from gradwire.trainer.world.process_sets import ProcessSetLike
-from gradwire.trainer.world.world import communicator_of, names_in_flight, naming_this_rank
+from gradwire.trainer.world.world import communicator_of, names_in_flight, names_rank
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ def synchronize(handle: Handle[T]) -> T:
 
 
 def _checked(handle: Handle[T]) -> Handle[T]:
-    with naming_this_rank():
+    with names_rank:
         if not isinstance(handle, Handle):
             raise TypeError(f"a Handle is needed, as the *_async verbs return, not {type(handle).__name__}")
         return handle

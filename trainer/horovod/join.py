@@ -15,9 +15,10 @@ from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.attachment import Attachment
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.world.joined import World
-from gradwire.trainer.world.world import current_world, here
+from gradwire.trainer.world.world import current_world, names_rank
 
 
+@names_rank
 def join(device: int = -1) -> int:
     """Wait until every rank has called this, and return the rank that called it last, the same on all ranks.
 
@@ -42,7 +43,7 @@ def join(device: int = -1) -> int:
     for the timeout_s of init(). Raises ValueError for an invalid device.
     """
     if isinstance(device, bool) or not isinstance(device, int) or device < -1:
-        raise ValueError(f"{here()}device must be the index of a CUDA device, or -1, not {device!r}")
+        raise ValueError(f"device must be the index of a CUDA device, or -1, not {device!r}")
     place = torch.device("cpu") if device == -1 else torch.device("cuda", device)
     world = current_world()
     try:
@@ -136,7 +137,7 @@ class _Join:
                 torch.cuda.current_stream().synchronize()
         if communicator.absence.wanted() == wanted:
             raise RuntimeError(
-                f"{here()}has joined, and cannot take part in an operation of the other ranks: {wanted.call}"
+                f"rank {communicator.rank}: has joined, and cannot take part in an operation of the other ranks: {wanted.call}"
             )
 
     def _check(self, running: Collection[Communicator]) -> None:

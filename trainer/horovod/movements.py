@@ -66,7 +66,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle[Tensor]:
     """Run broadcast() in the background; synchronize() returns the new tensor."""
-    return broadcast_async_(copied(check_tensor(tensor)), root_rank, name, process_set)
+    return _broadcast_async(tensor, root_rank, name, process_set, in_place=False)
 
 
 def broadcast_(
@@ -80,10 +80,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> Handle[Tensor]:
     """Run broadcast() in place, in the background: leave `tensor` alone until synchronize(), which returns it."""
-    with NamedCall("broadcast", name, process_set) as call:
-        root = root_in(call.communicator, root_rank)
-        work = call.communicator.broadcast(check_tensor(tensor).detach(), root, async_op=True)
-        return Handle(call, [work], lambda: tensor)
+    return _broadcast_async(tensor, root_rank, name, process_set, in_place=True)
 
 
 def alltoall(
@@ -167,6 +164,16 @@ def barrier(process_set: ProcessSetLike = global_process_set) -> None:
     """Return once all ranks have called it."""
     with NamedCall("barrier", None, process_set) as call:
         call.communicator.barrier()
+
+
+def _broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSetLike, *, in_place: bool
+) -> Handle[Tensor]:
+    with NamedCall("broadcast", name, process_set) as call:
+        root = root_in(call.communicator, root_rank)
+        output = check_tensor(tensor) if in_place else copied(check_tensor(tensor))
+        work = call.communicator.broadcast(output.detach(), root, async_op=True)
+        return Handle(call, [work], lambda: output)
 
 
 def _allgather(verb: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSetLike) -> list[Tensor]:

@@ -26,7 +26,6 @@ from gradwire.trainer.reducer.arguments import (
     Average,
     Sum,
     check_group,
-    check_tensor,
     resolve_op,
 )
 from gradwire.trainer.reducer.compression import Cast, Compression, Compressor, verb_codec
@@ -86,8 +85,8 @@ def allreduce_async(
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle[Tensor]:
     """Run allreduce() in the background; synchronize() returns the new tensor."""
-    output = copied(check_tensor(tensor))
-    return allreduce_async_(output, average, name, op, prescale_factor, postscale_factor, process_set)
+    given = _Given("allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce_async(given, [tensor], itemgetter(0), in_place=False)
 
 
 def allreduce_(
@@ -118,7 +117,7 @@ def allreduce_async_(
     With Adasum, the operation is done when this returns.
     """
     given = _Given("allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
-    return _allreduce_async_(given, [tensor], itemgetter(0))
+    return _allreduce_async(given, [tensor], itemgetter(0), in_place=True)
 
 
 def grouped_allreduce(
@@ -146,8 +145,8 @@ def grouped_allreduce_async(
     process_set: ProcessSetLike = global_process_set,
 ) -> Handle[list[Tensor]]:
     """Run grouped_allreduce() in the background; synchronize() returns the new tensors."""
-    outputs = [copied(check_tensor(tensor)) for tensor in tensors]
-    return grouped_allreduce_async_(outputs, average, name, op, prescale_factor, postscale_factor, process_set)
+    given = _Given("grouped_allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
+    return _allreduce_async(given, tensors, list, in_place=False)
 
 
 def grouped_allreduce_(
@@ -175,7 +174,7 @@ def grouped_allreduce_async_(
 ) -> Handle[list[Tensor]]:
     """Run grouped_allreduce() in place, in the background: leave the tensors alone until synchronize() returns them."""
     given = _Given("grouped_allreduce", name, process_set, op, prescale_factor, postscale_factor, average)
-    return _allreduce_async_(given, tensors, list)
+    return _allreduce_async(given, tensors, list, in_place=True)
 
 
 def reducescatter(
@@ -252,12 +251,15 @@ def _allreduce(given: _Given, tensors: Sequence[Tensor], compression: Compressor
         return [cast.decompress(output, tensor.dtype) for output, tensor in zip(reduced, tensors, strict=True)]
 
 
-def _allreduce_async_(given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T]) -> Handle[T]:
+def _allreduce_async(
+    given: _Given, tensors: Sequence[Tensor], result: Callable[[Sequence[Tensor]], T], *, in_place: bool
+) -> Handle[T]:
     """Return the handle of an allreduce, whose result is `result` of the reduced tensors."""
     with NamedCall(given.verb, given.name, given.process_set) as call:
         reduction = Reduction(resolve_op(given.op, given.average), given.prescale, given.postscale)
         tensors = _checked(call.communicator, given.verb, tensors, reduction)
-        works, finish = begin_allreduce_(call.communicator, reduction, tensors, async_op=True)
+        outputs = tensors if in_place else [copied(tensor) for tensor in tensors]
+        works, finish = begin_allreduce_(call.communicator, reduction, outputs, async_op=True)
         return Handle(call, works, lambda: result(finish()))
 
 

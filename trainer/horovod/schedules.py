@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradwire.trainer.world.world import here, size
+from gradwire.trainer.world.world import names_rank, size
 
 
 class WarmupLR(LRScheduler):
@@ -27,6 +27,7 @@ class WarmupLR(LRScheduler):
     Raises ValueError for invalid arguments.
     """
 
+    @names_rank
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -36,13 +37,11 @@ class WarmupLR(LRScheduler):
         last_epoch: int = -1,
     ) -> None:
         if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
-            raise ValueError(f"{here()}steps_per_epoch must be a whole number >= 1, not {steps_per_epoch!r}")
+            raise ValueError(f"steps_per_epoch must be a whole number >= 1, not {steps_per_epoch!r}")
         if not (math.isfinite(warmup_epochs) and warmup_epochs >= 0):
-            raise ValueError(f"{here()}warmup_epochs must be a finite number >= 0, not {warmup_epochs!r}")
+            raise ValueError(f"warmup_epochs must be a finite number >= 0, not {warmup_epochs!r}")
         if factor is not None and not (math.isfinite(factor) and factor > 0):
-            raise ValueError(
-                f"{here()}factor must be a finite number > 0, or None for the number of ranks, not {factor!r}"
-            )
+            raise ValueError(f"factor must be a finite number > 0, or None for the number of ranks, not {factor!r}")
         self.warmup_steps = round(warmup_epochs * steps_per_epoch)
         self.factor = float(size() if factor is None else factor)
         super().__init__(optimizer, last_epoch)

@@ -15,11 +15,12 @@ from gradwire.collectives.torch_internals import leaves, map_only
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.reducer.arguments import check_tensor
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import communicator_of, current_world, here, is_initialized, root_in
+from gradwire.trainer.world.world import communicator_of, current_world, is_initialized, names_rank, root_in
 
 T = TypeVar("T")
 
 
+@names_rank
 def broadcast_parameters(
     params: Mapping[str, Tensor | None] | Iterable[Tensor | None] | Iterable[tuple[str, Tensor | None]],
     root_rank: int,
@@ -38,9 +39,7 @@ def broadcast_parameters(
     tensors: list[Tensor] = [value for value in values if value is not None]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{here()}can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}"
-            )
+            raise TypeError(f"can broadcast tensors, or pairs of a name and a tensor, not {type(tensor).__name__}")
         check_tensor(tensor)
     if is_initialized():
         for optimizer in current_world().optimizers:
@@ -53,6 +52,7 @@ def broadcast_parameters(
     increment_version(tensors)  # as operations in place do: local updates take these values for the common parameters
 
 
+@names_rank
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
@@ -81,7 +81,7 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Commun
     """Copy the optimizer state of a Communicator's rank `root` to its other ranks; see broadcast_optimizer_state."""
     if isinstance(optimizer, DistributedOptimizer):
         if optimizer.attachment.is_sharded:
-            raise ValueError(f"{here()}with rules.Sharded every rank has its own state, which no other rank can load")
+            raise ValueError("with rules.Sharded every rank has its own state, which no other rank can load")
         optimizer = optimizer.optimizer
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -111,6 +111,7 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Commun
                 kept.data = sent[path].to(kept.device)
 
 
+@names_rank
 def broadcast_object(
     obj: T | None = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSetLike = global_process_set
 ) -> T:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import communicator_of, here
+from gradwire.trainer.world.world import communicator_of, names_rank
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -90,10 +90,11 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
-            raise ValueError(
-                f"{here()}SyncBatchNorm({self.num_features}) needs an input of shape (batch, {self.num_features}, ...), "
-                f"not {list(input.shape)}"
-            )
+            with names_rank:
+                raise ValueError(
+                    f"SyncBatchNorm({self.num_features}) needs an input of shape (batch, {self.num_features}, ...), "
+                    f"not {list(input.shape)}"
+                )
 
 
 class _Normalize(torch.autograd.Function):
@@ -108,7 +109,8 @@ class _Normalize(torch.autograd.Function):
         mean, var, count = _statistics(communicator, values)
         if count < 2:
             raise ValueError(
-                f"{here()}SyncBatchNorm needs two values of each channel in training, over all ranks; there is {count:g}"
+                f"rank {communicator.rank}: SyncBatchNorm needs two values of each channel in training, over all ranks; "
+                f"there is {count:g}"
             )
         inverse = (var + eps).rsqrt()
         normalized = (values - _wide(mean.to(values.dtype), values)) * _wide(inverse.to(values.dtype), values)

@@ -1,4 +1,6 @@
-"""The arguments of verbs and optimizers: the names of the reductions, and checks of tensors and groups."""
+"""The arguments of verbs and optimizers: the names of the reductions, and checks of tensors and groups.
+
+Errors name no rank here: the public functions that call these, which are doors, do (see world.names_rank)."""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from gradwire.collectives.reduction import MOVED, check_dtype
 from gradwire.collectives.run.staging import refusal
-from gradwire.trainer.world.world import here
 
 Average: Final = "average"
 Sum: Final = "sum"
@@ -35,22 +36,22 @@ def resolve_op(op: str | None, average: bool | None = None, allowed: Sequence[st
     """
     if average is not None:
         if op is not None:
-            raise ValueError(f"{here()}give op or average, not both (op={op!r}, average={average!r})")
+            raise ValueError(f"give op or average, not both (op={op!r}, average={average!r})")
         warnings.warn("average= is deprecated: use op=Average or op=Sum", DeprecationWarning, stacklevel=4)
         return Average if average else Sum
     if op is None:
         return Average
     if op not in allowed:
-        raise ValueError(f"{here()}op must be one of {', '.join(allowed)}, not {op!r}")
+        raise ValueError(f"op must be one of {', '.join(allowed)}, not {op!r}")
     return op
 
 
 def check_tensor(value: object) -> Tensor:
     """Return the value, which must be a tensor that can be moved. Raises TypeError."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{here()}a torch.Tensor is needed, not {type(value).__name__}")
+        raise TypeError(f"a torch.Tensor is needed, not {type(value).__name__}")
     if reason := refusal(value):
-        raise TypeError(f"{here()}{reason}")
+        raise TypeError(reason)
     return value
 
 
@@ -61,7 +62,7 @@ def check_group(rank: int, verb: str, tensors: Iterable[object]) -> list[Tensor]
         check_dtype(rank, tensor.dtype, MOVED)
         if tensor.device != checked[0].device:
             raise ValueError(
-                f"{here()}{verb} needs all tensors on one device; given are some on {checked[0].device} and on {tensor.device}"
+                f"{verb} needs all tensors on one device; given are some on {checked[0].device} and on {tensor.device}"
             )
     return checked
 
@@ -74,7 +75,7 @@ def check_optimizer(optimizer: object) -> None:
         or not is_like_one
         or not all(callable(getattr(optimizer, name, 0)) for name in _METHODS)
     ):
-        raise TypeError(f"{here()}optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
 def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int | None) -> None:
@@ -82,19 +83,19 @@ def check_arguments(optimizer: object, passes: object, op: object, predivide: fl
     check_optimizer(optimizer)
     check_passes(passes)
     if op not in (Average, Sum, Adasum):
-        raise ValueError(f"{here()}op must be {Average!r}, {Sum!r} or {Adasum!r}, not {op!r}")
+        raise ValueError(f"op must be {Average!r}, {Sum!r} or {Adasum!r}, not {op!r}")
     if not (math.isfinite(predivide) and predivide > 0):
-        raise ValueError(f"{here()}gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
+        raise ValueError(f"gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
     if predivide != 1 and op != Average:
-        raise ValueError(f"{here()}gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
+        raise ValueError(f"gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
     if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"{here()}bucket_bytes must be > 0, not {bucket_bytes!r}")
+        raise ValueError(f"bucket_bytes must be > 0, not {bucket_bytes!r}")
 
 
 def check_passes(passes: object) -> None:
     """Raise ValueError unless passes is a whole number >= 1."""
     if not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"{here()}backward_passes_per_step must be a whole number >= 1, not {passes!r}")
+        raise ValueError(f"backward_passes_per_step must be a whole number >= 1, not {passes!r}")
 
 
 def check_groups(num_groups: object, groups: object, parameters: Sequence[Tensor]) -> dict[Tensor, int]:
@@ -105,13 +106,13 @@ def check_groups(num_groups: object, groups: object, parameters: Sequence[Tensor
     ValueError for anything else, and for parameters that are not the optimizer's or are in two groups.
     """
     if not _is_count(num_groups):
-        raise ValueError(f"{here()}num_groups must be a whole number >= 0, not {num_groups!r}")
+        raise ValueError(f"num_groups must be a whole number >= 0, not {num_groups!r}")
     wanted = num_groups if groups is None else groups
     if isinstance(wanted, int) and _is_count(wanted):
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         return {parameter: place * wanted // len(trainable) for place, parameter in enumerate(trainable) if wanted}
     if not isinstance(wanted, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in wanted):
-        raise ValueError(f"{here()}groups must be lists of parameters, or a whole number >= 0, not {groups!r}")
+        raise ValueError(f"groups must be lists of parameters, or a whole number >= 0, not {groups!r}")
     numbers: dict[Tensor, int] = {}
     known = set(parameters)
     for number, group in enumerate(wanted):
@@ -120,10 +121,10 @@ def check_groups(num_groups: object, groups: object, parameters: Sequence[Tensor
                 what = (
                     f"a tensor of shape {list(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
                 )
-                raise ValueError(f"{here()}groups[{number}] must have parameters of the optimizer, not {what}")
+                raise ValueError(f"groups[{number}] must have parameters of the optimizer, not {what}")
             if parameter in numbers:
                 raise ValueError(
-                    f"{here()}a parameter of shape {list(parameter.shape)} is in groups[{numbers[parameter]}] and in "
+                    f"a parameter of shape {list(parameter.shape)} is in groups[{numbers[parameter]}] and in "
                     f"groups[{number}]; it can be in one only"
                 )
             numbers[parameter] = number
@@ -142,19 +143,17 @@ def check_named_parameters(
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(
-                f"{here()}named_parameters must be pairs (name, parameter), as from model.named_parameters(), "
+                f"named_parameters must be pairs (name, parameter), as from model.named_parameters(), "
                 f"not {type(pair).__name__}"
             )
     if repeated := [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]:
-        raise ValueError(
-            f"{here()}names in named_parameters must be unique; found more than once: {', '.join(repeated)}"
-        )
+        raise ValueError(f"names in named_parameters must be unique; found more than once: {', '.join(repeated)}")
     names: dict[Tensor, str] = {}
     for name, parameter in pairs:
         names.setdefault(parameter, name)
     if unnamed := [f"{list(parameter.shape)}" for parameter in parameters if parameter not in names]:
         raise ValueError(
-            f"{here()}named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
+            f"named_parameters must name all parameters of the optimizer; {len(unnamed)} of them are not named "
             f"(of shape {', '.join(unnamed)})"
         )
     return names
@@ -165,7 +164,7 @@ def warn_of_wrapped(names: Iterable[str]) -> None:
     given = [name.startswith("module.") for name in names]
     if given and all(given):
         warnings.warn(
-            f"{here()}all names begin with 'module.'. If the model is a DistributedDataParallel, the gradients become wrong, "
+            "all names begin with 'module.'. If the model is a DistributedDataParallel, the gradients become wrong, "
             "because it exchanges them, too: use the model inside it",
-            stacklevel=3,
+            stacklevel=4,  # the caller's line: beyond the constructor, and its door
         )

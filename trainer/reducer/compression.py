@@ -14,7 +14,6 @@ from gradwire.collectives import compression as codecs
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.registry import find_codec
-from gradwire.trainer.world.world import here
 
 LEAST_NUMEL = 4096
 """Parameters with fewer elements are not worth a codec: together they have few bytes, and each element matters."""
@@ -172,23 +171,19 @@ def wanted(compression: Compressor, allow: Sequence[Compressor] | None) -> Compr
     """Return the compression that the arguments compression= and allow= select. Raises ValueError."""
     if compression != AUTO:
         if allow is not None:
-            raise ValueError(
-                f"{here()}allow is for compression={AUTO!r}, which chooses among them, not for {compression!r}"
-            )
+            raise ValueError(f"allow is for compression={AUTO!r}, which chooses among them, not for {compression!r}")
         encoding_of(compression, also=(AUTO,))  # raises ValueError for an invalid one
         return compression
     given = ALLOWED if allow is None else allow
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ValueError(
-            f"{here()}allow must be a list of codecs, of which each is what compression= takes, not {allow!r}"
-        )
+        raise ValueError(f"allow must be a list of codecs, of which each is what compression= takes, not {allow!r}")
     kinds = tuple(kind for kind in dict.fromkeys(map(encoding_of, given)) if kind != Compression.none)
     if not kinds:
-        raise ValueError(f"{here()}allow={allow!r}: at least one codec is needed, to be chosen instead of none")
+        raise ValueError(f"allow={allow!r}: at least one codec is needed, to be chosen instead of none")
     for kind in kinds:
         if isinstance(kind, Encoding) and isinstance(kind.codec, MatrixCodec):
             raise ValueError(
-                f"{here()}allow: what {kind.name!r} takes cannot be predicted, since it compresses matrices, not buckets: name "
+                f"allow: what {kind.name!r} takes cannot be predicted, since it compresses matrices, not buckets: name "
                 f"it as compression="
             )
     return Auto(kinds)
@@ -204,7 +199,7 @@ def encoding_of(compression: Compressor, also: Sequence[str] = ()) -> Cast | Enc
         try:
             compression = getattr(Compression, compression) if compression in NAMES else find_codec(compression)
         except ValueError as error:
-            raise ValueError(here() + ", ".join([str(error), *also])) from None
+            raise ValueError(", ".join([str(error), *also])) from None
     if isinstance(compression, Cast):
         return compression
     if isinstance(compression, ErrorFeedback):
@@ -212,7 +207,7 @@ def encoding_of(compression: Compressor, also: Sequence[str] = ()) -> Cast | Enc
         return Encoding(codec, isinstance(codec, Codec), compression.warmup_steps)
     if not isinstance(compression, (Codec, MatrixCodec)):
         raise ValueError(
-            f"{here()}compression must be a codec, ErrorFeedback(codec), one of Compression, or its name "
+            f"compression must be a codec, ErrorFeedback(codec), one of Compression, or its name "
             f"({', '.join((*NAMES, *also))}), not {compression!r}"
         )
     if isinstance(compression, Codec) and compression.name == "none":
@@ -227,13 +222,13 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
         return encoding
     if isinstance(compression, Codec) and compression.draws:
         raise ValueError(
-            f"{here()}{compression.name!r} selects by the step which numbers it sends, and a verb has no step: it is for "
+            f"{compression.name!r} selects by the step which numbers it sends, and a verb has no step: it is for "
             f"DistributedOptimizer(compression=...) and Communicator.allreduce(codec=..., step=...)"
         )
     if isinstance(encoding.codec, Codec) and (isinstance(compression, Codec) or not encoding.feedback):
         return encoding.codec
     raise ValueError(
-        f"{here()}{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which keeps the "
+        f"{encoding.codec.name!r} with error feedback is for DistributedOptimizer(compression=...), which keeps the "
         f"error for the next step; a verb takes a codec without error feedback"
     )
 
@@ -248,7 +243,7 @@ class Policy:
 
     def __init__(self, compression: Compressor | Auto, policy: Mapping[str, Compressor] | None = None) -> None:
         if policy is not None and not isinstance(policy, Mapping):
-            raise ValueError(f"{here()}policy must map patterns of names to compressions, not be {policy!r}")
+            raise ValueError(f"policy must map patterns of names to compressions, not be {policy!r}")
         self._default = compression if isinstance(compression, Auto) else encoding_of(compression)
         self._by_pattern = {pattern: encoding_of(value) for pattern, value in (policy or {}).items()}
 
@@ -266,14 +261,12 @@ class Policy:
     def checked(self, names: Iterable[str] | None) -> Policy:
         """Return this policy, if every pattern matches a parameter's name. Raises ValueError, also if there are no names."""
         if self._by_pattern and names is None:
-            raise ValueError(f"{here()}policy selects parameters by name: it needs named_parameters")
+            raise ValueError("policy selects parameters by name: it needs named_parameters")
         names = list(names or ())
         for pattern in self._by_pattern:
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-                raise ValueError(
-                    f"{here()}policy: no parameter's name matches {pattern!r}; names are {some or 'none at all'}"
-                )
+                raise ValueError(f"policy: no parameter's name matches {pattern!r}; names are {some or 'none at all'}")
         return self
 
     @property

@@ -20,7 +20,6 @@ from gradwire.trainer.reducer.replicas import ReplicaCheck
 from gradwire.trainer.reports.steps import StepRecord, StepRecorder, journal_line, open_journal
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.world.world import here
 
 #: How many steps are between two computations of compression_error, which read all residuals and gradients.
 _ERROR_EVERY = 10
@@ -83,13 +82,13 @@ class WantedReports:
 
     def __post_init__(self) -> None:
         if self.on_step is not None and not callable(self.on_step):
-            raise TypeError(f"{here()}on_step must be a function of a StepMetrics, or None, not {self.on_step!r}")
+            raise TypeError(f"on_step must be a function of a StepMetrics, or None, not {self.on_step!r}")
         for name, least in (("check_replicas_every", 0), ("straggler_report_every", 1)):
             value = getattr(self, name)
             if value is None and name == "check_replicas_every":
                 continue
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
+                raise ValueError(f"{name} must be a whole number >= {least}, not {value!r}")
 
 
 class Reports:

@@ -23,7 +23,6 @@ from gradwire.trainer.reducer.compression import Cast
 from gradwire.trainer.reducer.dtensors import shard_of
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.world.world import here
 
 Pair = tuple[int, int]
 
@@ -56,10 +55,14 @@ class AdaptiveSummation(Rule):
         super().__init__(setup)
         if setup.op == Sum or setup.predivide != 1:
             raise ValueError(
-                f"{here()}Adasum combines changes of parameters, and does not support op={Sum!r} or gradient_predivide_factor"
+                f"rank {self.communicator.rank}: Adasum combines changes of parameters, and does not support op={Sum!r} or "
+                "gradient_predivide_factor"
             )
         if setup.policy.encodings:
-            raise ValueError(f"{here()}op='adasum' takes the casts of compression= only (none, fp16, bf16), no codec")
+            raise ValueError(
+                f"rank {self.communicator.rank}: op='adasum' takes the casts of compression= only (none, fp16, bf16), no "
+                "codec"
+            )
         self._names: dict[Tensor, str] = {}
         self._casts: dict[Tensor, Cast] = {}
         self._before: dict[Tensor, Tensor] | None = None
@@ -67,7 +70,9 @@ class AdaptiveSummation(Rule):
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
-                raise ValueError(f"{here()}op='adasum' needs whole parameters, and {name!r} is sharded")
+                raise ValueError(
+                    f"rank {self.communicator.rank}: op='adasum' needs whole parameters, and {name!r} is sharded"
+                )
         for name, parameter in zip(names, parameters, strict=True):
             cast = self.setup.policy.encoding(name, parameter)
             assert isinstance(cast, Cast)
@@ -109,7 +114,7 @@ def check_adasum(tensors: Sequence[Tensor]) -> None:
     """Raise TypeError unless all tensors are floating-point tensors."""
     for tensor in tensors:
         if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{here()}op='adasum' needs floating-point tensors, not {tensor.dtype}")
+            raise TypeError(f"op='adasum' needs floating-point tensors, not {tensor.dtype}")
 
 
 def adasum_(communicator: Communicator, tensors: Sequence[Tensor], prescale: float, postscale: float) -> None:

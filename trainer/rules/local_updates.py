@@ -14,7 +14,7 @@ from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.fragments import is_one_shot
 from gradwire.trainer.rules.local_steps import Locality, LocalSteps
 from gradwire.trainer.world.process_sets import ProcessSetLike
-from gradwire.trainer.world.world import current_world, here
+from gradwire.trainer.world.world import current_world, names_rank
 
 
 @dataclass(frozen=True)
@@ -50,33 +50,32 @@ class LocalUpdates:
     alpha: float = 0.5
     inner: ProcessSetLike = None
 
+    @names_rank
     def __post_init__(self) -> None:
         for name in ("every", "warmup_steps", "fragments", "delay"):
             value, least = getattr(self, name), 1 if name in ("every", "fragments") else 0
             if not isinstance(value, int) or value < least:
-                raise ValueError(f"{here()}{name} must be a whole number >= {least}, not {value!r}")
+                raise ValueError(f"{name} must be a whole number >= {least}, not {value!r}")
         if self.fragments > self.every:
-            raise ValueError(f"{here()}fragments={self.fragments} must be at most every={self.every}")
+            raise ValueError(f"fragments={self.fragments} must be at most every={self.every}")
         if self.delay >= self.every // self.fragments:
             raise ValueError(
-                f"{here()}delay={self.delay} must be less than every // fragments = {self.every // self.fragments}: one fragment "
+                f"delay={self.delay} must be less than every // fragments = {self.every // self.fragments}: one fragment "
                 "is in flight at a time"
             )
         if not 0 <= self.alpha < 1:
-            raise ValueError(f"{here()}alpha must be at least 0 and less than 1, not {self.alpha!r}")
+            raise ValueError(f"alpha must be at least 0 and less than 1, not {self.alpha!r}")
         if not isinstance(self.outer, torch.optim.Optimizer | None):
-            raise TypeError(f"{here()}outer must be a torch.optim.Optimizer or None, not {type(self.outer).__name__}")
+            raise TypeError(f"outer must be a torch.optim.Optimizer or None, not {type(self.outer).__name__}")
         if self.outer is None:
             _check_averaging(self._movements)
 
     def __call__(self, setup: Setup) -> LocalSteps:
         parameters = tensors_of(setup.optimizer.param_groups)
         if self.fragments > len(parameters):
-            raise ValueError(
-                f"{here()}fragments={self.fragments} must be at most the number of parameters, {len(parameters)}"
-            )
+            raise ValueError(f"fragments={self.fragments} must be at most the number of parameters, {len(parameters)}")
         if self.outer is not None and set(tensors_of(self.outer.param_groups)) != set(parameters):
-            raise ValueError(f"{here()}outer must be an optimizer of the same parameters as optimizer")
+            raise ValueError("outer must be an optimizer of the same parameters as optimizer")
         inner = self.inner
         if not isinstance(inner, Communicator | None):
             inner = current_world().open_communicator(inner, tensors=parameters)
@@ -111,7 +110,7 @@ def _check_averaging(policy: Policy) -> None:
     for encoding in policy.encodings:
         if is_one_shot(encoding) and encoding.warmup_steps:
             raise ValueError(
-                f"{here()}ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not support "
+                f"ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not support "
                 "outer=None: movements with this codec are summed, but those of its warm-up, which are uncompressed, would "
                 "have to be averaged. Use a warm-up in which gradients are averaged: LocalUpdates(warmup_steps=...)"
             )

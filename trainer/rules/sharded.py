@@ -30,7 +30,7 @@ from gradwire.trainer.reducer.shards.ranges import RESIDUAL
 from gradwire.trainer.reducer.shards.transfer import movements_as
 from gradwire.trainer.reducer.shards.trial import fault_of
 from gradwire.trainer.rules.synchronous import Synchronous
-from gradwire.trainer.world.world import here
+from gradwire.trainer.world.world import here, names_rank
 
 _VERSION = 3
 _RESIDUALS = {2: "owed", 3: "residuals"}
@@ -57,6 +57,7 @@ class Sharded:
 
     parameter_compression: Compressor = Compression.none
 
+    @names_rank
     def __post_init__(self) -> None:
         movements_as(self.parameter_compression)
 

@@ -16,7 +16,7 @@ from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settin
 from gradwire.trainer.reducer.arguments import check_named_parameters, check_optimizer
 from gradwire.trainer.reducer.bucket import dense_strides
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import communicator_of, here
+from gradwire.trainer.world.world import communicator_of, here, names_rank
 
 _LINE_BYTES = 64
 """The size of a cache line. Each parameter begins on a new cache line."""
@@ -47,6 +47,7 @@ class Hogwild(WrappingOptimizer):
     little memory.
     """
 
+    @names_rank
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -27,7 +27,7 @@ from gradwire.trainer.servers.server import Key, Server
 from gradwire.trainer.servers.serving import ServerAndClients
 from gradwire.trainer.servers.worker import Member, PushPullWorker
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import current_world, here
+from gradwire.trainer.world.world import current_world, here, names_rank
 
 KEY = "gradwire_server"
 """The key of the parameter server's entry in state_dict()."""
@@ -92,6 +92,7 @@ class ParameterServer(WrappingOptimizer):
     _step_supports_amp_scaling = True
     """Lets torch's GradScaler call step() on ranks whose gradients are not finite too: the others wait for their push."""
 
+    @names_rank
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

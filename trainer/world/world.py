@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ContextDecorator
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
-from gradwire.collectives.errors import NamesRank
+from gradwire.collectives.errors import add_rank
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
 from gradwire.trainer.world.joined import World
@@ -246,9 +247,22 @@ def here() -> str:
     return "" if _holder.world is None else f"rank {_holder.world.rank}: "
 
 
-def naming_this_rank() -> NamesRank:
-    """Return the context manager that begins the messages of errors in its block with this rank; see NamesRank."""
-    return NamesRank(None if _holder.world is None else _holder.world.rank)
+class _NamesRank(ContextDecorator):
+    """The door between users and checks: it begins the messages of ValueErrors, TypeErrors and RuntimeErrors with this rank.
+
+    A public function or constructor is decorated with names_rank, or uses it in a `with` block; the functions that it calls then
+    raise without a rank. What has a Communicator names that one's rank instead, and so does what a step passes often.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and _holder.world is not None:
+            add_rank(error, _holder.world.rank)
+
+
+names_rank = _NamesRank()
 
 
 def communicator_of(process_set: ProcessSetLike) -> Communicator:

@@ -15,7 +15,6 @@ from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.combination import Combination
 from gradwire.trainer.reducer.compression import Cast, Compressor, Encoding, encoding_for, encoding_of
 from gradwire.trainer.reducer.shards.ranges import Piece, in_place, memory_of, parts_of, split
-from gradwire.trainer.world.world import here
 
 _SHOT = 2
 """Makes the seeds of stochastic rounding here differ from those for gradients, whose shots are 0 and 1."""
@@ -32,12 +31,12 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
         return None if kind.wire_dtype is None else kind
     if not isinstance(kind.codec, Codec) or kind.codec.remembers:
         raise ValueError(
-            f"{here()}parameter_compression={kind.codec.name!r} is for gradients, because it keeps state between steps: give a "
+            f"parameter_compression={kind.codec.name!r} is for gradients, because it keeps state between steps: give a "
             "cast, or a codec without state, such as 'int8'"
         )
     if kind.codec.omega >= 1:
         raise ValueError(
-            f"{here()}parameter_compression={kind.codec.name!r} is for gradients: parameters always have error feedback, whose "
+            f"parameter_compression={kind.codec.name!r} is for gradients: parameters always have error feedback, whose "
             f"residuals would grow in every step (omega is {kind.codec.omega:.2g}): give a cast, or a codec such as 'int8'"
         )
     return kind
