@@ -15,7 +15,7 @@ help:  ## list the targets
 train: .venv/.train  ## train a small GPT on 2 processes (PROCESSES=N) for a minute; options pass through: ARGS="--compare ddp"
 	@echo "Training a small GPT on $(PROCESSES) processes. A minute of training begins when all is loaded and compiled."
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) \
-		-m gradwire.trainer.examples.bytes_gpt --seconds 60 --out runs/quickstart $(ARGS)
+		-m gradwire.bench train --seconds 60 --out runs/quickstart $(ARGS)
 
 # More workers than cores: while one waits for a deadline, another computes.
 PYTEST := $(BIN)/python -m pytest tests -n 3 --dist worksteal

@@ -7,20 +7,22 @@ import sys
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "barrier", "latency", "bandwidth")
 MODULES = {
+    "train": "gradwire.bench.training.train",
     "step": "gradwire.bench.training.step",
     "backends": "gradwire.bench.training.backends",
     "convergence": "gradwire.bench.training.convergence",
-    "rules": "gradwire.bench.rules.run",
+    "rules": "gradwire.bench.training.rules",
     "codec": "gradwire.bench.codec.run",
     "predicted": "gradwire.bench.predicted",
     "failures": "gradwire.bench.failures.run",
     "simulate": "gradwire.bench.simulate.run",
 }
 #: The benchmarks that run under torchrun, also on simulated hosts.
-BENCHMARKS = (*COLLECTIVES, "step", "backends", "convergence", "rules", "predicted")
+BENCHMARKS = (*COLLECTIVES, "train", "step", "backends", "convergence", "rules", "predicted")
 
 USAGE = """\
 usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
+       torchrun --nproc-per-node 2 -m gradwire.bench train [flags]         a small model, with checkpoints and a picture
        torchrun --nproc-per-node 2 -m gradwire.bench step [flags]          a training step beside DDP's
        torchrun --nproc-per-node 2 -m gradwire.bench backends [flags]      torch's ways to train, over gloo and over gradwire
        torchrun --nproc-per-node 4 -m gradwire.bench convergence [flags]   training with and without every codec

@@ -1,4 +1,4 @@
-"""Argument types of flags that several benchmarks have. They raise ArgumentTypeError for an invalid text."""
+"""Flags that several benchmarks have, and their types, which raise ArgumentTypeError for an invalid text."""
 
 from __future__ import annotations
 
@@ -38,3 +38,10 @@ def picture(text: str) -> Path:
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install '.[bench]' in a clone of gradwire")
     return Path(text)
+
+
+def add_results(parser: argparse.ArgumentParser, drawn: str = "") -> None:
+    """Add the flags of files with results. drawn: what a picture shows; no picture without it."""
+    parser.add_argument("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    if drawn:
+        parser.add_argument("--plot", type=picture, metavar="FILE.png", help=f"draw {drawn}")

@@ -226,12 +226,9 @@ def _by_codec(rows: Sequence[PredictedRow]) -> dict[int, dict[str, PredictedRow]
 
 def draw(files: Sequence[Path], out: Path) -> None:
     """Draw predicted over measured of all runs in the files."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from gradwire.bench.plots import OTHERS, dress, page, save, write_numbers
 
-    from gradwire.bench.style import OTHERS, QUIET, save, tidy
-
-    figure = Figure(figsize=(7.5, 4.8), dpi=150, layout="constrained")
+    figure = page("", 7.5, 4.8)
     axes = figure.add_subplot()
     points: dict[str, list[tuple[float, float]]] = {}
     for path in files:
@@ -244,15 +241,10 @@ def draw(files: Sequence[Path], out: Path) -> None:
         axes.plot(*zip(*pairs, strict=True), "o", color=color, markersize=3, alpha=0.7, label=f"{link}: {error:.0%}")
     axes.axhspan(0.9, 1.1, color="0.9")
     axes.axhline(1.0, color="0.5", linewidth=0.8)
-    axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("measured time of a call (ms, log axis)", fontsize=9, color=QUIET)
-    axes.set_ylabel("predicted / measured (log axis); grey: within 10 %", fontsize=9, color=QUIET)
+    dress(axes, "measured time of a call, ms", "predicted / measured; grey: within 10 %", x_log=10, y_log=10)
     axes.set_yticks([0.25, 0.5, 0.7, 1, 1.4, 2, 4, 8], minor=False)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
+    write_numbers(axes.yaxis)
     axes.legend(title="link: median error", fontsize="small", loc="lower left")
-    tidy(axes, 9)
     save(figure, out)
 
 

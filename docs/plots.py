@@ -18,8 +18,8 @@ from gradwire.bench.codec import plot as codec_plot
 from gradwire.bench.codec.turns import CodecRow
 from gradwire.bench.micro import plot as micro_plot
 from gradwire.bench.micro.table import Row
-from gradwire.bench.rules import plot as rules_plot
-from gradwire.bench.rules.table import RuleRow
+from gradwire.bench.training import rules_report
+from gradwire.bench.training.rules_report import RuleRow
 
 DOCS = Path(__file__).parent
 
@@ -58,7 +58,7 @@ def pictures() -> Iterator[Picture]:
     yield Picture("shared-memory", "peers-2-shared", Row, micro_plot.draw)
     yield Picture("codecs", "codecs", CodecRow, codec_plot.draw)
     for name in ("rules-slow-link", "rules-gigabit", "rules-slow-rank"):
-        yield Picture(name, name, RuleRow, rules_plot.draw)
+        yield Picture(name, name, RuleRow, rules_report.draw)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
 from gradwire.bench.codec.turns import OPERATIONS, CodecRow
-from gradwire.bench.style import FRAME, INK, OURS, QUIET, REFERENCE, save, tidy
+from gradwire.bench.plots import FRAME, INK, OURS, QUIET, REFERENCE, dress, legend, page, save
 
 TITLES = {
     "encode": "encode",
@@ -23,7 +20,11 @@ TITLES = {
 def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
     """Write a PNG of the rates."""
     names = list(dict.fromkeys(row.codec for row in rows))
-    figure = Figure(figsize=(13, 2.2 + 0.31 * len(names)), dpi=160)
+    title = (
+        f"Codecs on {meta['where']}\n{4 * meta['elements'] / 1e6:.0f} MB of gaussian float32 · {meta['device']} · median of"
+        f" {meta['iters']} interleaved turns · 2.0x: torch takes twice as long"
+    )
+    figure = page(title, 13, 2.2 + 0.31 * len(names))
     panels = figure.subplots(1, len(OPERATIONS), sharey=True)
     for panel, operation in zip(panels, OPERATIONS, strict=True):
         ours = {row.codec: row for row in rows if row.operation == operation}
@@ -34,7 +35,7 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
         panel.plot(rates, places, "o", color=OURS, markersize=6, zorder=4, label="gradwire")
         panel.plot(torchs, places, "s", color=REFERENCE, markersize=4.5, zorder=3, label="torch")
         panel.axvline(meta["copy_GBps"], color=QUIET, linestyle=(0, (1, 1.2)), linewidth=1.4, zorder=1, label="a copy")
-        panel.set_xscale("log")
+        dress(panel, "GB/s of float32", x_log=10)
         low, high = panel.get_xlim()
         panel.set_xlim(low / 1.2, high * (high / low) ** 0.15)  # room for the ratios
         for place, row in zip(places, ours.values(), strict=True):
@@ -43,23 +44,9 @@ def draw(rows: Sequence[CodecRow], meta: Mapping[str, Any], path: Path) -> None:
                 fontsize=8.5, color=INK,
             )  # fmt: skip
         panel.set_title(TITLES[operation], loc="left", fontsize=10, color=QUIET)
-        panel.xaxis.set_major_locator(LogLocator(numticks=20))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_yticks(range(len(names)), reversed(names))
-        panel.set_xlabel("GB/s of float32 (log axis)", fontsize=9, color=QUIET)
-        tidy(panel, 9)
         panel.grid(False, axis="y")
         panel.tick_params(axis="y", length=0)
         panel.spines["left"].set_visible(False)
-    height = figure.get_figheight()
-    figure.text(0.012, 1 - 0.33 / height, "Codecs on " + meta["where"], fontsize=13, fontweight="bold")
-    title = (
-        f"{4 * meta['elements'] / 1e6:.0f} MB of gaussian float32 · {meta['device']} · median of {meta['iters']}"
-        " interleaved turns · 2.0x: torch takes twice as long"
-    )
-    figure.text(0.012, 1 - 0.58 / height, title, fontsize=9, color=QUIET)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
-    figure.tight_layout(rect=(0, 0.3 / height, 1, 1 - 0.65 / height))
+    legend(figure, panels[0], 3)
     save(figure, path)

@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,6 @@ def main(arguments: Sequence[str]) -> int:
         settings = {name: getattr(flags, name) for name in _SETTINGS}
         meta = software_and_machine(torch.device("cpu")) | settings
         try:
-            import_module("gradwire.trainer.examples")  # which the ways import, and which names missing packages
             if flags.hosts > 1:
                 check_machine()
             runs = earlier(flags.json, meta, flags.ways)
@@ -137,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
                 compare(runs)
                 print(line(next(each for each in runs if each.way == way)), flush=True)
                 write_json(flags.json, meta, runs)
-        except (HostsError, ModuleNotFoundError, ValueError) as error:
+        except (HostsError, ValueError) as error:
             print(f"bench failures: {error}", file=sys.stderr)
             return 2
     if flags.plot:

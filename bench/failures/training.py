@@ -24,7 +24,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import gradwire as hvd
-from gradwire.trainer.examples.bytes_gpt import GPT, GPTConfig, read_text
+from gradwire.bench.workloads.bytes_gpt import GPT, GPTSize, read_text
 
 #: The samples of a step, which 1, 2, 3 and 4 ranks divide evenly.
 _GLOBAL_BATCH = 24
@@ -36,13 +36,13 @@ would be as fast after the loss of a rank."""
 class Steps:
     """Takes training steps until a time. until: the end, as time.time(). log: the file that rank 0 appends to."""
 
-    def __init__(self, config: GPTConfig, until: float, log: Path) -> None:
+    def __init__(self, size: GPTSize, until: float, log: Path) -> None:
         torch.manual_seed(0)
-        self.model = GPT(config)
+        self.model = GPT(size)
         adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.optimizer = hvd.DistributedOptimizer(adamw, self.model.named_parameters())
         self._text = read_text(None)
-        self._context, self._until, self._log = config.context, until, log
+        self._context, self._until, self._log = size.context, until, log
 
     def take(self, step: int) -> bool:
         """Take a step. Return whether there is time for another one; the result is the same on all ranks."""
@@ -105,7 +105,7 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init(timeout_s=30.0)
-    steps = Steps(GPTConfig(out=Path(), layers=2, width=64, context=32), flags.until, flags.into)
+    steps = Steps(GPTSize(layers=2, width=64, context=32), flags.until, flags.into)
     gc.freeze()
     gc.enable()
     if flags.checkpoint_s is None:

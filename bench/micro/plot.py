@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
 
 from gradwire.bench.micro.table import Row
-from gradwire.bench.style import INK, OTHERS, OURS, QUIET, REFERENCE, save, tidy
+from gradwire.bench.plots import DASHED, OTHERS, OURS, REFERENCE, dress, legend, page, save
 from gradwire.collectives.notation import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -21,13 +20,13 @@ STYLES: dict[str, dict[str, Any]] = {
     "native": {
         "color": REFERENCE,
         "linewidth": 1.8,
-        "linestyle": (0, (4, 2)),
+        "linestyle": DASHED,
         "marker": "s",
         "markersize": 3.5,
         "zorder": 6,
     },
     "torch": {"color": "#777777", "linewidth": 1.8, "linestyle": (0, (1, 1.2)), "zorder": 6},
-    "mpi": {"color": OTHERS[0], "linewidth": 1.8, "linestyle": (0, (4, 2)), "zorder": 6},
+    "mpi": {"color": OTHERS[0], "linewidth": 1.8, "linestyle": DASHED, "zorder": 6},
 }
 #: The style of "auto" if no line of the algorithm that it has chosen lies on it.
 ALONE: dict[str, Any] = {"color": OURS, "linewidth": 2.2, "zorder": 7}
@@ -68,7 +67,7 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(line_name(row, rows, meta["backend"]), []).append(row)
-    figure = Figure(figsize=(10.5, 5), dpi=160)
+    figure = page(f"{title(rows, meta)}\n{subtitle(rows, meta)}", 10.5, 5)
     time_panel, bandwidth_panel = figure.subplots(1, 2)
     alone = {row.algorithm for row in rows} <= STYLES.keys() and all(row.codec == "none" for row in rows)
     unlike = itertools.product(("-", (0, (3, 1.5)), (0, (1, 1))), OTHERS)
@@ -87,30 +86,15 @@ def draw(rows: Sequence[Row], meta: Mapping[str, Any], path: Path) -> None:
             time_panel.fill_between(sizes, times, slow, color=known["color"], alpha=0.15, linewidth=0)
 
     sizes = sorted({row.bytes for row in rows})
-    every = -(-len(sizes) // 9)
-    panels = (
-        (
-            time_panel,
-            f"time (log axis), lower is better{'; bands: up to the 99th percentile' if alone else ''}",
-            TIME_UNITS,
-        ),
-        (bandwidth_panel, "bus bandwidth (log axis), higher is better", BANDWIDTH_UNITS),
-    )
-    for panel, heading, units in panels:
-        panel.set_title(heading, loc="left", fontsize=10, color=QUIET)
-        panel.set_xscale("log", base=2)
+    bands = "; bands: to the 99th percentile" if alone else ""
+    dress(time_panel, "bytes of the tensor, 1K = 1024", f"time{bands}", x_log=2, y_log=10)
+    dress(bandwidth_panel, "bytes of the tensor, 1K = 1024", "bus bandwidth", x_log=2, y_log=10)
+    for panel, units in ((time_panel, TIME_UNITS), (bandwidth_panel, BANDWIDTH_UNITS)):
         panel.set_yscale("log", nonpositive="mask")
-        panel.xaxis.set_major_locator(FixedLocator(sizes[::every]))
+        panel.xaxis.set_major_locator(FixedLocator(sizes[:: -(-len(sizes) // 9)]))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda size, _: format_size(round(size))))
         low, high = panel.get_ylim()
         panel.yaxis.set_major_locator(LogLocator(subs=(1,) if high / low > 300 else (1, 2, 5), numticks=20))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _, units=units: with_unit(value, units)))
-        panel.yaxis.set_minor_formatter(NullFormatter())
-        panel.set_xlabel("bytes of the tensor (log axis, 1K = 1024)", fontsize=9, color=QUIET)
-        tidy(panel, 9)
-    figure.text(0.012, 0.945, title(rows, meta), fontsize=13, fontweight="bold")
-    figure.text(0.012, 0.905, subtitle(rows, meta), fontsize=9, color=QUIET)
-    legend_rows = -(-len(lines) // 5)
-    figure.legend(loc="lower left", bbox_to_anchor=(0.005, 0.0), ncols=5, frameon=False, fontsize=9, labelcolor=INK)
-    figure.tight_layout(rect=(0, 0.02 + 0.042 * legend_rows, 1, 0.90))
+    legend(figure, time_panel, 5)
     save(figure, path)

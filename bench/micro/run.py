@@ -34,6 +34,7 @@ from gradwire.bench.micro.table import (
 from gradwire.bench.micro.verification import check_size, count_wrong
 from gradwire.bench.results import device_name, software_and_machine, write_csv, write_json
 from gradwire.bench.timing import (
+    TURNS,
     Protocol,
     Times,
     distributed_waits,
@@ -164,7 +165,7 @@ def describe_run(chosen: argparse.Namespace, comm: Communicator, device: torch.d
         "iters": chosen.iters,
         "warmup_iters": chosen.warmup_iters,
         "check_iters": chosen.check,
-        "time": "median over interleaved turns, each as long as on its slowest rank",
+        "time": TURNS,
     }
 
 

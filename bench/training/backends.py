@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,10 @@ from torch.nn.functional import gelu, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
-from gradwire.bench.options import count_from, names_of
+from gradwire.bench.options import add_results, count_from, names_of
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import (
+    TURNS,
     Protocol,
     Times,
     distributed_waits,
@@ -40,7 +40,7 @@ from gradwire.bench.timing import (
     speedup_interval,
     take_turns,
 )
-from gradwire.trainer.examples.loop import share_cores
+from gradwire.bench.workloads.loop import share_cores, shares
 
 GLOO, OURS, NOTHING, COMPUTE = "gloo", "gradwire", "no exchange", "compute"
 WITH_HOOK, OWN_MEMORY = "gradwire, its hook", "gradwire, its memory"
@@ -118,7 +118,7 @@ def loss_of(forward: nn.Module, batch: Tensor) -> None:
 
 
 def loss_of_share(forward: nn.Module, batch: Tensor) -> None:
-    loss_of(forward, batch.chunk(hvd.size())[hvd.rank()])
+    loss_of(forward, *shares([batch]))
 
 
 def exchange_nothing(state: object, bucket: GradBucket) -> Future[Tensor]:
@@ -205,7 +205,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layers", type=partial(count_from, 1), default=6, help="layers, each of 8 width^2 parameters (default 6)")
     add("--steps", type=partial(count_from, 1), default=2, help="steps in one turn (default 2)")
     add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    add_results(parser)
     return parser.parse_args(arguments)
 
 
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str]) -> int:
             "parameters": sum(parameter.numel() for parameter in layers(chosen).parameters()),
             "samples": SAMPLES,
             **{name: getattr(chosen, name) for name in ("width", "layers", "steps", "rounds")},
-            "time": "median over interleaved turns, per step, each as long as on its slowest rank",
+            "time": TURNS,
         }
         print("\n".join(format_table(rows, meta)), flush=True)
         write_json(chosen.json, meta, rows)

@@ -18,23 +18,20 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
-from gradwire.bench.options import count_from
+from gradwire.bench.options import add_results, count_from
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import (
+    TURNS,
     Protocol,
     distributed_waits,
     format_interval,
@@ -43,29 +40,16 @@ from gradwire.bench.timing import (
     speedup_interval,
     take_turns,
 )
-from gradwire.bench.training.committing import committing_trainee
-from gradwire.collectives import Communicator
-from gradwire.collectives.diagnostics.timeline import Timeline
-from gradwire.trainer.examples import bytes_gpt
-from gradwire.trainer.examples.loop import (
-    Task,
-    Trainee,
-    adamw,
-    choose_device,
-    ddp_trainee,
-    digest,
-    our_trainee,
-    share_cores,
-)
-from gradwire.trainer.examples.report import Record
-from gradwire.trainer.reducer.choice import WINDOW
+from gradwire.bench.workloads import bytes_gpt, strategies
+from gradwire.bench.workloads.loop import Trainee, Workload, choose_device, share_cores
 from gradwire.trainer.reducer.compression import AUTO, NAMES
 
-PRESETS: dict[str, dict[str, Any]] = {"small": {}, **bytes_gpt.PRESETS}
 LR = 1e-3
 OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
 ONE_WAY = {"dgc", "powersgd", "qsgd", "terngrad"}
 """Codecs that encode gradients only, not the parameters that rules.Sharded gathers."""
+AUTO_STEPS = 10
+"""The steps for which compression="auto" tries each codec."""
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
 
 
@@ -100,63 +84,19 @@ class StepSpeedup:
     interval: tuple[float, float] | None
 
 
-def fp16_trainee(module: nn.Module) -> Trainee:
-    """Return a model under DDP with torch's fp16 hook."""
-    trainee = ddp_trainee(module)
-    assert isinstance(trainee.forward, DistributedDataParallel)
-    trainee.forward.register_comm_hook(None, fp16_compress_hook)
-    return trainee
-
-
-def backend_trainee(module: nn.Module) -> Trainee:
-    """Return a model under DDP over our backend of torch.distributed."""
-    group = dist.new_group(backend="gradwire")
-    return Trainee(module, DistributedDataParallel(module, process_group=group), adamw(module), lambda: 0.0, Record())
-
-
-def overlapping_trainee(module: nn.Module, **options: Any) -> Trainee:
-    """Return our trainee, with each update delayed to the next forward."""
-    return our_trainee(module, rule=hvd.rules.NextForward(module), **options)
-
-
-def zero_trainee(module: nn.Module) -> Trainee:
-    """Return a model under DDP, with an AdamW whose state is divided among the ranks."""
-    whole = adamw(module)
-    settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas")}
-    optimizer = ZeroRedundancyOptimizer(whole.param_groups, torch.optim.AdamW, **settings)
-    return replace(ddp_trainee(module), optimizer=optimizer)
-
-
-def recorded_trainee(module: nn.Module) -> Trainee:
-    """Return our trainee, with its operations recorded for a timeline that is not written."""
-    communicator = Communicator()
-    trainee = our_trainee(module, process_set=communicator)
-    communicator.record(Timeline(), OURS)
-    return trainee
-
-
-def compute_trainee(module: nn.Module) -> Trainee:
-    """Return a model whose gradients are not exchanged."""
-    return Trainee(module, module, adamw(module), lambda: 0.0, Record())
-
-
 class StepCompetitor:
     """A model in training. A call trains for one turn."""
 
-    def __init__(self, trainee: Trainee, task: Task, config: bytes_gpt.GPTConfig, steps: int) -> None:
+    def __init__(self, trainee: Trainee, workload: Workload, steps: int) -> None:
         self.trainee = trainee
         self.loss = 0.0
-        self._task = task
-        self._share = config.batch // hvd.size()
+        self._workload = workload
         self._steps = steps
         self._done = 0
 
     def __call__(self) -> None:
-        mine = slice(hvd.rank() * self._share, (hvd.rank() + 1) * self._share)
-        device = next(self.trainee.module.parameters()).device
         for step in range(self._done, self._done + self._steps):
-            inputs, targets = self._task.batch(step)
-            self.loss = self.trainee.step(inputs[mine].to(device), targets[mine].to(device), LR)
+            self.loss = self.trainee.train(self._workload, step, LR)
         self._done += self._steps
         if isinstance(self.trainee.optimizer, hvd.DistributedOptimizer):
             self.trainee.optimizer.settle()  # the update belongs to this turn
@@ -176,9 +116,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description="Time a training step of bytes_gpt: our optimizer, torch's DDP, and no exchange. Run under torchrun.",
     )
     add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), default="small", help="the model (default small)")
-    add("--batch", type=partial(count_from, 1), default=4, help="sequences a rank and step (default 4)")
-    add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
+    bytes_gpt.add_flags(parser)
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
     add("--reports", action="store_true", help="also measure steps with on_step, checks of replicas and a timeline")
     add("--commits", action="store_true", help="compare a commit of hvd.elastic after every step, too")
@@ -187,73 +125,55 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
     add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
+    add_results(parser)
     return parser.parse_args(arguments)
 
 
-def configured(chosen: argparse.Namespace) -> bytes_gpt.GPTConfig:
-    settings = {**PRESETS[chosen.preset], "batch": chosen.batch * hvd.size()}
-    return bytes_gpt.GPTConfig(**settings, **({"context": chosen.context} if chosen.context else {}))
-
-
-def builders(
-    compression: Sequence[str],
-    reports: bool = False,
-    shard_states: bool = False,
-    overlap: bool = False,
-    commits: bool = False,
-) -> dict[str, Callable[[nn.Module], Trainee]]:
+def builders(chosen: argparse.Namespace) -> dict[str, Callable[[nn.Module], Trainee]]:
     """Return the functions that make the competitors from models, by name."""
-    reporting: dict[str, Callable[[nn.Module], Trainee]] = {
-        f"{OURS}+on_step": partial(our_trainee, on_step=lambda metrics: None),
-        f"{OURS}+check": partial(our_trainee, check_replicas_every=1),
-        f"{OURS}+timeline": recorded_trainee,
-    }
-    named = [name for name in compression if name != AUTO]
-    allow = [name for name in named if name != "powersgd"] or None
-    compressed: dict[str, Callable[[nn.Module], Trainee]] = {
-        f"{OURS}+{name}": partial(our_trainee, compression=name, allow=allow if name == AUTO else None)
-        for name in compression
-    }
-    sharded = {f"{OURS}+shards": partial(our_trainee, rule=hvd.rules.Sharded())} | {
-        f"{OURS}+shards+{name}": partial(our_trainee, compression=name, rule=hvd.rules.Sharded(name))
-        for name in named
-        if name not in ONE_WAY
-    }
-    overlapping: dict[str, Callable[[nn.Module], Trainee]] = {
-        f"{OURS}+next_forward": overlapping_trainee,
-        **{f"{OURS}+next_forward+{name}": partial(overlapping_trainee, compression=name) for name in named},
-    }
-    return {
-        OURS: our_trainee,
-        **compressed,
-        **(overlapping if overlap else {}),
-        **(reporting if reports else {}),
-        **({f"{OURS}+commits": committing_trainee} if commits else {}),
-        **(sharded if shard_states else {}),
-        OURS_DDP: backend_trainee,
-        DDP: ddp_trainee,
-        **({DDP_FP16: fp16_trainee} if compression else {}),
-        **({DDP_ZERO: zero_trainee} if shard_states else {}),
-        COMPUTE: compute_trainee,
-    }
+    named = [name for name in chosen.compression if name != AUTO]
+    found: dict[str, Callable[[nn.Module], Trainee]] = {OURS: strategies.ours}
+    for name in chosen.compression:
+        allow = [each for each in named if each != "powersgd"] or None
+        found[f"{OURS}+{name}"] = partial(strategies.ours, compression=name, allow=allow if name == AUTO else None)
+    if chosen.overlap:
+        found[f"{OURS}+next_forward"] = strategies.overlapping
+        found |= {f"{OURS}+next_forward+{name}": partial(strategies.overlapping, compression=name) for name in named}
+    if chosen.reports:
+        found[f"{OURS}+on_step"] = partial(strategies.ours, on_step=lambda metrics: None)
+        found[f"{OURS}+check"] = partial(strategies.ours, check_replicas_every=1)
+        found[f"{OURS}+timeline"] = strategies.recorded
+    if chosen.commits:
+        found[f"{OURS}+commits"] = strategies.committing
+    if chosen.shard_states:
+        found[f"{OURS}+shards"] = partial(strategies.ours, rule=hvd.rules.Sharded())
+        for name in (each for each in named if each not in ONE_WAY):
+            found[f"{OURS}+shards+{name}"] = partial(strategies.ours, compression=name, rule=hvd.rules.Sharded(name))
+    found |= {OURS_DDP: partial(strategies.ddp, backend="gradwire"), DDP: strategies.ddp}
+    if chosen.compression:
+        found[DDP_FP16] = partial(strategies.ddp, fp16=True)
+    if chosen.shard_states:
+        found[DDP_ZERO] = strategies.zero
+    return {**found, COMPUTE: strategies.alone}
 
 
-def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[StepRow], list[StepSpeedup], int]:
-    """Return the rows, the speedups of ours over DDP, and the model's number of parameters; the same on all ranks."""
-    config = configured(chosen)
-    task = bytes_gpt.task(config)
-    competitors: dict[str, StepCompetitor] = {}
-    flags = chosen.reports, chosen.shard_states, chosen.overlap, chosen.commits
-    for name, build in builders(chosen.compression, *flags).items():
-        torch.manual_seed(config.seed)
-        trainee = build(task.build().to(device))
+def competitors_of(chosen: argparse.Namespace, workload: Workload, device: torch.device) -> dict[str, StepCompetitor]:
+    competitors = {}
+    for name, build in builders(chosen).items():
+        trainee = build(workload.build().to(device))
         if chosen.overlap:
             trainee.clip_norm = None
-        competitors[name] = StepCompetitor(trainee, task, config, chosen.steps)
-    settled = 3 + WINDOW * (1 + len(chosen.compression)) if AUTO in chosen.compression else 0
-    for _ in range(-(-settled // chosen.steps)):
-        competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
+        competitors[name] = StepCompetitor(trainee, workload, chosen.steps)
+    return competitors
+
+
+def measure(
+    competitors: dict[str, StepCompetitor], workload: Workload, chosen: argparse.Namespace, device: torch.device
+) -> tuple[list[StepRow], list[StepSpeedup]]:
+    """Return the rows, and the speedups of ours over DDP; the same on all ranks."""
+    if AUTO in chosen.compression:
+        for _ in range(-(-AUTO_STEPS * (1 + len(chosen.compression)) // chosen.steps)):
+            competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
     turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_waits(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
@@ -262,22 +182,20 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
     rows: list[StepRow] = []
     for name, competitor in competitors.items():
         loss = hvd.allreduce(torch.tensor(competitor.loss, dtype=torch.float64, device=device), op=hvd.Average)
-        digests = hvd.allgather_object(digest(competitor.trainee.module))
         rows.append(
             StepRow(
                 competitor=name,
                 world_size=hvd.size(),
                 step_ms=median[name] * 1e3,
                 p99_ms=median_and_p99(seconds[name])[1] * 1e3,
-                tokens_per_s=task.items_per_step / median[name],
+                tokens_per_s=workload.items_per_step / median[name],
                 as_ddp=median[DDP] / median[name],
                 as_compute=median[COMPUTE] / median[name],
                 beyond_compute_as_ddp=beyond[DDP] / beyond[name] if beyond[name] > 0 else None,
                 loss=float(loss),
-                replicas_identical=len(set(digests)) == 1,
+                replicas_identical=competitor.trainee.is_identical(),
             )
         )
-    parameters = sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters())
     speedups = [
         StepSpeedup(ours, peer, median[peer] / median[ours], speedup_interval(seconds[ours], seconds[peer]))
         for ours in seconds
@@ -285,7 +203,7 @@ def measure(chosen: argparse.Namespace, device: torch.device) -> tuple[list[Step
         for peer in (DDP, DDP_FP16, DDP_ZERO)
         if peer in seconds
     ]
-    return rows, speedups, parameters
+    return rows, speedups
 
 
 def format_table(rows: Sequence[StepRow], speedups: Sequence[StepSpeedup], meta: dict[str, Any]) -> list[str]:
@@ -324,20 +242,29 @@ def main(arguments: Sequence[str]) -> int:
         logging.getLogger("gradwire").setLevel(logging.INFO)
     hvd.init()
     share_cores()
-    device = choose_device(chosen.device)
-    rows, speedups, parameters = measure(chosen, device)
+    device, size = choose_device(chosen.device), bytes_gpt.size_of(chosen)
+    workload = bytes_gpt.workload(size, chosen.batch * hvd.size())
+    competitors = competitors_of(chosen, workload, device)
+
+    def measured(state: hvd.elastic.TorchState) -> tuple[list[StepRow], list[StepSpeedup]]:
+        return measure(competitors, workload, chosen, device)
+
+    committed = [each.trainee.state for each in competitors.values() if each.trainee.state is not None]
+    rows, speedups = (
+        hvd.elastic.run(measured)(committed[0]) if committed else measure(competitors, workload, chosen, device)
+    )
     if hvd.rank() == 0:
         meta = {
             **software_and_machine(device),
             "backend": dist.get_backend(),
             "preset": chosen.preset,
-            "parameters": parameters,
+            "parameters": sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters()),
             "batch": chosen.batch,
-            "context": configured(chosen).context,
+            "context": size.context,
             "steps": chosen.steps,
             "rounds": chosen.rounds,
             "speedups": [asdict(speedup) for speedup in speedups],
-            "time": "median over interleaved turns, per step, each as long as on its slowest rank",
+            "time": TURNS,
         }
         print("\n".join(format_table(rows, speedups, meta)), flush=True)
         write_json(chosen.json, meta, rows)

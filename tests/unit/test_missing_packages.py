@@ -6,7 +6,7 @@ from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.programs import DEADLINE_S, start
 
-#: Runs an example in an interpreter that cannot find some packages.
+#: Trains a model in an interpreter that cannot find some packages.
 WITHOUT = """
 import runpy, sys
 from importlib.machinery import PathFinder
@@ -19,17 +19,17 @@ class Without(PathFinder):
 sys.meta_path = [Without if finder is PathFinder else finder for finder in sys.meta_path]
 for name in [name for name in sys.modules if name.split(".")[0] in {missing}]:
     del sys.modules[name]
-sys.argv = ["example", "--help"]
-runpy.run_module("gradwire.trainer.examples.{example}", run_name="__main__")
+sys.argv = ["bench", "train", "--model", "{model}", "--device", "cpu", "--steps", "1"]
+runpy.run_module("gradwire.bench", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("example", "missing"),
+    ("model", "missing"),
     [("bytes_gpt", {"matplotlib"}), ("bytes_gpt", {"matplotlib", "rich"}), ("digits_cnn", {"sklearn"})],
 )
-def test_examples(example: str, missing: set[str]) -> None:
-    without = start([python(), "-c", WITHOUT.format(missing=missing, example=example)], ROOT)
+def test_training(model: str, missing: set[str]) -> None:
+    without = start([python(), "-c", WITHOUT.format(missing=missing, model=model)], ROOT)
     said, _ = without.communicate(timeout=DEADLINE_S)
     assert without.returncode == 1
     last = said.splitlines()[-1]

@@ -16,7 +16,7 @@ Start a training script on several processes, on this host and, by ssh, on other
 
 gradwire run -np 4 train.py --lr 0.1            four ranks on this host
 gradwire run -np 4 -H a:2,b:2 train.py          two ranks on each of two hosts; ssh must need no password
-gradwire run -np 2 -m gradwire.trainer.examples.bytes_gpt
+gradwire run -np 2 -m gradwire.bench train
 gradwire run --min-np 2 -np 4 train.py          elastic: continues with at least two ranks, and replaces lost ranks
 
 Every host needs the same folder, the same script and the same Python, at the same paths. The other hosts get the environment

@@ -1,26 +1,22 @@
-"""Train a byte-level GPT on the source text of Python's standard library, or on your own text.
-
-python -m gradwire.trainer.examples.bytes_gpt                                         one process
-torchrun --standalone --nproc-per-node 2 -m gradwire.trainer.examples.bytes_gpt       two processes
-"""
+"""A byte-level GPT, on the source text of Python's standard library or on another text."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-import gradwire as hvd
-from gradwire.trainer.examples.config import LoopConfig, parse
-from gradwire.trainer.examples.loop import Run, Task
+from gradwire.bench.options import count_from
+from gradwire.bench.workloads.loop import Workload
 
 VOCABULARY = 256
 TEXT_BYTES = 8 * 1024**2
@@ -28,16 +24,34 @@ PIECES = 100
 HELD_OUT_EVERY = 20
 VALIDATION_BATCHES = 8
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-PRESETS = {"13m": {"layers": 4, "width": 512, "heads": 8, "batch": 8, "lr": 1e-3}}
 
 
 @dataclass(frozen=True)
-class GPTConfig(LoopConfig):
-    text: Annotated[Path | None, "a text, or a folder of *.py, *.txt and *.md to read"] = None
-    layers: Annotated[int, "blocks of the model"] = 4
-    width: Annotated[int, "of the residual stream"] = 128
-    heads: Annotated[int, "attention heads of a block"] = 4
-    context: Annotated[int, "bytes that the model sees"] = 128
+class GPTSize:
+    """The size of a model. width: of the residual stream. heads: of each layer. context: the bytes that the model sees."""
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    lr: float = 2e-3
+
+
+PRESETS = {"small": GPTSize(), "13m": GPTSize(width=512, heads=8, lr=1e-3)}
+
+
+def add_flags(parser: argparse.ArgumentParser, batch: int = 4) -> None:
+    """Add the flags of a bytes_gpt. batch: the default of the sequences of a rank and step."""
+    add = parser.add_argument
+    add("--preset", choices=tuple(PRESETS), default="small", help="the model (default small)")
+    add("--batch", type=partial(count_from, 1), default=batch, help=f"samples a rank and step (default {batch})")
+    add("--context", type=partial(count_from, 1), help="bytes of a sequence (default as the model has it)")
+
+
+def size_of(chosen: argparse.Namespace) -> GPTSize:
+    """Return the size of the model that the flags of add_flags() describe."""
+    size = PRESETS[chosen.preset]
+    return replace(size, context=chosen.context or size.context)
 
 
 def source_files(folder: Path) -> Iterator[Path]:
@@ -83,59 +97,52 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps bytes (batch, time) to logits of the next byte (batch, time, 256); input and output embeddings are tied."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, size: GPTSize) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, config.width)
-        self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.Sequential(*(Block(config.width, config.heads) for _ in range(config.layers)))
-        self.norm = nn.LayerNorm(config.width)
+        self.embedding = nn.Embedding(VOCABULARY, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 into_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / ((2 * config.layers) ** 0.5 if into_residual else 1.0))
+                nn.init.normal_(parameter, std=0.02 / ((2 * size.layers) ** 0.5 if into_residual else 1.0))
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.embedding(text) + self.position.weight[: text.shape[1]]
         return F.linear(self.norm(self.blocks(x)), self.embedding.weight)
 
 
-def task(config: GPTConfig) -> Task:
-    text = read_text(config.text)
-    pieces = text.tensor_split(PIECES)
+def workload(size: GPTSize, samples: int, seed: int = 0, text: Path | None = None) -> Workload:
+    """Return the workload. samples: sequences in a global batch. Raises ValueError if the text is too short."""
+    read = read_text(text)
+    pieces = read.tensor_split(PIECES)
     held_out = torch.cat(pieces[::HELD_OUT_EVERY])
     training = torch.cat([piece for i, piece in enumerate(pieces) if i % HELD_OUT_EVERY])
-    if len(held_out) <= config.context:
-        raise ValueError(f"a text of {len(text)} bytes is too short for a context of {config.context}")
+    if len(held_out) <= size.context:
+        raise ValueError(f"a text of {len(read)} bytes is too short for a context of {size.context}")
 
     def at(source: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        spans = source[starts[:, None] + torch.arange(config.context + 1, dtype=torch.int64, device="cpu")].long()
+        spans = source[starts[:, None] + torch.arange(size.context + 1)].long()
         return spans[:, :-1], spans[:, 1:]
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
-        random = np.random.default_rng((config.seed, step))
-        return at(training, torch.from_numpy(random.integers(len(training) - config.context, size=config.batch)))
+        random = np.random.default_rng((seed, step))
+        return at(training, torch.from_numpy(random.integers(len(training) - size.context, size=samples)))
 
-    starts = torch.linspace(
-        0, len(held_out) - config.context - 1, VALIDATION_BATCHES * config.batch, dtype=torch.float32, device="cpu"
-    ).long()
-    return Task(
+    def build() -> nn.Module:
+        torch.manual_seed(seed)
+        return GPT(size)
+
+    starts = torch.linspace(0, len(held_out) - size.context - 1, VALIDATION_BATCHES * samples).long()
+    return Workload(
         title="bytes_gpt",
         item="token",
-        items_per_step=config.batch * config.context,
-        build=lambda: GPT(config),
+        items_per_step=samples * size.context,
+        samples=samples,
+        seed=seed,
+        lr=size.lr,
+        build=build,
         batch=batch,
-        validation=[at(held_out, some) for some in torch.split(starts, config.batch)],
+        validation=[at(held_out, some) for some in torch.split(starts, samples)],
     )
-
-
-def main() -> None:
-    default = GPTConfig(out=Path("runs/bytes_gpt"))
-    config = parse(default, __doc__.partition("\n")[0], positional="text", presets=PRESETS).until(seconds=60.0)
-    hvd.init()
-    status = Run(task(config), config)()
-    hvd.shutdown()
-    raise SystemExit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,0 @@
-"""Benchmarks of training by several update rules, at equal steps or in equal time."""
