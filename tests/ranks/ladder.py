@@ -73,7 +73,7 @@ def train(model: nn.Module, optimizer: hvd.DistributedOptimizer, steps: range) -
 
 
 def encoded(optimizer: hvd.DistributedOptimizer) -> list[CodedBuffer]:
-    return optimizer._rule.bucketing.coded
+    return optimizer._rule.reducer.layout.coded
 
 
 def owed(optimizer: hvd.DistributedOptimizer) -> dict[int, Tensor]:
@@ -82,7 +82,7 @@ def owed(optimizer: hvd.DistributedOptimizer) -> dict[int, Tensor]:
     found = {index: entry["residual"] for index, entry in part["waiting"].items()}
     for bucket in encoded(optimizer):
         found |= {index: o["residual"] for index, o in zip(bucket.items, bucket.export(), strict=True) if o}
-    return {index: in_shape(optimizer._rule.bucketing.parameters[index], residual) for index, residual in found.items()}
+    return {index: in_shape(optimizer._rule.reducer.parameters[index], residual) for index, residual in found.items()}
 
 
 def in_shape(parameter: Tensor, residual: Tensor) -> Tensor:

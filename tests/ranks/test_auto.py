@@ -96,7 +96,7 @@ def test_what_is_measured_is_the_same_everywhere_and_changes_no_algorithm(rule: 
         bucket_bytes=BUCKET_BYTES,
         rule=hvd.rules.NextForward(model) if rule == "next_forward" else None,
     )
-    communicator, bucketing = optimizer.communicator, optimizer._rule.bucketing
+    communicator, planner = optimizer.communicator, optimizer._rule.reducer.planner
     assert communicator.measured is None
     assert communicator.costs is not None
     assert {each.identity.partition("(")[0] for each in communicator.costs.codecs} == {"none", "int8", "fp16", "onebit"}
@@ -104,8 +104,8 @@ def test_what_is_measured_is_the_same_everywhere_and_changes_no_algorithm(rule: 
     told = []
     for step in range(0, SETTLED, 4):
         train(model, optimizer, range(step, step + 4))
-        told.append([kind.identity for kind in bucketing._encodings])
-    assert bucketing._choice.settled
+        told.append([kind.identity for kind in planner.encodings])
+    assert planner.choice.settled
     optimizer.settle()
     everyones = communicator.allgather_record([communicator.costs.to_json(), told])
     assert all(theirs == everyones[0] for theirs in everyones)
@@ -135,8 +135,8 @@ def test_what_a_codec_owes_when_it_is_replaced_is_added_to_the_next_gradients(op
             optimizer.zero_grad()
             (weight * gradient).sum().backward()
             if step == 4:
-                change(optimizer._rule.bucketing._choice, "none")
-                optimizer._rule.bucketing._is_stale = True
+                change(optimizer._rule.reducer.planner.choice, "none")
+                optimizer._rule.reducer.planner._is_stale = True
             optimizer.step()
             total += gradient
             if step == 4:
@@ -144,8 +144,8 @@ def test_what_a_codec_owes_when_it_is_replaced_is_added_to_the_next_gradients(op
                 saved = through_a_file(optimizer.state_dict())
                 optimizer.close()
                 optimizer = made()
-                change(optimizer._rule.bucketing._choice, "none")
-                optimizer._rule.bucketing._is_stale = True
+                change(optimizer._rule.reducer.planner.choice, "none")
+                optimizer._rule.reducer.planner._is_stale = True
                 optimizer._rule.start()
                 optimizer.load_state_dict(saved)
     hvd_total = hvd.allreduce(total, op=op)

@@ -212,7 +212,7 @@ def test_same_bits_as_without_overlap(case: str) -> None:
 
     def counted() -> None:
         after_step()
-        put_off.append(rule.exchange.is_pending)
+        put_off.append(rule._wait.is_pending)
 
     rule.after_step = counted  # type: ignore[method-assign]
     assert train(model, optimizer, share) == train(expected_model, expected, share)
@@ -253,7 +253,7 @@ def test_what_reads_first_completes_the_update() -> None:
     }
     for name, read in readers.items():
         model, optimizer = trained("next_forward", steps=3)
-        assert optimizer._rule.exchange.is_pending, name
+        assert optimizer._rule._wait.is_pending, name
         read(model, optimizer)
         assert_equal(model.parameters(), wanted)
         in_order = [parameter for group in optimizer.param_groups[:2] for parameter in group["params"]]
@@ -266,14 +266,14 @@ def test_what_reads_first_completes_the_update() -> None:
 def test_a_module_waits_for_the_buckets_that_were_sent_before_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     expected_model, expected = trained("backward")
     model, optimizer = trained("next_forward", steps=STEPS - 1)
-    exchange = optimizer._rule.exchange
-    *others, needed_first = range(len(optimizer._rule.buckets))
+    wait = optimizer._rule._wait
+    *others, needed_first = optimizer._rule.buckets
     order = [others[1], needed_first, others[0], *others[2:]]
-    monkeypatch.setattr(exchange, "_order", lambda: order)
+    monkeypatch.setattr(wait, "_order", order)
     take_steps(model, optimizer, share, [STEPS - 1])
-    assert exchange.waiting == order
+    assert wait.waiting == order
     model.first(torch.zeros(1, 6))
-    assert exchange.waiting == order[2:]
+    assert wait.waiting == order[2:]
     assert_equal(state_of(model, optimizer), state_of(expected_model, expected))
     for each in (optimizer, expected):
         each.close()
@@ -282,9 +282,9 @@ def test_a_module_waits_for_the_buckets_that_were_sent_before_its_own(monkeypatc
 @on_ranks(2)
 def test_times_of_exchanges_are_counted_from_the_end_of_the_first() -> None:
     _, optimizer = trained("next_forward", steps=6)
-    exchange = optimizer._rule.exchange
-    assert len(exchange._ready) == len(exchange._taken) > 2
-    for ready_s, taken_s in zip(exchange._ready, exchange._taken, strict=True):
+    wait = optimizer._rule._wait
+    assert len(wait._ready) == len(wait._taken) > 2
+    for ready_s, taken_s in zip(wait._ready, wait._taken, strict=True):
         assert min(ready_s) < 0
         assert max(map(abs, ready_s)) < RUN_TIMEOUT_S  # not a time since the machine was started
         assert min(taken_s) > 0
@@ -315,7 +315,7 @@ def test_ranks_agree_on_an_order_by_the_last_rank_to_fill_a_bucket() -> None:
     model, optimizer = wrapped("next_forward", bucket_bytes=8000)
     spy(optimizer, lambda tensor, options: started.append(tensor.data_ptr()))
     take_steps(model, optimizer, share, [0])
-    exchange = optimizer._rule.exchange
+    wait = optimizer._rule._wait
     for number in range(1, 5):
         if number == 2:
             loss_of(model, share(number)).backward()
@@ -324,7 +324,7 @@ def test_ranks_agree_on_an_order_by_the_last_rank_to_fill_a_bucket() -> None:
         take_steps(model, optimizer, share, [number])
         buckets = len(optimizer._rule.buckets)
         full_s = [0.0, 100.0 if hvd.rank() == 2 else 0.0, *[1.0] * (buckets - 3), 2.0]
-        for measured, values in ((exchange._ready, full_s), (exchange._taken, [1.0 + 2 * hvd.rank()] * buckets)):
+        for measured, values in ((wait._ready, full_s), (wait._taken, [1.0 + 2 * hvd.rank()] * buckets)):
             measured.clear()
             measured.extend([values] * 9)  # outweighs what is measured
     optimizer.settle()

@@ -65,7 +65,7 @@ def test_groups_share_buckets(kind: str) -> None:
     options_of(alone)
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), **options_of(model))
     for _ in range(2):  # the order of arrival does not change groups
-        buckets: Any = optimizer._rule.bucketing.buckets
+        buckets: Any = optimizer._rule.buckets
         assert sorted(sorted(bucket.names) for bucket in buckets) == expected
         take_steps(model, optimizer, share, range(STEPS))
     take_steps(alone, sgd(alone.parameters()), batch, [*range(STEPS), *range(STEPS)])

@@ -121,7 +121,7 @@ def load(
         warnings.simplefilter("always")
         optimizer.load_state_dict(states[hvd.rank() % len(states)], also=extra)
     debts = owed(optimizer)
-    assert optimizer._rule.exchange.step == 3
+    assert optimizer._rule.reducer.step == 3
     train(model, optimizer, range(3, 5))
     assert_same_on_all_ranks(model.parameters()) if op == hvd.Sum else None
     optimizer.close()

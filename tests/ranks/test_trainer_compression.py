@@ -223,7 +223,7 @@ def test_a_second_sum_that_fails() -> None:
     spy(optimizer, fail)
     with pytest.raises(ConnectionError, match="the second sum"):
         weight.sum().backward()
-    assert not any(bucket.in_flight for bucket in optimizer._rule.bucketing.buckets)
+    assert not any(bucket.in_flight for bucket in optimizer._rule.buckets)
 
 
 @on_ranks(2)

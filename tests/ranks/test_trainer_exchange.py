@@ -35,7 +35,7 @@ def test_buckets_follow_the_order_of_rank_0() -> None:
     model = Parallel(5)
     optimizer = distributed(model.parameters(), 0.1, named_parameters=model.named_parameters(), bucket_bytes=128)
     for step in range(3):
-        seen = [[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.bucketing.buckets]  # type: ignore[attr-defined]
+        seen = [[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.buckets]  # type: ignore[attr-defined]
         assert seen == ([["2", "0"], ["3", "4"], ["1"]] if step else [["4", "3"], ["2", "1"], ["0"]])
         optimizer.zero_grad()
         model([0, 1, 2, 3, 4] if hvd.rank() else [3, 0, 2]).backward()
@@ -68,7 +68,7 @@ def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns() -
     seen: list[bool] = []
 
     def look(*_: Any) -> None:
-        seen.append(any(bucket.in_flight for bucket in optimizer._rule.bucketing.buckets))
+        seen.append(any(bucket.in_flight for bucket in optimizer._rule.buckets))
 
     model[0].weight.register_hook(look)
     for step in range(3):
@@ -100,7 +100,7 @@ def test_time_spent_waiting_is_measured() -> None:
     """Rank 0 is still in backward, for LATE_S and more, when rank 1 begins to wait."""
     model = perceptron()
     optimizer = distributed(model.parameters(), 0.1)
-    (bucket,) = optimizer._rule.bucketing.buckets
+    (bucket,) = optimizer._rule.buckets
     wait = bucket.buffer.wait
 
     def be_late(gradient: Tensor) -> None:
@@ -214,7 +214,7 @@ def test_a_wrapper_that_is_dropped_does_not_live_on_in_the_hooks_of_the_paramete
     model = perceptron()
     optimizer = distributed(model.parameters(), 0.1)
     loss_of(model, share(0)).backward()
-    alive = weakref.ref(optimizer), weakref.ref(optimizer._rule.exchange)
+    alive = weakref.ref(optimizer), weakref.ref(optimizer._rule.reducer)
     optimizer = distributed(model.parameters(), 0.1)
     assert [reference() for reference in alive] == [None, None]
     optimizer.zero_grad()

@@ -26,8 +26,8 @@ from gradwire.collectives.diagnostics.timeline import (
     write_trace,
 )
 from gradwire.collectives.kernels.reference import hashing as reference
-from gradwire.trainer.reducer.moments import Moment
 from gradwire.trainer.reducer.replicas import hash_of
+from gradwire.trainer.reducer.times import ExchangeTime
 from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from tests.pages import ROOT
@@ -199,7 +199,7 @@ class Ranks:
 
 class Kept:
     def __init__(self) -> None:
-        self.last: list[Moment] = []
+        self.last: list[ExchangeTime] = []
 
     def keep(self, count: int) -> None:
         pass
@@ -214,7 +214,7 @@ def reported(
     for number, of_step in enumerate(waits):
         for rank, waited_s in enumerate(of_step):
             ranks.rank = rank
-            moments[rank].last.append(Moment(number, int(waited_s * 1e9), 0, int(step_s * 1e9)))
+            moments[rank].last.append(ExchangeTime(number, int(waited_s * 1e9), 0, int(step_s * 1e9)))
             watches[rank].after_step()
     ranks.rank = 0
     return watches[0].report(), watches

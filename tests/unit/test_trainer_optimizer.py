@@ -86,7 +86,7 @@ def test_buckets_are_small_unless_a_codec_encodes_them(options: dict[str, Any], 
     if "rule" in options:
         options = {**options, "rule": hvd.rules.NextForward(model)}
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
-    buckets = optimizer._rule.bucketing.buckets
+    buckets = optimizer._rule.buckets
     optimizer.close()
     assert tuple(sum(p.nbytes for p in bucket.parameters) >> 20 for bucket in buckets) == megabytes
 
@@ -161,7 +161,7 @@ def test_named_parameters_may_cover_more_than_the_optimizer() -> None:
     )
     optimizer.add_param_group({"params": list(model[0].parameters())})
     loss_of(model, batch(0)).backward()
-    names = {name for bucket in optimizer._rule.bucketing.buckets for name in bucket.names}
+    names = {name for bucket in optimizer._rule.buckets for name in bucket.names}
     assert names == {name for name, _ in model.named_parameters()}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not, not_
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.buffers import CodedBuffer, PlainBuffer, buffer_for
-from gradwire.trainer.reducer.combination import Combination, Traffic
 from gradwire.trainer.reducer.compression import Cast, Encoding
 from gradwire.trainer.reducer.dtensors import as_gradient_of, held_here, is_placed_like, placed_like
 from gradwire.trainer.reducer.layout import BucketPlan
@@ -22,25 +21,33 @@ from gradwire.trainer.world.world import here
 _SMALL = 1 << 14
 """Gradients of at most this many elements are copied together, since a call takes about as long as the copy of one."""
 
-_kind_of = operator.attrgetter("dtype", "device")
+# What a step does for every parameter is done by these, since a loop in Python takes as long as the exchange of small gradients.
+_grad_of = attrgetter("grad")
+_layout_of = attrgetter("layout")
+_kind_of = attrgetter("dtype", "device")
+_is_set_to = Tensor.is_set_to
 
 
 class Bucket:
     """The buffer of a plan, with a view for the gradient of every parameter in the plan, or of this rank's shard if the
-    parameter is sharded.
+    parameter is sharded. The index of a parameter in the bucket is its slot.
+
+    An exchange has three steps: copy_in() the gradients, launch() the exchange, and finalize() it when the buffer is complete.
 
     names, parameters: of all plans; plan.items selects those of this bucket. kind: the cast or codec by which gradients are
-    sent. number: differs between buckets. buffer: the buffer that is exchanged. memory: holds the gradients, each in its span,
-    by slot; it is the buffer's values if these have the gradients' dtype. presence: one number for each gradient: whether this
-    rank has the gradient, and after the exchange, whether any rank has it; below zero if a rank has a sparse gradient, which
-    the bucket does not exchange. With codes or shares, the buffer of presence_of() holds the presence and has its own message;
-    else it is in the bucket's message. in_flight: whether the bucket is being exchanged. shares: by rank, the parts of the
-    memory that are the rank's share; empty if each rank gets the whole memory. gradients: the future parameter.grad, by slot:
-    tensors in the memory, if parameters are not sharded. To autograd they are no views, so that grad.detach_() works.
-    programs: the gradients that the program keeps in memory of its own, by slot: they remain parameter.grad, and the results
-    are copied to them. at_once: by slot, whether to collect() the gradient as soon as it arrives: a large one, to free its
-    memory, and that of a sharded parameter, since all ranks of its mesh must do so in the same order. The others are collected
-    together, which takes less time.
+    sent. number: differs between buckets. densified: the parameters of all buckets whose sparse gradients were made dense.
+
+    buffer: the buffer that is exchanged. memory: holds the gradients, each in its span, by slot; it is the buffer's values if
+    these have the gradients' dtype. presence: one number for each gradient: whether this rank has the gradient, and after the
+    exchange, whether any rank has it; below zero if a rank has a sparse gradient, which the bucket does not exchange. With
+    codes or shares, the buffer of presence_of() holds the presence and has its own message; else it is in the bucket's message.
+    missing: how many gradients have not arrived in this window. in_flight: whether the bucket is being exchanged. shares: by
+    rank, the parts of the memory that are the rank's share; empty if each rank gets the whole memory. gradients: the future
+    parameter.grad, by slot: tensors in the memory, if parameters are not sharded. To autograd they are no views, so that
+    grad.detach_() works. own_grads: by slot, the gradients in memory of the program's own, which are there before backward() or
+    before an exchange outside of it: they remain parameter.grad, and the results are copied to them. at_once: by slot, whether
+    to copy in the gradient as soon as it arrives: a large one, to free its memory, and that of a sharded parameter, since all
+    ranks of its mesh must do so in the same order. The others are copied together, which takes less time.
     """
 
     def __init__(
@@ -53,8 +60,9 @@ class Bucket:
         number: int,
         densified: set[int],
     ) -> None:
-        combination, communicator = setup, setup.communicator
+        communicator = setup.communicator
         self.items = plan.items
+        self.number = number
         self.names = [names[item] for item in plan.items]
         self.parameters = [parameters[item] for item in plan.items]
         self._densifies, self._densified = setup.sparse_as_dense, densified
@@ -63,12 +71,12 @@ class Bucket:
         device, dtype = held[0].device, held[0].dtype
         if isinstance(kind, Encoding):
             shapes = list(map(_shape_in_memory, held))
-            self.buffer: PlainBuffer = buffer_for(kind)(combination, kind, plan, shapes, device, number)
+            self.buffer: PlainBuffer = buffer_for(kind)(setup, kind, plan, shapes, device, number)
         else:
             values = zeros_for(communicator, plan.numel, dtype, device)
-            self.buffer = PlainBuffer(combination, values, kind.codec(dtype))
+            self.buffer = PlainBuffer(setup, values, kind.codec(dtype))
         self.memory = self.buffer.values.to(dtype)
-        self.shares = communicator.shares(self.memory.numel(), dtype) if combination.in_shares else ()
+        self.shares = communicator.shares(self.memory.numel(), dtype) if setup.in_shares else ()
         others = [parts for rank, parts in enumerate(self.shares) if rank != communicator.rank]
         self._of_others = [self.memory[part] for parts in others for part in parts]
         self.spans = [slice(start, start + each.numel()) for each, start in zip(held, plan.offsets, strict=True)]
@@ -76,19 +84,21 @@ class Bucket:
             self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
             for tensor, offset in zip(held, plan.offsets, strict=True)
         ]
-        self._is_sharded = [tensor is not parameter for tensor, parameter in zip(held, self.parameters, strict=True)]
+        self._is_sharded = [tensor is not own for tensor, own in zip(held, self.parameters, strict=True)]
         self.at_once = [
             tensor.numel() > _SMALL or tensor is not own for tensor, own in zip(held, self.parameters, strict=True)
         ]
         self._kinds = [(dtype, device)] * len(held)
         self._takes_gradients = setup.gradient_as_bucket_view
+        self._is_plain = self._takes_gradients and not any(self._is_sharded)
         self.gradients = [self._new_gradient(slot) for slot in range(len(held))]
-        self.programs: dict[int, Tensor] = {}
-        self._returned: dict[int, Tensor] = {}
-        self._noted: list[tuple[int, int, int] | None] = []
+        self.own_grads: dict[int, Tensor] = {}
+        self._versions: list[tuple[int, int, int] | None] = []
         self.presence = self.memory[plan.presence_offset :]
+        self.missing = len(held)
         self.in_flight = False
-        self._absent: list[int] = []
+        self.absent: list[int] = []
+        """The slots that were launched without a gradient, because this rank has none or a sparse one."""
         self._present: list[float] = []
 
     @property
@@ -101,21 +111,43 @@ class Bucket:
         """Return whether the program has moved any parameter to another dtype or device than the memory's."""
         return [*map(_kind_of, self.parameters)] != self._kinds
 
-    def note_programs(self, arrived: int | None = None) -> None:
-        """Find the gradients that the program keeps in memory of its own: those that are there before backward(), or before an
-        exchange outside of it. arrived: the slot whose gradient has arrived already; it is the program's if backward() has
-        added to it in place."""
-        self.programs = {}
-        for slot, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None or (slot == arrived and not gradient._version):
-                continue
-            if gradient is self.gradients[slot] and self._lies_there(slot, gradient):
+    def open(self, arrived: int | None = None) -> None:
+        """Begin a window: expect all gradients, and find those in memory of the program's own.
+
+        arrived: the slot whose gradient has arrived already; it is the program's if backward() has added to it in place.
+        """
+        self.missing = len(self.items)
+        self.own_grads = {}
+        gradients = [*map(_grad_of, self.parameters)]
+        if arrived is not None and (fresh := gradients[arrived]) is not None and not fresh._version:
+            gradients[arrived] = None
+        if not any(map(is_not, gradients, repeat(None))) or self._all_lie_there(gradients):
+            return
+        for slot, (gradient, parameter) in enumerate(zip(gradients, self.parameters, strict=True)):
+            if gradient is None or (gradient is self.gradients[slot] and self._lies_there(slot, gradient)):
                 continue
             if _is_writable(gradient) and (not self._is_sharded[slot] or is_placed_like(gradient, parameter)):
-                self.programs[slot] = gradient
+                self.own_grads[slot] = gradient
 
-    def collect(self, slots: Iterable[int]) -> list[int]:
+    def copy_in(self) -> list[int]:
+        """Copy the gradients of all parameters into the memory: see copy_slots()."""
+        gradients = [*map(_grad_of, self.parameters)]
+        if not (
+            self._is_plain
+            and not self.own_grads
+            and all(map(is_not, gradients, repeat(None)))
+            and all(map(is_, map(_layout_of, gradients), repeat(torch.strided)))
+            and all(map(_is_set_to, self.gradients, self._views))
+        ):
+            return self.copy_slots(range(len(self.items)))
+        moved = [*map(not_, map(_is_set_to, gradients, self._views))]
+        if any(moved):
+            torch._foreach_copy_([*compress(self._views, moved)], [*compress(gradients, moved)])
+        for parameter, result in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = result
+        return []
+
+    def copy_slots(self, slots: Iterable[int]) -> list[int]:
         """Copy the gradients of these slots' parameters into the memory, unless they are there. Make each parameter.grad the
         tensor in the memory, unless it is the program's.
 
@@ -133,7 +165,7 @@ class Bucket:
         if found:
             parts = [self._part_here(slot, each) if self._is_sharded[slot] else each for slot, each in found]
             torch._foreach_copy_([self._views[slot] for slot, _ in found], parts)
-            self._take_gradients([slot for slot, gradient in found if self.programs.get(slot) is not gradient])
+            self._take_gradients([slot for slot, gradient in found if self.own_grads.get(slot) is not gradient])
         for slot in absent:
             self._views[slot].zero_()
         return absent
@@ -159,11 +191,21 @@ class Bucket:
         """Return whether a gradient is in the slot's memory: a program may have given the slot's tensor other memory."""
         return (held_here(gradient) if self._is_sharded[slot] else gradient).is_set_to(self._views[slot])
 
+    def _all_lie_there(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether the gradients of all slots are those in the memory."""
+        return (
+            not any(self._is_sharded)
+            and all(map(is_, gradients, self.gradients))
+            and all(map(_is_set_to, self.gradients, self._views))
+        )
+
     def _new_gradient(self, slot: int) -> Tensor:
         return as_gradient_of(self.parameters[slot], self._views[slot].data)
 
-    def gradients_in_memory(self, slots: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of these slots, made anew if the program has given the last ones other memory."""
+    def gradients_in_memory(self, slots: Sequence[int] | None = None) -> list[Tensor]:
+        """Return the gradients of these slots, by default of all, made anew if the program has given the last ones other
+        memory."""
+        slots = range(len(self.items)) if slots is None else slots
         for slot in slots:
             if not self._lies_there(slot, self.gradients[slot]):
                 self.gradients[slot] = self._new_gradient(slot)
@@ -171,7 +213,7 @@ class Bucket:
 
     def place_gradients(self) -> None:
         """Make every parameter.grad the tensor in the memory, before there are gradients."""
-        for parameter, gradient in zip(self.parameters, self.gradients_in_memory(range(len(self.items))), strict=True):
+        for parameter, gradient in zip(self.parameters, self.gradients_in_memory(), strict=True):
             parameter.grad = gradient
 
     def _take_gradients(self, slots: Sequence[int]) -> None:
@@ -186,22 +228,13 @@ class Bucket:
             own = parameter.grad
             if own is None or (self._is_sharded[slot] and not is_placed_like(own, parameter)):
                 parameter.grad = own = torch.empty_like(parameter, requires_grad=False)
-            self.programs[slot] = own
-
-    def holds_gradient(self, slot: int) -> bool:
-        """Return whether parameter.grad is the tensor that the last exchange has left there, in whatever memory."""
-        gradient = self.parameters[slot].grad
-        return gradient is not None and (gradient is self.gradients[slot] or gradient is self._returned.get(slot))
+            self.own_grads[slot] = own
 
     def take_over(self, slot: int, other: Bucket, other_slot: int) -> None:
-        """Take a parameter's gradient from another bucket, if it is there."""
+        """Copy in a parameter's gradient from another bucket, if it is there."""
         gradient = self.parameters[slot].grad
-        if gradient is None:
-            return
-        if gradient is other._returned.get(other_slot):
-            self._returned[slot] = gradient
-        elif gradient is other.gradients[other_slot]:
-            self.collect([slot])
+        if gradient is not None and gradient is other.gradients[other_slot]:
+            self.copy_slots([slot])
 
     def fill(self) -> dict[int, Tensor]:
         """Give zeros to the parameters that require gradients and have none; return these zeros by parameter."""
@@ -225,41 +258,36 @@ class Bucket:
         assert gradient is not None
         held_here(gradient).mul_(factor)
 
-    def start(self, step: int, residuals: Residuals) -> None:
-        """Collect this rank's gradients, add their residuals, and begin the exchange. Do not use the gradients until it is done.
+    def launch(self, step: int, residuals: Residuals) -> None:
+        """Copy in this rank's gradients, add their residuals, and begin the exchange. Do not use the gradients until it is done.
         step: the number of earlier exchanges."""
-        self._absent = self.collect(range(len(self.items)))
+        self.absent = self.copy_in()
         if residuals:
             parts = {item: self.memory[span] for item, span in zip(self.items, self.spans, strict=True)}
             residuals.add_to(parts, self.buffer.combination.share)
         self.presence.fill_(1)
-        for slot in self._absent:
+        for slot in self.absent:
             self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse
         if self._densified:
             for slot, item in enumerate(self.items):
-                if item in self._densified and slot not in self._absent:
+                if item in self._densified and slot not in self.absent:
                     self.presence[slot] = self._marks_sparse
         if self.memory is not self.buffer.values:
             self.buffer.values.copy_(self.memory)
         self.buffer.start(step)
         self.in_flight = True
 
-    @property
-    def is_incomplete(self) -> bool:
-        """Return whether the bucket was started without some gradient, because this rank has none or a sparse one."""
-        return bool(self._absent)
-
     def found_sparse(self) -> list[int]:
         """Return, after the exchange, the parameters for which a rank has a sparse gradient. All ranks return the same, except
         that a rank omits parameters for which it has a dense gradient."""
-        self._present = self.presence.tolist() if self._absent else []
-        return [self.items[slot] for slot in self._absent if self._present[slot] < 0 and not self._densifies]
+        self._present = self.presence.tolist() if self.absent else []
+        return [self.items[slot] for slot in self.absent if self._present[slot] < 0 and not self._densifies]
 
-    def finish(self) -> None:
+    def finalize(self) -> None:
         """Assign the results, after found_sparse(). A parameter without a gradient on this rank gets one if any rank has it."""
         if self.memory is not self.buffer.values:
             self.memory.copy_(self.buffer.values)
-        for slot in self._absent:
+        for slot in self.absent:
             if self._present[slot] > 0 or (self._present[slot] < 0 and self._densifies):
                 self._take_gradients([slot])
                 if self._present[slot] < 0:
@@ -268,35 +296,34 @@ class Bucket:
                 self.coded.add_unused(slot)
         if self._of_others:
             torch._foreach_zero_(self._of_others)
-        self.give_programs()
+        if self.own_grads:
+            self.copy_out()
 
     @torch.no_grad()
-    def give_programs(self) -> None:
-        """Copy results to the gradients that the program keeps in memory of its own."""
-        self._returned = {}
-        for slot, gradient in self.programs.items():
+    def copy_out(self) -> None:
+        """Copy results to the gradients in memory of the program's own."""
+        for slot, gradient in self.own_grads.items():
             if self.parameters[slot].grad is gradient:
                 held_here(gradient).copy_(self._views[slot])
-                self._returned[slot] = gradient
 
-    def take_note(self) -> None:
+    def record_versions(self) -> None:
         """Record the gradients, for changed(). Call it when all buckets are finished: gradients of the program may be parts of
         one tensor, which have one version."""
-        self._noted = self._seen()
+        self._versions = self._now()
 
     def changed(self) -> str | None:
-        """Return the name of a parameter whose gradient has been changed or replaced since take_note(), as far as torch notices;
-        None if there is none. Changes through grad.data in the same memory are not detected; step() uses them."""
-        seen = self._seen()
-        if seen == self._noted:
+        """Return the name of a parameter whose gradient has been changed or replaced since record_versions(), as far as torch
+        notices; None if there is none. Changes through grad.data in the same memory are not detected; step() uses them."""
+        now = self._now()
+        if now == self._versions:
             return None
-        pairs = enumerate(zip(seen, self._noted, strict=True))
-        slots = [slot for slot, (now, then) in pairs if now != then and self.parameters[slot].grad is not None]
+        pairs = enumerate(zip(now, self._versions, strict=True))
+        slots = [slot for slot, (new, old) in pairs if new != old and self.parameters[slot].grad is not None]
         return self.names[slots[0]] if slots else None
 
-    def _seen(self) -> list[tuple[int, int, int] | None]:
+    def _now(self) -> list[tuple[int, int, int] | None]:
         """Return the identity, version and address of each gradient."""
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = map(_grad_of, self.parameters)
         return [g if g is None else (id(g), g._version, g.data_ptr()) for g in gradients]
 
 
@@ -305,19 +332,6 @@ def _is_writable(gradient: Tensor) -> bool:
     if gradient.layout is not torch.strided:
         return False
     return not any(stride == 0 and length > 1 for stride, length in zip(gradient.stride(), gradient.shape, strict=True))
-
-
-def presence_of(buckets: Sequence[Bucket], communicator: Communicator) -> list[PlainBuffer]:
-    """Return a buffer that counts, exactly and in one message, how many ranks have each gradient, for the buckets whose own
-    message does not count them."""
-    counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
-    if not counted:
-        return []
-    lengths = [len(bucket.items) for bucket in counted]
-    counts = torch.zeros(sum(lengths), device=counted[0].presence.device, dtype=torch.float32)
-    for bucket, part in zip(counted, counts.split(lengths), strict=True):
-        bucket.presence = part
-    return [PlainBuffer(Combination(communicator, Sum, traffic=Traffic(communicator)), counts)]
 
 
 def zeros_for(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

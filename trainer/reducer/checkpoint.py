@@ -13,12 +13,11 @@ import torch
 from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.agreement import on_all_ranks
 from gradwire.trainer.reducer.arguments import Average, Sum
-from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.bucketing import Bucketing
 from gradwire.trainer.reducer.buffers import Exported
 from gradwire.trainer.reducer.checkpoint_format import KEY, VERSION, check_part, has_residuals, label_of
 from gradwire.trainer.reducer.dtensors import held_here
-from gradwire.trainer.reducer.exchange import GradientExchange
+from gradwire.trainer.reducer.planner import BucketLayout
+from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.world.world import here
 
@@ -29,8 +28,7 @@ class Resumption:
     and the wrapped optimizer."""
 
     setup: Setup
-    bucketing: Bucketing
-    exchange: GradientExchange
+    reducer: Reducer
 
     @property
     def _communicator(self) -> Communicator:
@@ -40,15 +38,14 @@ class Resumption:
         """Return the wrapped optimizer's state, and with codecs this rank's part: dicts, lists, tensors, numbers and strings.
         Raises RuntimeError while gradients are exchanged."""
         state = self.setup.optimizer.state_dict()
-        if not self.bucketing.is_encoded:
+        if not self.reducer.planner.is_encoded:
             return state
         self._check_idle()
-        part = {"step": self.exchange.step, "parameters": self.bucketing.described(), **self.bucketing.state_dict()}
-        return {**state, KEY: {**self._identity(), **part}}
+        return {**state, KEY: {**self._identity(), **self.reducer.state_dict()}}
 
     def load(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Load a state_dict() of this rank. also: those of ranks that no longer exist. Collective if there are codecs."""
-        if self.bucketing.is_encoded:
+        if self.reducer.planner.is_encoded:
             self._load_with_codecs(state_dict, also)
             return
         self.setup.optimizer.load_state_dict(_of_optimizer(state_dict))
@@ -66,27 +63,27 @@ class Resumption:
         parameters, parts are of different checkpoints, or the wrapped optimizer cannot load its state.
         """
         parts: list[dict[str, Any]] = []
-        buckets: list[Bucket] | None = None
+        layout: BucketLayout | None = None
 
         def look() -> tuple[list[dict[str, Any]], bool]:
-            nonlocal buckets
+            nonlocal layout
             parts.extend(_parts_of(state_dict, also))
             for part in parts:
-                check_part(part, self.bucketing.described())
+                check_part(part, self.reducer.planner.described())
             self._check_idle()
             labels = [label_of(part) for part in parts]
             if parts and all(parts[0].get(key) == value for key, value in self._identity().items()):
-                buckets = self.bucketing.restored(parts[0])
-            return labels, buckets is not None
+                layout = self.reducer.restored(parts[0])
+            return labels, layout is not None
 
         everyones = on_all_ranks(self._communicator, look)
         labels = [theirs for theirs, _ in everyones]
         self._check(labels)
         go_on: Callable[[], object]
         if not parts:
-            go_on = functools.partial(self.bucketing.restart, {})
-        elif buckets is not None and all(exact for _, exact in everyones):
-            go_on = functools.partial(self.bucketing.restore, parts[0], buckets)
+            go_on = functools.partial(self.reducer.restart, 0, {})
+        elif layout is not None and all(exact for _, exact in everyones):
+            go_on = functools.partial(self.reducer.load_state_dict, parts[0], layout)
         else:
             go_on = self._handover(parts, labels)
         optimizer = self.setup.optimizer
@@ -99,7 +96,6 @@ class Resumption:
             optimizer.state, optimizer.param_groups = before
 
         on_all_ranks(self._communicator, load, undo)
-        self.exchange.step = parts[0]["step"] if parts else 0
         go_on()
 
     def _handover(
@@ -117,7 +113,7 @@ class Resumption:
         carried = self._carried(mine, [given[saved] for saved in contributes], len(held_by))
 
         def take_over() -> None:
-            self.bucketing.restart(carried)
+            self.reducer.restart(mine["step"], carried)
             if rank == 0 and has_residuals(mine):
                 _warn(mine["world_size"], size, sorted(held_by))
 
@@ -135,7 +131,7 @@ class Resumption:
 
     def _check_idle(self) -> None:
         """Raise RuntimeError while gradients are exchanged."""
-        if any(bucket.in_flight for bucket in self.bucketing.buckets):
+        if not self.reducer.is_idle:
             raise RuntimeError(
                 f"{here()}gradients are still being exchanged: an earlier backward() failed "
                 "midway (call synchronize(), then zero_grad())"
@@ -169,7 +165,7 @@ class Resumption:
     def _carried(self, mine: dict[str, Any], parts: Sequence[dict[str, Any]], number: int) -> dict[int, Exported]:
         """Return the residuals that error feedback has not yet added to each parameter's gradients. parts: the parts that this
         rank contributes. number: how many parts all ranks contribute."""
-        parameters = self.bucketing.parameters
+        parameters = self.reducer.parameters
         carried: dict[int, Exported] = {
             index: {name: tensor.to(parameters[index].device) for name, tensor in waiting.items()}
             for index, waiting in mine["waiting"].items()

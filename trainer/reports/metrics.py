@@ -105,8 +105,8 @@ class Reports:
         self._on_step = wanted.on_step
         self._began_ns = 0
         self._stragglers: StragglerWatch | None = None
-        if rule.moments is not None and self._communicator.size > 1:
-            self._stragglers = StragglerWatch(self._communicator, rule.moments, wanted.straggler_report_every)
+        if rule.times is not None and self._communicator.size > 1:
+            self._stragglers = StragglerWatch(self._communicator, rule.times, wanted.straggler_report_every)
         folder = report_folder(os.environ)
         self._journal = None if folder is None else open_journal(folder, rule)
         # Nobody else needs the record of a step: stragglers are found by exchanges, of which a step may have several.

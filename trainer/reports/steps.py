@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from gradwire.collectives.diagnostics.journal import STEPS, Journal
-from gradwire.trainer.reducer.moments import Moment
+from gradwire.trainer.reducer.times import ExchangeTime
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.epochs import restarts
 
@@ -20,14 +20,14 @@ class StepRecord:
 
     seconds: the time of the step. wait_s: how many of these seconds the rank waited for the exchange. bytes_sent,
     bytes_uncompressed: as in ExchangeStats. exchanges: the times of the exchanges of gradients, the last one first; empty
-    without exchanges, and with a rule that has no `moments`.
+    without exchanges, and with a rule that has no `times`.
     """
 
     seconds: float
     wait_s: float
     bytes_sent: int
     bytes_uncompressed: int
-    exchanges: tuple[Moment, ...]
+    exchanges: tuple[ExchangeTime, ...]
 
 
 class StepRecorder:
@@ -40,13 +40,13 @@ class StepRecorder:
     def record(self) -> StepRecord:
         """Return the record of the step that ends."""
         now_s, wait_s, stats = time.perf_counter(), self._rule.wait_s, self._rule.stats
-        latest = reversed(self._rule.moments.last) if self._rule.moments is not None else ()
+        latest = reversed(self._rule.times.last) if self._rule.times is not None else ()
         made = StepRecord(
             now_s - self._ended_s,
             wait_s - self._wait_s,
             stats.bytes_sent - self._stats.bytes_sent,
             stats.bytes_uncompressed - self._stats.bytes_uncompressed,
-            tuple(takewhile(lambda moment: moment.number > self._exchanged, latest)),
+            tuple(takewhile(lambda each: each.number > self._exchanged, latest)),
         )
         self._ended_s, self._wait_s, self._stats = now_s, wait_s, stats
         if made.exchanges:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradwire.collectives import Communicator
-from gradwire.trainer.reducer.moments import Moments
+from gradwire.trainer.reducer.times import ExchangeTimes
 
 _log = logging.getLogger("gradwire")
 
@@ -97,9 +97,9 @@ class StragglerWatch:
     """Posts this rank's waits in windows of `every` exchanges. Rank 0 logs when the same rank has delayed the others in
     several windows in a row, and when that ends."""
 
-    def __init__(self, communicator: Communicator, moments: Moments, every: int) -> None:
+    def __init__(self, communicator: Communicator, times: ExchangeTimes, every: int) -> None:
         self._communicator = communicator
-        self._moments = moments
+        self._times = times
         self._every = every
         self._posted: int | None = None  # the number of exchanges at the last post
         self._judged = self._first = 0
@@ -108,13 +108,13 @@ class StragglerWatch:
         self._logged: int | None = None  # the rank that is logged as delaying the others
         self._reported: dict[int, Any] = {}  # the posts of all ranks, of which the report was made
         self._report: Stragglers | None = None
-        moments.keep(min(every, _MOST_POSTED) + _MARGIN)
+        times.keep(min(every, _MOST_POSTED) + _MARGIN)
 
     def after_step(self) -> None:
         """Post this rank's waits if that is due; rank 0 logs stragglers. Does not wait for other ranks."""
-        if not self._moments.last:
+        if not self._times.last:
             return
-        count = self._moments.last[-1].number + 1
+        count = self._times.last[-1].number + 1
         if self._posted is None:  # the first exchange compiles kernels, and is left out
             self._posted = self._judged = self._first = count
         elif count // self._every > self._posted // self._every:
@@ -150,11 +150,11 @@ class StragglerWatch:
 
     def _to_post(self) -> dict[str, Any]:
         """Return the numbers of exchanges, and for each, this rank's wait and the duration of the step in microseconds."""
-        moments = [moment for moment in self._moments.last if moment.number >= self._first][-_MOST_POSTED:]
+        times = [each for each in self._times.last if each.number >= self._first][-_MOST_POSTED:]
         return {
-            "numbers": [moment.number for moment in moments],
-            "waited": [moment.waited_ns // 1000 for moment in moments],
-            "step": [moment.step_ns // 1000 for moment in moments],
+            "numbers": [each.number for each in times],
+            "waited": [each.waited_ns // 1000 for each in times],
+            "step": [each.step_ns // 1000 for each in times],
         }
 
     def _report_of(self, posted: dict[int, Any]) -> Stragglers | None:

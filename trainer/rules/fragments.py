@@ -42,7 +42,7 @@ class Fragment:
         ]  # without those of other fragments
         self.rule = Synchronous(replace(setup, optimizer=self._optimizer))
         self.rule.add(names, self._outer)
-        self.rule.bucketing.learn(range(len(self._outer)))  # the order does not matter, since all arrive together
+        self.rule.reducer.planner.learn(range(len(self._outer)))  # the order does not matter, since all arrive together
         self.rule.start()
         for bucket in self.rule.buckets:
             bucket.place_gradients()

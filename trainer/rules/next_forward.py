@@ -20,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.collectives import CollectiveError
 from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks, without_step_hooks
 from gradwire.trainer.optimizers.wrapped import tensors_of
-from gradwire.trainer.reducer.deferred import DeferredExchange, is_awaited
+from gradwire.trainer.reducer.bucket import Bucket
+from gradwire.trainer.reducer.deferred import DeferredWait, is_awaited
 from gradwire.trainer.reducer.dtensors import shard_of
-from gradwire.trainer.reducer.exchange import Weakly
 from gradwire.trainer.reducer.layout import SMALL_BUCKET_BYTES
+from gradwire.trainer.reducer.reducer import Weakly
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
@@ -80,8 +81,6 @@ class DeferredSteps(Synchronous):
     """
 
     can_stand_in = False
-    exchange_kind = DeferredExchange
-    exchange: DeferredExchange
 
     def __init__(self, setup: Setup, model: nn.Module) -> None:
         if isinstance(setup.optimizer, torch.optim.LBFGS):
@@ -100,15 +99,15 @@ class DeferredSteps(Synchronous):
                 "the next forward"
             )
         super().__init__(replace(setup, bucket_bytes=setup.bucket_bytes or SMALL_BUCKET_BYTES))
-        self.moments = None  # waits end when this rank needs a result, so ranks' waits cannot be compared
-        self.exchange.settle = Weakly.of(self.settle)
-        self.exchange.before_gradient = Weakly.of(self._before_gradient)
+        self.times = None  # waits end when this rank needs a result, so ranks' waits cannot be compared
+        self._wait = DeferredWait(self.reducer, Weakly.of(self.settle), Weakly.of(self._before_gradient))
+        self.reducer.deferral = self._wait
         self._model = model
         self._lock = threading.RLock()  # autograd calls hooks from one thread per device
         self._settings: list[dict[str, Any]] | None = None  # of the param groups at the due step
         self._failed = False
         self._called: set[nn.Module] = set()
-        self._needed: dict[nn.Module | None, list[int]] = {}
+        self._needed: dict[nn.Module | None, list[Bucket]] = {}
         self._needed_by: tuple[int, object] = (0, None)  # the inputs from which _needed was made
         self._watched: set[nn.Module] = set()
         reads, loads = Weakly.of(self.settle), Weakly.of(self._before_load)
@@ -166,11 +165,11 @@ class DeferredSteps(Synchronous):
 
     def after_step(self) -> None:
         super().after_step()
-        self.exchange.agree_on_order()
+        self._wait.agree_on_order()
 
     def settle(self, *_: object) -> None:
         with self._lock:
-            while self.exchange.waiting:
+            while self._wait.waiting:
                 self._finish_next()
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
@@ -190,31 +189,31 @@ class DeferredSteps(Synchronous):
     def _can_defer(self) -> bool:
         """Return whether all gradients are being exchanged, and have not been used since."""
         return (
-            self.exchange.is_pending
+            self._wait.is_pending
             and self._settings is None
-            and not self.exchange.has_unreduced
-            and not self.bucketing.is_due
+            and not self.reducer.has_unreduced
+            and not self.reducer.planner.is_due
             and not has_step_hooks(self.setup.optimizer)
             and all(is_awaited(parameter.grad) for bucket in self.buckets for parameter in bucket.parameters)
         )
 
     def _find_needed(self) -> None:
         """Find the buckets that each module needs before it computes, if modules have been called for the first time."""
-        made_of = len(self._called), self.buckets
+        made_of = len(self._called), self.reducer.layout
         if self._needed_by[0] == made_of[0] and self._needed_by[1] is made_of[1]:
             return
-        numbers = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket.parameters}
+        bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._needed, self._needed_by = {}, made_of
-        elsewhere = dict(numbers)
+        elsewhere = dict(bucket_of)
 
         def visit(module: nn.Module, caller: nn.Module | None) -> None:
             caller = module if module in self._called else caller
             needed = self._needed.setdefault(caller, [])
             for parameter in module.parameters(recurse=False):
                 elsewhere.pop(parameter, None)
-                number = numbers.get(parameter)  # None if the optimizer does not have it, or it is frozen
-                if number is not None and number not in needed:
-                    needed.append(number)
+                bucket = bucket_of.get(parameter)  # None if the optimizer does not have it, or it is frozen
+                if bucket is not None and bucket not in needed:
+                    needed.append(bucket)
             for child in module.children():
                 visit(child, caller)
 
@@ -223,23 +222,23 @@ class DeferredSteps(Synchronous):
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         self._called.add(module)
-        if not self.exchange.is_pending:
+        if not self._wait.is_pending:
             return
         if self._settings is None or not torch.is_grad_enabled():
             self.settle()
             return
         with self._lock:
-            for number in (*self._needed.get(None, ()), *self._needed.get(module, ())):
-                while number in self.exchange.waiting:
+            for bucket in (*self._needed.get(None, ()), *self._needed.get(module, ())):
+                while bucket in self._wait.waiting:
                     self._finish_next()
 
     def _before_gradient(self, index: int) -> None:
         """Complete the update of the last step at the first gradient of backward(). Raises RuntimeError if its parameter was
         used before it was updated."""
         with self._lock:
-            if self.bucketing.places.get(index, (-1,))[0] in self.exchange.waiting:
+            if self.reducer.layout.places.get(index, (None,))[0] in self._wait.waiting:
                 message = _TWICE if self._settings is None else _READ_BEFORE
-                raise RuntimeError(message.format(here(), self.bucketing.names[index]))
+                raise RuntimeError(message.format(here(), self.reducer.names[index]))
             self.settle()
 
     def _before_load(self, *_: object) -> None:
@@ -247,7 +246,7 @@ class DeferredSteps(Synchronous):
         try:
             self.settle()
         except CollectiveError:
-            self.exchange.abandon()
+            self._wait.abandon()
             self._settings, self._failed = None, False
 
     def _finish_next(self) -> None:
@@ -256,10 +255,9 @@ class DeferredSteps(Synchronous):
         A module that waits for a later bucket finishes all earlier ones before it: they arrive first, so their parameters are
         updated while the later bucket is in transit. The order is the same on all ranks, as an optimizer needs that calls
         collectives."""
-        number = self.exchange.waiting[0]
-        bucket = self.buckets[number]
+        bucket = self._wait.waiting[0]
         try:
-            self.exchange.wait_for(number)
+            self._wait.wait_for(bucket)
         except CollectiveError:
             self._failed = True
             raise
@@ -275,7 +273,7 @@ class DeferredSteps(Synchronous):
         finally:
             for parameter, gradient_now in zip(bucket.parameters, kept, strict=True):
                 parameter.grad = gradient_now
-            if not self.exchange.waiting:
+            if not self._wait.waiting:
                 self._settings = None
 
     def _update(self, parameters: Collection[Tensor]) -> None:

@@ -13,8 +13,8 @@ from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.combination import ExchangeStats
 from gradwire.trainer.reducer.compression import AUTO
-from gradwire.trainer.reducer.moments import Moments
 from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.times import ExchangeTimes
 from gradwire.trainer.world.world import here
 
 _SWITCHES = ("train", "eval")
@@ -39,7 +39,7 @@ class Rule:
     other ranks raise PeerJoined while a rank waits in join().
     supports_auto: whether compression="auto" may choose codecs, by the times of exchanges of gradients in every step.
     can_move: whether this rule can continue among other ranks, in another world: it has no Communicator but that of `setup`.
-    moments: the times of exchanges of gradients; None disables the report of stragglers.
+    times: those of the exchanges of gradients; None disables the report of stragglers.
     """
 
     shares_state: bool = True
@@ -48,7 +48,7 @@ class Rule:
     can_stand_in: bool = False
     supports_auto: bool = False
     can_move: bool = True
-    moments: Moments | None = None
+    times: ExchangeTimes | None = None
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup

@@ -102,7 +102,7 @@ class ShardedSteps(Synchronous):
         self._try(parameters)
         super().add(names, parameters)
         if self._has_started:
-            self._pieces.cut(self.bucketing.buckets)
+            self._pieces.cut(self.buckets)
 
     def _try(self, parameters: Sequence[Tensor]) -> None:
         """Raise ValueError on all ranks if the optimizer cannot step pieces of these parameters. Collective."""
@@ -124,11 +124,11 @@ class ShardedSteps(Synchronous):
     def start(self) -> None:
         super().start()
         self._has_started = True
-        self._pieces.cut(self.bucketing.buckets)
+        self._pieces.cut(self.buckets)
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._pieces.cut(self.bucketing.buckets)
+        self._pieces.cut(self.buckets)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         raise ValueError(f"{here()}rules.Sharded does not support step(closure): call backward(), then step()")
@@ -137,10 +137,10 @@ class ShardedSteps(Synchronous):
     def stepping(self) -> Iterator[None]:
         """Let the optimizer step the pieces in the with block. Raises RuntimeError if gradients have changed since
         backward()."""
-        for bucket in self.bucketing.buckets:
+        for bucket in self.buckets:
             if (name := bucket.changed()) is not None:
                 raise RuntimeError(here() + _CHANGED.format(name))
-            bucket.collect(bucket.programs)
+            bucket.copy_slots(bucket.own_grads)
         self._pieces.fill()
         with self._pieces.in_place_of_parameters():
             yield
@@ -150,7 +150,7 @@ class ShardedSteps(Synchronous):
 
     def after_step(self) -> None:
         begin = time.perf_counter()
-        self._pieces.gather(self.exchange.step - 1)
+        self._pieces.gather(self.reducer.step - 1)
         self._gathered_s += time.perf_counter() - begin
         super().after_step()
 
@@ -170,16 +170,16 @@ class ShardedSteps(Synchronous):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # NaN if the norm is NaN
         for each in filter(None, parts):
             torch._foreach_mul_(each, factor.to(each[0].device))
-        for bucket in self.bucketing.buckets:
-            bucket.give_programs()
-        for bucket in self.bucketing.buckets:
-            bucket.take_note()
+        for bucket in self.buckets:
+            bucket.copy_out()
+        for bucket in self.buckets:
+            bucket.record_versions()
         return total.to(own.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state of this rank's pieces, each with one dimension; SHARDS describes the pieces."""
         states = self.setup.optimizer.state
-        for parameter in self.bucketing.parameters:
+        for parameter in self.reducer.parameters:
             if parameter in states and not states[parameter]:  # made by reading optimizer.state[parameter]
                 del states[parameter]
         with self._pieces.in_place_of_parameters():
@@ -205,11 +205,11 @@ class ShardedSteps(Synchronous):
         Raises ValueError on all ranks if together they were not given all parts of one checkpoint of these parameters, or list
         their parameters in different orders.
         """
-        check_order(self.communicator, "load_state_dict() with rules.Sharded", self.bucketing.names)
+        check_order(self.communicator, "load_state_dict() with rules.Sharded", self.reducer.names)
         mine = self._agree([state_dict, *also])
         bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
         super().load_state_dict(bare, also)
-        self._pieces.cut(self.bucketing.buckets)
+        self._pieces.cut(self.buckets)
         state: dict[int, dict[str, Any]] = {}
         for number, piece in enumerate(self._pieces.all):
             kept = _kept(state_dict, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from gradwire.trainer.reducer.arguments import Adasum
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.bucketing import Bucketing
 from gradwire.trainer.reducer.checkpoint import Resumption
 from gradwire.trainer.reducer.checkpoint_format import SHARDS
-from gradwire.trainer.reducer.exchange import GradientExchange
+from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
@@ -22,10 +21,9 @@ from gradwire.trainer.world.world import here
 
 class Synchronous(Rule):
     """Exchanges gradients in the last backward() before a step: hooks of the parameters start the exchange, and backward()
-    returns when it is done."""
+    returns when it is done. reducer: exchanges the gradients."""
 
     starts_equal = keeps_replicas = can_stand_in = supports_auto = True
-    exchange_kind: type[GradientExchange] = GradientExchange
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -33,47 +31,49 @@ class Synchronous(Rule):
             raise ValueError(
                 f"{here()}a rule that exchanges gradients does not support op={Adasum!r}: leave out one of both"
             )
-        self.bucketing = Bucketing(setup)
-        self.exchange = self.exchange_kind(self.bucketing, setup)
-        self.moments = self.exchange.moments
+        self.reducer = Reducer(setup)
+        self.times = self.reducer.times
         self._within_step = ExitStack()
-        self._resumption = Resumption(setup, self.bucketing, self.exchange)
+        self._resumption = Resumption(setup, self.reducer)
 
     @property
     def wait_s(self) -> float:
-        return self.exchange.wait_s
+        return self.reducer.wait_s
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        return self.bucketing.buckets
+        return self.reducer.buckets
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        self.exchange.add(names, parameters)
+        self.reducer.add(names, parameters)
 
     def start(self) -> None:
         self._start(counts=True)
 
     def _start(self, *, counts: bool) -> None:
-        self.bucketing.update()
-        self.bucketing.follow(self.exchange.step, counts=counts)
-        self.exchange.renew()
+        self.reducer.rebuild()
+        self.reducer.follow_choice(counts=counts)
+        self.reducer.open_window()
 
     def synchronize(self) -> None:
-        self.exchange.flush()
+        self.reducer.flush()
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        with self.sparse_again(self.bucketing.parameters):
-            yield
+    def stepping(self) -> AbstractContextManager[None]:
+        return self.sparse_again(self.reducer.parameters) if self._makes_sparse else nullcontext()
+
+    @property
+    def _makes_sparse(self) -> bool:
+        """Return whether the optimizer needs sparse gradients where dense ones were exchanged."""
+        return bool(self.reducer.planner.densified) and isinstance(self.setup.optimizer, torch.optim.SparseAdam)
 
     @contextmanager
     def sparse_again(self, parameters: Collection[Tensor]) -> Iterator[None]:
         """Give those of the parameters whose sparse gradients were exchanged as dense ones sparse gradients in the with block,
         if the optimizer accepts no others."""
-        if not self.bucketing.densified or not isinstance(self.setup.optimizer, torch.optim.SparseAdam):
-            yield
-            return
-        wanted, found = set(parameters), [self.bucketing.parameters[index] for index in self.bucketing.densified]
+        found = (
+            [self.reducer.parameters[index] for index in self.reducer.planner.densified] if self._makes_sparse else []
+        )
+        wanted = set(parameters)
         dense = {each: each.grad for each in found if each.grad is not None and each in wanted}
         for parameter, gradient in dense.items():
             parameter.grad = gradient.to_sparse(1)
@@ -86,22 +86,22 @@ class Synchronous(Rule):
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Return the loss combined over all ranks, so that the optimizers of all ranks decide alike."""
         self._within_step.close()
-        self.exchange.renew()
+        self.reducer.open_window()
         loss = super().evaluate(closure)
-        self._within_step.enter_context(self.sparse_again(self.bucketing.parameters))
+        self._within_step.enter_context(self.stepping())
         if loss is None:
             return None
         if isinstance(loss, Tensor):
             total = loss.detach().clone()
         else:
-            total = torch.tensor(float(loss), dtype=torch.float64, device=self.bucketing.parameters[0].device)
+            total = torch.tensor(float(loss), dtype=torch.float64, device=self.reducer.parameters[0].device)
         self.communicator.allreduce(total, self.setup.op)
         return total if isinstance(loss, Tensor) else total.item()
 
     def before_method(self, name: str) -> None:
         """Allow all methods: after backward(), parameters have the gradients of all ranks. Raises RuntimeError while they have
         those of this rank."""
-        if self.exchange.has_unreduced:
+        if self.reducer.has_unreduced:
             raise self._refused(name, "gradients of this rank have not been exchanged yet: call synchronize() before")
 
     def after_step(self) -> None:
@@ -109,22 +109,22 @@ class Synchronous(Rule):
         self.start()
 
     def fill(self) -> None:
-        self.exchange.fill()
+        self.reducer.fill()
 
     def reset(self) -> None:
-        self.exchange.renew(forget=True)
+        self.reducer.open_window(forget=True)
 
     def stand_in(self, verb: str, numel: int) -> bool:
         """Take part in the agreement on new buckets, or in an exchange: with accumulated gradients if any, else with zeros."""
-        if verb == "allgather" and self.bucketing.buckets:  # without buckets, an exchange begins with an allgather
+        if verb == "allgather" and self.buckets:  # without buckets, an exchange begins with an allgather
             self._start(counts=False)
             return True
         if verb != "allgather" and numel <= 1:  # a loss; a bucket has at least a gradient and its count
             return False
-        if not self.exchange.has_unreduced:
+        if not self.reducer.has_unreduced:
             self.setup.optimizer.zero_grad()
-        self.exchange.renew()
-        self.exchange.flush()
+        self.reducer.open_window()
+        self.reducer.flush()
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,4 +136,4 @@ class Synchronous(Rule):
         self._resumption.load(state_dict, also)
 
     def close(self) -> None:
-        self.exchange.close()
+        self.reducer.close()

@@ -9,7 +9,7 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.diagnostics.timeline import now_ns
 
 
-class Moment(NamedTuple):
+class ExchangeTime(NamedTuple):
     """The durations of one exchange of gradients, in nanoseconds.
 
     number: the number of earlier exchanges since the optimizer was made, the same on all ranks. Each duration ends when all
@@ -23,22 +23,22 @@ class Moment(NamedTuple):
     step_ns: int
 
 
-class Moments:
-    """Records the moments of an exchange, also in the Communicator's timeline if it has one.
+class ExchangeTimes:
+    """Records when the gradients of exchanges were ready and exchanged, also in the Communicator's timeline if it has one.
 
     The exchange sets began_ns to now_ns() at the first gradient of a backward(), and ready_ns where an exchange begins outside of
-    backward(). last: the moments of the last exchanges; keep() sets how many.
+    backward(). last: the times of the last exchanges; keep() sets how many.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.last: deque[Moment] = deque(maxlen=1)
+        self.last: deque[ExchangeTime] = deque(maxlen=1)
         self.began_ns = self.ready_ns = self._ended_ns = now_ns()
         self._communicator = communicator
         self._sent_ns = 0  # 0 until a bucket is sent
         self._count = 0
 
     def keep(self, count: int) -> None:
-        """Keep the moments of at least `count` exchanges."""
+        """Keep the times of at least `count` exchanges."""
         self.last = deque(self.last, maxlen=max(count, self.last.maxlen or 0))
 
     def gradients_end(self) -> None:
@@ -65,5 +65,5 @@ class Moments:
         self._count += 1
         if self._communicator.timeline is not None and (lane := self._communicator.lane("training")) is not None:
             lane.span("wait", wait_begin_ns, exchange=number)
-        self.last.append(Moment(number, now - self.ready_ns, now - (self._sent_ns or now), now - self._ended_ns))
+        self.last.append(ExchangeTime(number, now - self.ready_ns, now - (self._sent_ns or now), now - self._ended_ns))
         self._ended_ns, self._sent_ns = now, 0

@@ -1,0 +1,325 @@
+"""The plan of an exchange: which parameters share a bucket, agreed among ranks and adapted to the order in which gradients
+arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Communicator
+from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.reducer.agreement import agree_on_parameters
+from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.bucket import Bucket
+from gradwire.trainer.reducer.buffers import CodedBuffer, PlainBuffer
+from gradwire.trainer.reducer.choice import Choice
+from gradwire.trainer.reducer.combination import Combination, OperationChain, Traffic
+from gradwire.trainer.reducer.compression import AUTO, Cast, Encoding
+from gradwire.trainer.reducer.dtensors import held_here, shard_of
+from gradwire.trainer.reducer.layout import (
+    LARGE_BUCKET_BYTES,
+    SMALL_BUCKET_BYTES,
+    BucketPlan,
+    Item,
+    lay_out,
+    plan_buckets,
+)
+from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
+from gradwire.trainer.world.world import here
+
+EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_REMOVED = torch.empty(0, dtype=torch.float32, device="cpu")
+"""Stands for a parameter that is no longer the optimizer's. Parameters are identified by their index, so it keeps its place."""
+
+_requires_grad = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, eq=False)
+class BucketLayout:
+    """Where the gradient of each parameter is exchanged: in a bucket, or in `sparse`. It never changes; another one replaces it.
+
+    buckets: in the order in which they fill up. places: for each parameter in a bucket, by its index, the bucket and the slot.
+    sparse: the sparse gradients. presence: the buffers that are exchanged after the buckets, see presence_of(). operations: all
+    that is exchanged, in the order in which all ranks begin it. is_chained: whether some operations depend on others.
+    """
+
+    buckets: Sequence[Bucket]
+    places: Mapping[int, tuple[Bucket, int]]
+    sparse: SparseGradients
+    presence: Sequence[PlainBuffer]
+    operations: Sequence[OperationChain]
+    is_chained: bool
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket], sparse: SparseGradients, communicator: Communicator) -> BucketLayout:
+        """Return the layout of these buckets."""
+        places = {index: (bucket, slot) for bucket in buckets for slot, index in enumerate(bucket.items)}
+        presence = presence_of(buckets, communicator)
+        operations = [*(each.buffer for each in buckets), *presence, *([sparse] if sparse.items else [])]
+        return cls(buckets, places, sparse, presence, operations, any(each.chained for each in operations))
+
+    @property
+    def coded(self) -> list[CodedBuffer]:
+        """Return the buffers that codecs exchange."""
+        return [bucket.coded for bucket in self.buckets if bucket.coded is not None]
+
+    @property
+    def indices(self) -> set[int]:
+        """Return the parameters whose gradients are exchanged."""
+        return self.places.keys() | set(self.sparse.items)
+
+
+class BucketPlanner:
+    """Makes the BucketLayouts of a Reducer. Parameters are identified by their index.
+
+    At first, the buckets follow the reverse order of the parameters, in which backward usually reaches them. They are rebuilt
+    once in the order in which gradients arrived on rank 0, and again when parameters have been frozen, unfrozen or added.
+    Parameters whose gradients are found to be sparse move from the buckets to `sparse`, and back if they are found to be dense.
+    Large tables of embeddings with sparse=True begin in `sparse`.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.names: list[str] = []
+        self.parameters: list[Tensor] = []
+        self.encodings: list[Cast | Encoding] = []
+        self.removed: set[int] = set()
+        """Parameters that are no longer the optimizer's."""
+        self.densified: set[int] = set()
+        """Parameters whose gradients were sparse on a rank, and made dense since sparse_as_dense=True."""
+        self.sparse_results: dict[int, Tensor] = {}
+        """The last results of sparse gradients, even if the buckets have been rebuilt since."""
+        self.is_learning = True
+        """Whether learn() records the order in which gradients arrive in the next exchange."""
+        self.choice: Choice | None = None
+        self._setup = setup
+        self._is_chosen: list[bool] = []
+        self._is_stale = False
+        self._order: list[int] = []
+        self._arrivals: list[int] | None = None
+        self._exchanged: list[Tensor] = []  # in a bucket or in `sparse`
+        self._others: list[Tensor] = []  # neither exchanged nor removed
+        self._known_sparse: set[int] = set()
+        self._searched: set[int] = set()
+
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor], layout: BucketLayout) -> None:
+        """Add parameters, for the next extended() or agreed(). Raises ValueError for dtypes that cannot be exchanged; frozen
+        parameters may have any dtype."""
+        named = zip(names, parameters, strict=True)
+        _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
+        policy = self._setup.policy
+        self.names += names
+        self.parameters += parameters
+        for name, parameter in zip(names, map(held_here, parameters), strict=True):
+            self.encodings.append(policy.encoding(name, parameter))
+            self._is_chosen.append(policy.is_chosen(name, parameter))
+        kept = set(tensors_of(self._setup.optimizer.param_groups))
+        self.removed = {index for index, parameter in enumerate(self.parameters) if parameter not in kept}
+        self.adopt(layout)
+
+    def adopt(self, layout: BucketLayout) -> None:
+        """Note which parameters a layout exchanges."""
+        laid_out = layout.indices
+        others = set(range(len(self.parameters))) - laid_out - self.removed
+        self._exchanged = [self.parameters[index] for index in laid_out]
+        self._others = [self.parameters[index] for index in others]
+        self._is_stale |= bool(laid_out & self.removed)
+
+    def layout(self, buckets: Sequence[Bucket] = (), sparse: Sequence[int] = ()) -> BucketLayout:
+        """Return the layout of these buckets, with the sparse gradients of some parameters."""
+        return BucketLayout.of(buckets, self.sparse_gradients(sparse), self._setup.communicator)
+
+    def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
+        """Return the object that exchanges the sparse gradients of some parameters."""
+        return SparseGradients(self._setup, items, self.names, self.parameters, self.encodings, self.sparse_results)
+
+    def learn(self, arrivals: Iterable[int]) -> None:
+        """Record the order in which gradients arrived; every rank calls this after every exchange. A call before the first
+        layout sets the order in advance, so that the buckets are not rebuilt for it."""
+        if self.is_learning:
+            self._arrivals, self._is_stale, self.is_learning = list(arrivals), True, False
+
+    def learn_sparse(self, sparse: Iterable[int], dense: Iterable[int]) -> None:
+        """Record parameters whose gradients were found to be sparse in a bucket, or dense outside of one."""
+        known = self._known_sparse.union(sparse).difference(dense)
+        self._is_stale |= known != self._known_sparse
+        self._known_sparse = known
+
+    def follow(self, step: int, exchange_s: float, *, counts: bool) -> None:
+        """Correct the choice of codecs by the time of the last exchange. Collective in some steps. Arguments: see
+        Choice.follow()."""
+        if self.choice is not None:
+            self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether agreed() would return another layout."""
+        return self._is_stale or not all(map(_requires_grad, self._exchanged)) or any(map(_requires_grad, self._others))
+
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether a codec encodes any parameter, or may do so: a checkpoint then contains the layout of the buckets."""
+        may_be = self._setup.returning is not None or self._setup.policy.auto is not None
+        return may_be or any(isinstance(kind, Encoding) for kind in self.encodings)
+
+    # Layouts
+
+    def extended(self, layout: BucketLayout) -> BucketLayout | None:
+        """Return the layout with more buckets, after the others, for parameters that require gradients only since the last
+        agreed(), or have been moved to another dtype or device since; None if there are none. Sends nothing: if ranks differ in
+        them, the exchange or the next agreed() raises an error."""
+        buckets, sparse = layout.buckets, layout.sparse.items
+        if moved := [bucket for bucket in buckets if bucket.is_moved]:
+            self._is_stale = True
+            order = [index for bucket in moved for index in bucket.items]
+            buckets = [*(bucket for bucket in buckets if bucket not in moved), *self._made(order, len(buckets))]
+        if any(map(_requires_grad, self._others)):
+            known = layout.indices
+            newcomers = [index for index in reversed(self._trainable()) if index not in known]
+            _check_dtypes((self.names[index], self.parameters[index]) for index in newcomers)
+            self._known_sparse |= self._sparse_among(self._new_tables(newcomers))
+            dense = [index for index in newcomers if index not in self._known_sparse]
+            sparse = [*sparse, *(index for index in newcomers if index in self._known_sparse)]
+            self._order += dense
+            buckets = [*buckets, *self._made(dense, len(buckets))]
+            self.is_learning = True
+        elif not moved:
+            return None
+        return self.layout(buckets, sparse)
+
+    def agreed(self, layout: BucketLayout) -> BucketLayout:
+        """Return the layout that replaces this one, the same on all ranks. Collective. Raises ValueError on all ranks if they
+        have different parameters."""
+        if self.choice is None and (auto := self._setup.policy.auto) is not None:
+            self.choice = Choice(self._setup, auto, self.parameters[0].device.type if self.parameters else "cpu")
+        trainable = self._trainable()
+        self._is_stale = False
+        if self.choice is not None:
+            self.choice.sizes.clear()
+        _check_dtypes((self.names[index], self.parameters[index]) for index in trainable)
+        known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
+        self.is_learning = not layout.indices | set(self._arrivals or ()) >= set(trainable)
+        self._arrivals = None
+        wanted = set(trainable)
+        index_of = {self.names[index]: index for index in known if index in wanted}
+        parameters = [self.parameters[index] for index in index_of.values()]
+        communicator = self._setup.communicator
+        agreed = [index_of[name] for name in agree_on_parameters(communicator, list(index_of), parameters)]
+        if tables := self._new_tables(agreed):
+            expected = sorted(self.names[index] for index in self._sparse_among(tables))
+            everyones = map(set, communicator.allgather_record(expected))
+            self._known_sparse |= {index_of[name] for name in set.intersection(*everyones)}
+        self._order = [index for index in agreed if index not in self._known_sparse]
+        return self.layout(self._made(self._order), [index for index in agreed if index in self._known_sparse])
+
+    def release_removed(self) -> None:
+        """Release the memory of parameters that are no longer the optimizer's."""
+        for index in self.removed:
+            self.parameters[index] = _REMOVED
+            self.sparse_results.pop(index, None)
+
+    def _trainable(self) -> list[int]:
+        parameters, removed = self.parameters, self.removed
+        return [index for index in range(len(parameters)) if parameters[index].requires_grad and index not in removed]
+
+    def _new_tables(self, trainable: Sequence[int]) -> dict[Tensor, int]:
+        """Return the parameters that may be large tables with sparse gradients, without those of earlier calls."""
+        new = {self.parameters[index]: index for index in trainable if index not in self._searched}
+        self._searched.update(trainable)
+        needs_dense = self._setup.sparse_as_dense or self._setup.in_shares
+        return {} if needs_dense else {table: new[table] for table in large_tables(new)}
+
+    def _sparse_among(self, tables: dict[Tensor, int]) -> set[int]:
+        """Return the tables whose modules say that their gradients are sparse."""
+        return {tables[table] for table in of_sparse_modules(tables)} if tables else set()
+
+    def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
+        items = []
+        for parameter, code in zip(self.parameters, encodings, strict=True):
+            held, group = held_here(parameter), self._setup.groups.get(parameter)
+            kind = (held.dtype, held.device, code, group)
+            is_small = held.is_cpu and isinstance(code, Cast)
+            most = self._setup.bucket_bytes or (SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES)
+            items.append(Item(held.numel(), held.element_size(), kind, most, grouped=group is not None))
+        return items
+
+    def _made(self, order: Sequence[int], first_number: int = 0) -> list[Bucket]:
+        """Return new buckets for parameters in this order."""
+        self._choose(order)
+        plans = plan_buckets(self._items(self.encodings), order)
+        return [self._bucket(plan, number) for number, plan in enumerate(plans, first_number)]
+
+    def _choose(self, order: Sequence[int]) -> None:
+        """Choose the encodings of the parameters that the policy leaves to predictions, for the buckets that they would fill
+        together. Parameters with the same choice are then laid out as if the user had given that encoding."""
+        if self.choice is None:
+            return
+        pairs = zip(self._is_chosen, self.encodings, strict=True)
+        for plan in plan_buckets(self._items([AUTO if is_chosen else kind for is_chosen, kind in pairs]), order):
+            if self._is_chosen[plan.items[0]]:
+                size = plan.presence_offset, held_here(self.parameters[plan.items[0]]).dtype
+                kind = self.choice.choose(size)
+                for index in plan.items:
+                    self.encodings[index] = kind
+
+    def _bucket(self, plan: BucketPlan, number: int) -> Bucket:
+        kind = self.encodings[plan.items[0]]
+        return Bucket(self._setup, plan, self.names, self.parameters, kind, number, self.densified)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the order of the parameters, and what is being learned about it."""
+        return {"order": list(self._order), "learning": self.is_learning, "arrivals": self._arrivals}
+
+    def restored(self, saved: Sequence[dict[str, Any]]) -> list[Bucket] | None:
+        """Return saved buckets with their state; None if parameters, codecs or ranks differ from the saved ones."""
+        items = self._items(self.encodings)
+        for members in (entry["parameters"] for entry in saved):
+            if max(members) >= len(items) or len({items[index].kind for index in members}) > 1:
+                return None
+        buckets = [self._bucket(lay_out(items, entry["parameters"]), number) for number, entry in enumerate(saved)]
+        for buffer, entry in zip((bucket.coded for bucket in buckets), saved, strict=True):
+            if (buffer is not None) != ("tensors" in entry) or not (buffer is None or buffer.load_state_dict(entry)):
+                return None
+        return buckets
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state_dict(), which is part of that of the Reducer."""
+        self._order, self.is_learning, self._arrivals = list(state["order"]), state["learning"], state["arrivals"]
+        self._is_stale |= self._arrivals is not None
+        self._known_sparse = set(state.get("sparse", ()))
+
+    def described(self) -> list[tuple[Any, ...]]:
+        """Return the name of every parameter and the shape of this rank's part; of a sharded parameter also shard_of()."""
+        named = zip(self.names, self.parameters, strict=True)
+        return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
+
+
+def presence_of(buckets: Sequence[Bucket], communicator: Communicator) -> list[PlainBuffer]:
+    """Return a buffer that counts, exactly and in one message, how many ranks have each gradient, for the buckets whose own
+    message does not count them."""
+    counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
+    if not counted:
+        return []
+    lengths = [len(bucket.items) for bucket in counted]
+    counts = torch.zeros(sum(lengths), device=counted[0].presence.device, dtype=torch.float32)
+    for bucket, part in zip(counted, counts.split(lengths), strict=True):
+        bucket.presence = part
+    return [PlainBuffer(Combination(communicator, Sum, traffic=Traffic(communicator)), counts)]
+
+
+def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for a parameter of a dtype that cannot be exchanged."""
+    for name, parameter in named:
+        if parameter.dtype not in EXCHANGEABLE_DTYPES:
+            raise ValueError(
+                f"{here()}parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
+                f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
+            )

@@ -1,0 +1,557 @@
+"""The Reducer: it exchanges gradients while backward runs. Afterwards, the gradients are equal on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gradwire.collectives import Work
+from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.diagnostics.timeline import now_ns
+from gradwire.collectives.torch_internals import (
+    OUTSIDE_BACKWARD,
+    graph_task,
+    hook_runs_last,
+    run_hook_last,
+    when_backward_ends,
+)
+from gradwire.trainer.optimizers.wrapped import uncompiled
+from gradwire.trainer.reducer.arguments import Sum
+from gradwire.trainer.reducer.bucket import Bucket
+from gradwire.trainer.reducer.buffers import Exported
+from gradwire.trainer.reducer.planner import BucketLayout, BucketPlanner
+from gradwire.trainer.reducer.residuals import Residuals
+from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.sparse import SparseGradients
+from gradwire.trainer.reducer.times import ExchangeTimes
+
+_IN_FLIGHT = (
+    "a gradient of {!r} arrived while its last one was being exchanged: either an earlier backward() failed midway (call "
+    "synchronize(), then zero_grad()), or one backward() reached the parameter twice, as a checkpoint with "
+    "use_reentrant=True can"
+)
+_ON_A_SUM = (
+    "a gradient of {!r} was accumulated onto one already summed over ranks: call zero_grad() of the distributed optimizer "
+    "before, or accumulate by backward_passes_per_step or no_sync()"
+)
+_OF_A_SHARE = (
+    "the gradient of {!r} is that of an earlier exchange, of which each rank has its shard only: call zero_grad() of the "
+    "distributed optimizer before the next backward(), or accumulate by backward_passes_per_step or no_sync()"
+)
+_OF_A_GRAPH = (
+    "the gradient of {!r} requires a gradient itself: backward(create_graph=True) cannot be exchanged; use "
+    "torch.autograd.grad(..., create_graph=True) for the inner derivative"
+)
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Deferral(Protocol):
+    """Decides for a Reducer in which order the buckets are launched, and whether backward() waits for their exchange."""
+
+    def before_pass(self, index: int) -> None:
+        """Prepare for a backward(), whose first gradient is that of the parameter with this index."""
+
+    def on_full(self, bucket: Bucket) -> None:
+        """Note that all gradients of a bucket have arrived. The bucket is launched after this."""
+
+    @property
+    def order(self) -> Sequence[Bucket]:
+        """Return the buckets in the order in which all ranks launch them."""
+
+    def defers(self) -> bool:
+        """Return whether backward() returns without a wait for the buckets, which are all launched."""
+
+
+class Reducer:
+    """Owns the exchange of the gradients of some parameters: the hooks of the parameters, the buckets, and the residuals.
+
+    It hooks each parameter, fills the buckets, and launches them in the same order on all ranks. A *pass* is one backward() that
+    reaches at least one of the parameters. A *window* ends in an exchange of every bucket: in the pass that is due by `passes`,
+    or in flush(). Ranks may differ in the parameters that their backward() reaches, even in whether it reaches any, but must go
+    through the same windows.
+
+    The exchange is done when backward() returns: buckets are launched as soon as they are full, and callbacks at the end of
+    backward launch the others and wait. A thread of this Reducer begins operations that depend on others: one backward() may
+    reach parameters of several Reducers, for which ranks may wait in different orders.
+
+    step: the number of exchanges so far. wait_s: seconds for which callers have waited for unfinished exchanges. has_unreduced:
+    whether gradients were accumulated that have not been exchanged. times: of the last exchanges. layout: where each gradient is
+    exchanged now. planner: makes the layouts; it has the parameters, which are identified by their index. residuals: those that
+    no buffer of a bucket holds. deferral: None waits for the exchange in backward().
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.step = 0
+        self.wait_s = 0.0
+        self.has_unreduced = False
+        self.times = ExchangeTimes(setup.communicator)
+        self.planner = BucketPlanner(setup)
+        self.layout = self.planner.layout()
+        self.residuals = Residuals()
+        self.deferral: Deferral | None = None
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._unhooked: dict[int, Tensor] = {}
+        # For torch.compile, which compiles hooks of a backward() that it compiles.
+        self._hook = torch.compiler.disable(Reducer._ready)
+        self._lock = threading.Lock()  # autograd calls hooks from one thread per device
+
+        self._graph_task = OUTSIDE_BACKWARD
+        self._pass_is_open = False
+        self._arrived: dict[int, None] = {}
+        # Parameters with hooks that run after this one, so that their gradients may change.
+        self._overtaken: list[int] = []
+        self._launched, self._all_launched = 0, False
+        self._found: SparseGradients | None = None
+        self._completing: Work | None = None
+        self._thread: DaemonThread | None = None
+
+        self._exchanged = False
+        # The results to which backward() must not add (those of a sum, and shares), by parameter. An average it may.
+        self._results: dict[int, Tensor] = {}
+        self._filled: dict[int, Tensor] = {}
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Return the current buckets."""
+        return self.layout.buckets
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters, by index."""
+        return self.planner.parameters
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the parameters, by index."""
+        return self.planner.names
+
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """Add parameters. The exchange of this window includes them."""
+        first = len(self.parameters)
+        self.planner.add(names, parameters, self.layout)
+        self._unhooked |= enumerate(parameters, first)
+        for index in self.planner.removed:
+            self._unhooked.pop(index, None)
+            if index in self._hooks:
+                self._hooks[index].remove()
+        self._exchanged = False
+        self._hook_parameters()
+
+    def close(self) -> None:
+        """Stop exchanging, and remove the hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+        if self._thread is not None:
+            self._thread.close()
+
+    def _hook_parameters(self) -> None:
+        """Hook every parameter that requires a gradient and has no hook. (Torch refuses hooks on the others.)"""
+        if not any(map(_requires_grad, self._unhooked.values())):
+            return
+        reducer = weakref.ref(self)
+        for index in [index for index, parameter in self._unhooked.items() if parameter.requires_grad]:
+            hook = partial(self._hook, reducer, index)
+            self._hooks[index] = self._unhooked.pop(index).register_post_accumulate_grad_hook(hook)
+
+    # Layouts
+
+    def rebuild(self) -> None:
+        """Replace the layout if that is due, and move the gradients and residuals. Collective when due. Raises ValueError on
+        all ranks if they have different parameters."""
+        planner = self.planner
+        if not planner.is_due:
+            return
+        before, layout = self.layout, planner.agreed(self.layout)
+        for buffer in before.coded:
+            self.residuals.export(buffer)
+        self._adopt(layout)
+        planner.release_removed()
+        self.residuals.discard(planner.removed)
+        for index in set(before.sparse.items) & layout.places.keys():  # their gradients are dense
+            result = planner.sparse_results.pop(index, None)
+            if result is not None and result is self.parameters[index].grad:
+                bucket, slot = layout.places[index]
+                bucket.copy_slots([slot])
+
+    def follow_choice(self, *, counts: bool) -> None:
+        """Let compression="auto" correct its choice by the times of the last exchange. Collective in some steps. counts: see
+        Choice.follow()."""
+        if self.planner.choice is not None:
+            self.planner.follow(self.step, sum(bucket.buffer.seconds for bucket in self.buckets), counts=counts)
+
+    def _extend(self) -> None:
+        """Add buckets for parameters that were unfrozen or moved. Sends nothing."""
+        if (layout := self.planner.extended(self.layout)) is not None:
+            for bucket in self.layout.buckets:
+                if bucket.coded is not None and bucket not in layout.buckets:
+                    self.residuals.export_local(bucket.coded)
+            self._adopt(layout)
+
+    def _adopt(self, layout: BucketLayout) -> None:
+        """Replace the layout, and move the gradients and the residuals that wait."""
+        before, self.layout = self.layout, layout
+        self.planner.adopt(layout)
+        for buffer in layout.coded:
+            self.residuals.import_into(buffer)
+        for index in layout.places.keys() & before.places.keys():
+            bucket, slot = layout.places[index]
+            if bucket is not before.places[index][0]:
+                gradient = bucket.parameters[slot].grad
+                bucket.take_over(slot, *before.places[index])
+                moved = bucket.parameters[slot].grad
+                if moved is not None and gradient is self._results.get(index):
+                    self._results[index] = moved
+
+    # Windows
+
+    def open_window(self, *, forget: bool = False) -> None:
+        """Begin a new window. forget: whether the gradients have been reset, so that nothing is accumulated."""
+        self._exchanged = False
+        self.setup.passes.ended = 0
+        if forget:
+            self.has_unreduced = False
+            self._results.clear()
+            self.planner.sparse_results.clear()
+            if self._filled:
+                self._empty()
+        if self._unhooked:
+            self._hook_parameters()
+
+    def flush(self) -> None:
+        """Exchange now, unless this window's exchange is done and nothing was accumulated since."""
+        with self._lock:
+            if self._filled:
+                self._empty()
+            if self.has_unreduced or not self._exchanged:
+                if self._launched == 0:
+                    self._extend()
+                    for bucket in self.layout.buckets:
+                        bucket.open()
+                self._pass_is_open = False
+                self.times.ready_ns = now_ns()
+                self._launch_all()
+                self.wait()
+
+    def fill(self) -> None:
+        """Give zeros to the parameters that have no gradient, for programs that read gradients before the first backward().
+
+        To the exchange, these zeros are no gradients. Those to which backward() adds nothing are removed again when it ends, and
+        all are removed when gradients are reset, or exchanged without a backward(), unless the program has written other values
+        into them.
+        """
+        for bucket in self.layout.buckets:
+            filled = bucket.fill()
+            self._filled |= filled
+            for index in filled:
+                self._results.pop(index, None)
+
+    def _empty(self, arrived: Container[int] = ()) -> None:
+        """Remove the zeros of fill() from the parameters whose gradients have not arrived."""
+        for index, zeros in self._filled.items():
+            if index not in arrived and index in self.layout.places:
+                bucket, slot = self.layout.places[index]
+                bucket.empty(slot, zeros)
+        self._filled.clear()
+
+    # While gradients arrive
+
+    @staticmethod
+    def _ready(reducer: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
+        """Take the gradient that autograd has just accumulated in parameter.grad. This is the hook of the parameter, and does
+        not keep the Reducer alive."""
+        self = reducer()
+        if self is None:
+            return
+        with self._lock:
+            task = graph_task()
+            if task != self._graph_task:
+                self._begin_pass(task, index)
+            place = self.layout.places.get(index)
+            if place is None:
+                self._sparse_ready(index)
+                return
+            bucket, slot = place
+            if bucket.in_flight:
+                raise RuntimeError(_IN_FLIGHT.format(bucket.names[slot]))
+            gradient = parameter.grad
+            if gradient is not None and gradient.requires_grad:
+                raise RuntimeError(_OF_A_GRAPH.format(bucket.names[slot]))
+            if self._results and self._results.pop(index, None) is gradient is not None:
+                raise RuntimeError((_OF_A_SHARE if self.setup.in_shares else _ON_A_SUM).format(bucket.names[slot]))
+            self.has_unreduced = True
+            is_final = hook_runs_last(parameter, self._hooks[index])
+            if not is_final:
+                self._overtaken.append(index)
+            elif bucket.at_once[slot]:
+                bucket.copy_slots((slot,))
+            if index not in self._arrived:
+                self._arrived[index] = None
+                bucket.missing -= is_final
+                if not bucket.missing:
+                    self._on_full(bucket)
+
+    def _begin_pass(self, task: int, index: int) -> None:
+        """Begin a pass, with the first gradient of a backward(). task: its graph task. index: of the gradient's parameter."""
+        if self.deferral is not None:
+            self.deferral.before_pass(index)
+        self._graph_task = task
+        when_backward_ends(self._on_backward_end)
+        if self._launched == 0:
+            if self._unhooked:
+                self._hook_parameters()
+            self._extend()
+            self._pass_is_open = True
+            self.times.began_ns = now_ns()
+            self._arrived.clear()
+            arrived_in, slot = self.layout.places.get(index, (None, 0))
+            for bucket in self.layout.buckets:
+                bucket.open(slot if bucket is arrived_in else None)
+
+    def _on_full(self, bucket: Bucket) -> None:
+        """Launch a bucket whose gradients have all arrived, and the full ones after it, if it is the next one and the exchange
+        is due; without an exchange, copy its gradients in."""
+        if self.deferral is not None:
+            self.deferral.on_full(bucket)
+        if self.setup.passes.is_due():
+            self._launch(only_full=True)
+        else:
+            bucket.copy_in()
+
+    def _sparse_ready(self, index: int) -> None:
+        """Take a gradient that is not for a bucket, if it is exchanged."""
+        name, sparse = self.names[index], self.layout.sparse
+        if index not in sparse.items:
+            return
+        if sparse.in_flight:
+            raise RuntimeError(_IN_FLIGHT.format(name))
+        if self._results.pop(index, None) is not None and sparse.is_result(index, self.parameters[index].grad):
+            raise RuntimeError(_ON_A_SUM.format(name))
+        self.has_unreduced = True
+
+    # When backward() ends
+
+    @uncompiled
+    def _on_backward_end(self) -> None:
+        # Launch nothing here: another callback, such as fully_shard's, may have gradients to assign first.
+        when_backward_ends(self._on_all_arrived)
+
+    @uncompiled
+    def _on_all_arrived(self) -> None:
+        with self._lock:
+            if not self._pass_is_open:
+                return
+            self._pass_is_open = False
+            while self._overtaken:
+                index = self._overtaken.pop()
+                run_hook_last(self.parameters[index], self._hooks[index])
+            self.times.gradients_end()
+            if self._filled:
+                self._empty(self._arrived)
+            passes = self.setup.passes
+            is_due = passes.is_due()
+            passes.ended += not passes.paused
+            if is_due:
+                self._launch_all()
+                # Do not wait here: another optimizer's callback may follow, and all must be launched before one waits.
+                when_backward_ends(self._on_all_launched)
+            else:  # the full ones are copied already
+                for bucket in self.layout.buckets:
+                    if bucket.missing:
+                        bucket.copy_in()
+
+    @uncompiled
+    def _on_all_launched(self) -> None:
+        with self._lock:
+            if self.deferral is None or not self.deferral.defers():
+                self.wait()
+
+    def _launch(self, *, only_full: bool = False) -> None:
+        """Launch the buckets that are not launched yet, in order. only_full: stop at the first one that lacks a gradient."""
+        layout = self.layout
+        order = layout.buckets if self.deferral is None else self.deferral.order
+        while self._launched < len(order):
+            bucket = order[self._launched]
+            if only_full and bucket.missing:
+                return
+            if self._results:
+                self._prepare_results(bucket)
+            self.times.bucket_ready(bucket.number, bucket.buffer.values.nbytes)
+            bucket.launch(self.step, self.residuals)
+            self._launched += 1
+            if self._launched == len(order):
+                for presence in layout.presence:
+                    presence.start(self.step)
+
+    def _prepare_results(self, bucket: Bucket) -> None:
+        """Prepare gradients that were exchanged before and to which nothing was added: divide a sum, so that summing again
+        gives the same result. Raises RuntimeError for a share."""
+        for slot, (index, parameter) in enumerate(zip(bucket.items, bucket.parameters, strict=True)):
+            if parameter.grad is not None and parameter.grad is self._results.get(index):
+                if self.setup.in_shares:
+                    raise RuntimeError(_OF_A_SHARE.format(bucket.names[slot]))
+                bucket.scale(slot, 1 / self.setup.communicator.size)
+
+    def _launch_all(self) -> None:
+        """Launch all that is not launched yet; if operations depend on others, a thread completes them."""
+        self._launch()
+        if self._all_launched:
+            return
+        layout = self.layout
+        if layout.sparse.items:
+            layout.sparse.start(self.step)
+        self._all_launched = True
+        if layout.is_chained or any(bucket.absent for bucket in layout.buckets):  # other ranks may find sparse ones
+            self._thread = self._thread or DaemonThread("gradwire-exchange")
+            work = Work(self.setup.communicator.rank, "exchange of gradients", self._complete)
+            self._thread.submit(work.run)
+            self._completing = work
+
+    @property
+    def is_completing(self) -> bool:
+        """Return whether a thread completes the exchange."""
+        return self._completing is not None
+
+    def _complete(self) -> None:
+        """Wait for the operations that were launched, and run those that depend on them."""
+        layout = self.layout
+        for each in layout.operations:
+            each.wait()
+        if layout.is_chained:
+            for each in layout.operations:
+                each.complete()
+        if found := [index for bucket in layout.buckets if bucket.absent for index in bucket.found_sparse()]:
+            self._found = self.planner.sparse_gradients(found)
+            self._found.start(self.step)
+            self._found.complete()
+        if found or layout.sparse.found_dense:
+            self.planner.learn_sparse(found, layout.sparse.found_dense)
+
+    def wait(self) -> None:
+        """Wait for the exchange of all buckets, assign the gradients, and close the window."""
+        layout = self.layout
+        begin_ns = time.perf_counter_ns()
+        try:
+            if self._completing is None:
+                self._complete()
+            else:
+                self._completing.wait()
+            for bucket in layout.buckets:  # when nothing can fail any more
+                bucket.finalize()
+            if self.setup.in_shares:
+                for bucket in layout.buckets:
+                    bucket.record_versions()
+            for sparse in (layout.sparse, *filter(None, [self._found])):
+                sparse.finish()
+        finally:
+            self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
+            for bucket in layout.buckets:
+                bucket.in_flight = False
+            layout.sparse.in_flight = False
+            self._completing = self._found = None
+            self.reset_launched()
+        self.times.exchange_ends(begin_ns)
+        self.close_window()
+
+    def reset_launched(self) -> None:
+        """Begin the next window with nothing launched."""
+        self._launched, self._all_launched = 0, False
+        self.setup.passes.ended = 0
+
+    def close_window(self) -> None:
+        """Record that all gradients are exchanged."""
+        self.step += 1
+        self.setup.traffic.count(exchanges=1)
+        self.has_unreduced = False
+        self._exchanged = True
+        if self.setup.in_shares or self.setup.op == Sum:
+            places = self.layout.places.items()
+            self._results = {
+                **{index: bucket.own_grads.get(slot, bucket.gradients[slot]) for index, (bucket, slot) in places},
+                **self.planner.sparse_results,
+            }
+        if self.planner.is_learning:
+            self.planner.learn(self._arrived)
+
+    # Checkpoints
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no gradients are being exchanged."""
+        return not any(bucket.in_flight for bucket in self.layout.buckets)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state that the next exchanges need, beside the parameters and the optimizer."""
+        return {
+            "step": self.step,
+            "parameters": self.planner.described(),
+            **self.planner.state_dict(),
+            "sparse": list(self.layout.sparse.items),
+            "buckets": [
+                {"parameters": list(bucket.items)} if bucket.coded is None else bucket.coded.state_dict()
+                for bucket in self.layout.buckets
+            ],
+            "waiting": dict(self.residuals.exported),
+        }
+
+    def restored(self, state: dict[str, Any]) -> BucketLayout | None:
+        """Return the layout of a state_dict(), with the state of its buckets, for load_state_dict(); None if parameters, codecs
+        or ranks differ from the saved ones."""
+        buckets = self.planner.restored(state["buckets"])
+        return None if buckets is None else self.planner.layout(buckets, state.get("sparse", ()))
+
+    def load_state_dict(self, state: dict[str, Any], layout: BucketLayout) -> None:
+        """Continue from a state_dict(). layout: from restored()."""
+        self._restart_choice()
+        self.step = state["step"]
+        self.residuals.replace(state["waiting"])
+        self.planner.load_state_dict(state)
+        self._adopt(layout)
+
+    def restart(self, step: int, residuals: dict[int, Exported]) -> None:
+        """Keep the buckets, and replace all residuals by these, by parameter, the same on all ranks. step: the number of
+        earlier exchanges."""
+        self.step = step
+        for buffer in self.layout.coded:
+            buffer.restart()
+        self._restart_choice()
+        self.residuals.replace(residuals)
+        for buffer in self.layout.coded:
+            self.residuals.import_into(buffer)
+
+    def _restart_choice(self) -> None:
+        """Discard the measured steps, and measure anew."""
+        if self.planner.choice is not None:
+            self.planner.choice.restart()
+
+
+@dataclass(frozen=True, eq=False)
+class Weakly:
+    """A hook of a module or optimizer that calls a method. It does not keep the method's object alive, and does nothing in a copy
+    of the hooked object."""
+
+    method: weakref.WeakMethod[Callable[..., None]] | None = None
+
+    @classmethod
+    def of(cls, method: Callable[..., None]) -> Weakly:
+        return cls(weakref.WeakMethod(method))
+
+    @uncompiled
+    def __call__(self, *args: object) -> None:
+        method = self.method() if self.method is not None else None
+        if method is not None:
+            method(*args)
+
+    def __reduce__(self) -> tuple[type[Weakly], tuple[()]]:
+        return Weakly, ()
