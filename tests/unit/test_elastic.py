@@ -28,7 +28,7 @@ from gradwire.trainer.elastic.commits import Commits
 from gradwire.trainer.elastic.kinds import kind_of
 from gradwire.trainer.elastic.memory import Agent, Memory, NamedMemory, Unfinished, open_own
 from gradwire.trainer.elastic.parts import Part, newest, takers
-from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
+from gradwire.trainer.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
 from tests.interpreter import FINALIZE, python
 
 LAYOUT = encode({"part": [1, 2, 3]})

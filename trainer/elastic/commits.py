@@ -17,7 +17,7 @@ from gradwire.collectives.errors import ranks_text
 from gradwire.collectives.plan.topology import Topology
 from gradwire.trainer.elastic.memory import Memory, Unfinished
 from gradwire.trainer.elastic.parts import Found, Part, newest, takers
-from gradwire.trainer.elastic.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
+from gradwire.trainer.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten
 from gradwire.trainer.world.world import current_world
 
 #: How long end() waits for a running commit to fail, once this rank has left the world.

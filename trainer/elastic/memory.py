@@ -23,8 +23,8 @@ from gradwire.collectives.kernels import cpu_or_reference
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES, SUMS
 from gradwire.collectives.plan.topology import host_id
 from gradwire.trainer.elastic import watcher
-from gradwire.trainer.elastic.trees import decode
 from gradwire.trainer.reducer.replicas import hash_of
+from gradwire.trainer.trees import decode
 from gradwire.trainer.world.launch import launching_process
 from gradwire.trainer.world.world import here
 

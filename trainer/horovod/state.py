@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.torch_internals import leaves, map_only
+from gradwire.collectives.torch_internals import leaves
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.reducer.arguments import check_tensor
+from gradwire.trainer.trees import broadcast
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import communicator_of, current_world, is_initialized, names_rank, root_in
 
@@ -86,23 +86,8 @@ def share_optimizer_state(optimizer: torch.optim.Optimizer, communicator: Commun
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             check_tensor(parameter)  # of what is no ordinary tensor, neither is the state, and all ranks notice alike
-    tensors: list[Tensor] = []
-
-    def take_out(tensor: Tensor) -> _Outline:
-        tensors.append(tensor)
-        return _Outline(tuple(tensor.shape), tensor.dtype, tensor.device.type)
-
-    def make_room(outline: _Outline) -> Tensor:
-        tensors.append(torch.empty(outline.shape, dtype=outline.dtype, device=outline.device_type))
-        return tensors[-1]
-
-    is_root = communicator.rank == root
-    outlines = map_only(Tensor, take_out, optimizer.state_dict()) if is_root else None
-    outlines = communicator.broadcast_object(outlines, root)
-    state: dict[str, Any] = {} if is_root else map_only(_Outline, make_room, outlines)
-    for tensor in tensors:
-        communicator.broadcast(tensor.detach(), root)
-    if not is_root:
+    state = broadcast(optimizer.state_dict(), root, communicator)
+    if communicator.rank != root:
         optimizer.load_state_dict(state)
         sent = leaves(Tensor, state)
         for path, kept in leaves(Tensor, optimizer.state_dict()).items():
@@ -124,12 +109,3 @@ def broadcast_object(
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSetLike = global_process_set) -> list[T]:
     """Return all ranks' objects by rank; they are sent pickled. `name` is Horovod's, and unused."""
     return communicator_of(process_set).allgather_object(obj)
-
-
-@dataclass(frozen=True)
-class _Outline:
-    """A placeholder of a tensor in a structure that is sent without its tensors."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str

@@ -3,8 +3,7 @@ errors."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
 from gradwire.collectives.communicator import close_all
 from gradwire.collectives.errors import ranks_text
+from gradwire.trainer.trees import decode
 from gradwire.trainer.world.world import current_world
 
 
@@ -43,16 +43,11 @@ def open_pairs(
     return pairs
 
 
-def to_bytes(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor:
-    """Return a record as a tensor of uint8. default: converts values that JSON cannot hold, as in json.dumps."""
-    return torch.frombuffer(bytearray(json.dumps(record, default=default).encode()), dtype=torch.uint8)
-
-
 def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
     """Receive a record of nbytes from a rank, and return it. JSON turns tuples into lists and keys into strings."""
     text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     communicator.recv(text, sender)
-    return json.loads(text.numpy().tobytes())
+    return decode(text)
 
 
 class Flat:

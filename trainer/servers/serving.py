@@ -27,8 +27,9 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.communicator import close_all
 from gradwire.trainer.servers.aggregator import Counts
-from gradwire.trainer.servers.connection import from_record, of_pair, open_pairs, receive, to_bytes, to_record
+from gradwire.trainer.servers.connection import from_record, of_pair, open_pairs, receive, to_record
 from gradwire.trainer.servers.server import Key, Server
+from gradwire.trainer.trees import encode
 from gradwire.trainer.world.world import here
 
 LEAVE, COUNTS, PUSH, PUSH_AND_PULL, PULL, SETTINGS, REFUSE = range(7)
@@ -134,7 +135,7 @@ class Serving:
         return exchange
 
     def _counts(self) -> Answer:
-        text = to_bytes(self._server.counts().to_record())
+        text = encode(self._server.counts().to_record())
         return text.numel(), [text]
 
 
@@ -150,7 +151,7 @@ def _send(communicator: Communicator, answer: Callable[[], Answer]) -> None:
     try:
         kind, (number, tensors) = DONE, answer()
     except Exception as error:
-        text = to_bytes(to_record(error))
+        text = encode(to_record(error))
         kind, number, tensors = FAILED, text.numel(), [text]
     communicator.send(torch.tensor([kind, number], dtype=torch.float64, device="cpu"), 0)
     for tensor in tensors:
@@ -225,7 +226,7 @@ class Client:
 
     def refuse(self, reason: str) -> None:
         """Let the pulls of all workers fail for a reason, see Server.refuse()."""
-        text = to_bytes(reason)
+        text = encode(reason)
         with suppress(CollectiveError), self._reached("step"):  # without the server, the other workers fail too
             self._request(REFUSE, text.numel(), tensors=[text])
 
@@ -412,7 +413,7 @@ class ServerAndClients:
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
-    """Return the settings of all param groups, by to_bytes(). Raises TypeError for anything but numbers, strings and tuples."""
+    """Return the settings of all param groups, by encode(). Raises TypeError for anything but numbers, strings and tuples."""
 
     def number_of(value: Any) -> Any:
         if getattr(value, "ndim", None) == 0:  # a scalar of torch or NumPy
@@ -421,4 +422,4 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> Tensor:
 
     groups = optimizer.param_groups
     kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    return to_bytes(kept, default=number_of)
+    return encode(kept, default=number_of)

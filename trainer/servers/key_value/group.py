@@ -9,10 +9,11 @@ from torch import Tensor
 
 from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.servers.aggregator import Scheme
-from gradwire.trainer.servers.connection import Flat
+from gradwire.trainer.servers.key_value.catalogue import dense
 from gradwire.trainer.servers.roles import checked_ranks
 from gradwire.trainer.servers.server import Server
 from gradwire.trainer.servers.serving import Client, LocalClient, ServerAndClients
+from gradwire.trainer.trees import broadcast
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import current_settings, current_world, here
 
@@ -91,12 +92,8 @@ class KeyGroup:
 
     def share(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's tensors, on the CPU. The other ranks pass tensors of the same shapes and dtypes. Collective."""
-        flat = Flat(tensors)
-        buffers = flat.pack(tensors)
-        if self.communicator is not None:
-            for buffer in buffers:
-                self.communicator.broadcast(buffer, 0)
-        return flat.views(buffers)
+        mine = [dense(tensor).cpu().clone() for tensor in tensors]
+        return mine if self.communicator is None else cast(list[Tensor], broadcast(mine, 0, self.communicator))
 
     def meet(self) -> None:
         """Wait until all ranks have called this. Collective."""

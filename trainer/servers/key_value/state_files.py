@@ -12,6 +12,7 @@ import torch
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.servers.key_value.catalogue import Name
+from gradwire.trainer.trees import broadcast, gather
 from gradwire.trainer.world.world import here
 
 FORMAT = "gradwire key-value store 1"
@@ -25,22 +26,10 @@ def write_states(path: Path, optimizer: str, states: dict[Name, Any], communicat
 
     If the file cannot be written, raises the error, such as OSError, on rank 0, and ValueError on the others.
     """
-    parts = []
-    if communicator is not None:
-        mine = _packed(states)
-        sizes = communicator.allgather_record(mine.numel())
-        if communicator.rank > 0:
-            communicator.send(mine, 0)
-        else:
-            for rank in range(1, communicator.size):
-                theirs = torch.empty(sizes[rank], dtype=torch.uint8, device="cpu")
-                communicator.recv(theirs, rank)
-                parts.append(theirs)
+    parts = [states] if communicator is None else gather(states, 0, communicator)
 
     def write() -> None:
-        everyones = dict(states)
-        for part in parts:
-            everyones |= _unpacked(part)
+        everyones = {name: state for part in parts or [] for name, state in part.items()}
         _replace(path, {"format": FORMAT, "optimizer": optimizer, "states": everyones})
 
     _by_first(write, f"could not write {path}", communicator)
@@ -52,22 +41,21 @@ def read_states(path: Path, optimizer: str, communicator: Communicator | None) -
     If the file cannot be read, raises the error, such as OSError, on rank 0, and ValueError on the others. Raises ValueError on
     all ranks if the file is of another kind or of another optimizer.
     """
-    read = _by_first(path.read_bytes, f"could not read {path}", communicator) or b""
-    data = (
-        torch.frombuffer(bytearray(read), dtype=torch.uint8)
-        if read
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+
+    def read() -> dict[str, Any]:
+        data = path.read_bytes()
+        try:
+            saved: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+            return {key: saved[key] for key in ("format", "optimizer", "states")}
+        except Exception as error:
+            raise ValueError(f"{here()}{path} is not a file of save_optimizer_states(): {error!r}") from error
+
+    saved = _by_first(read, f"could not read {path}", communicator)
     if communicator is not None:
-        size = communicator.allgather_record(data.numel())[0]
-        data = data if communicator.rank == 0 else torch.empty(size, dtype=torch.uint8, device="cpu")
-        communicator.broadcast(data, 0)
-    try:
-        saved = _unpacked(data)
-        states: dict[Name, Any] = saved["states"]
-        found = (saved["format"], saved["optimizer"])
-    except Exception as error:
-        raise ValueError(f"{here()}{path} is not a file of save_optimizer_states(): {error!r}") from error
+        saved = broadcast(saved, 0, communicator)
+    assert saved is not None
+    states: dict[Name, Any] = saved["states"]
+    found = saved["format"], saved["optimizer"]
     if found != (FORMAT, optimizer):
         raise ValueError(f"{here()}{path} is not of {FORMAT} and {optimizer}, but of {found[0]} and {found[1]}")
     return states
@@ -100,14 +88,3 @@ def _by_first(act: Callable[[], _Result], what: str, communicator: Communicator 
     if failed is not None:
         raise ValueError(f"{here()}rank 0 {failed}")
     return result
-
-
-def _packed(states: dict[Name, Any]) -> torch.Tensor:
-    file = io.BytesIO()
-    torch.save(states, file)
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-
-
-def _unpacked(data: torch.Tensor) -> dict[Any, Any]:
-    loaded: dict[Any, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
-    return loaded

@@ -1,18 +1,21 @@
-"""Trees of tensors and plain values, written as JSON and the tensors' bytes: nothing is pickled."""
+"""Trees of tensors and plain values: written as JSON and the tensors' bytes, and sent between ranks. Nothing is pickled but
+what a caller of broadcast() keeps of other types."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gradwire.collectives import Communicator
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES
+from gradwire.trainer.reducer.agreement import on_all_ranks
 from gradwire.trainer.reducer.arguments import check_tensor
 from gradwire.trainer.world.world import here
 
@@ -26,6 +29,9 @@ _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, tuple, set
 _MAPPINGS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (dict, list, set, int, float)}
 """The containers that a tree may have, by name, and what may make the values of a defaultdict."""
+
+_New: TypeAlias = "Callable[[torch.dtype, list[int], str], Tensor]"
+"""A function that returns a tensor of a dtype and shape on a device, given by its type."""
 
 
 @dataclass
@@ -61,12 +67,13 @@ class Tree:
         yield found
 
 
-def flatten(tree: Any, name: str) -> Tree:
+def flatten(tree: Any, name: str, *, keeps_others: bool = False) -> Tree:
     """Return the Tree of dicts, lists, tuples, sets, tensors, numbers, strings, booleans and None. Tensors are not copied.
 
     Containers keep their types, also OrderedDicts with attributes, Counters, defaultdicts, and named tuples of classes that a
-    module defines at its top. name: that of the tree in errors. Raises TypeError for a value of another type, and for a tensor
-    that is not dense or has no memory of its own.
+    module defines at its top. name: that of the tree in errors. keeps_others: whether values of other types remain in the
+    layout, which JSON then cannot hold. Raises TypeError for them otherwise, and for a tensor that is not dense or has no
+    memory of its own.
     """
     found = Tree(None)
 
@@ -90,9 +97,11 @@ def flatten(tree: Any, name: str) -> Tree:
         if isinstance(value, tuple) and _named_tuple(kind.__module__, kind.__qualname__) is kind:
             items = [outline(each, *path, number) for number, each in enumerate(value)]
             return {"named": [kind.__module__, kind.__qualname__, items]}
+        if keeps_others:
+            return {"other": value}
         place = name + "".join(f"[{key!r}]" for key in path)
         raise TypeError(
-            f"{here()}{place} is a {kind.__name__}, and a commit holds tensors, numbers, strings, booleans, None, dicts, "
+            f"{here()}{place} is a {kind.__name__}, and what is kept are tensors, numbers, strings, booleans, None, dicts, "
             "lists, tuples and sets of these, and objects with state_dict() and load_state_dict()"
         )
 
@@ -113,22 +122,35 @@ def unflatten(layout: Any, data: Tensor) -> Any:
     whose class this process has not imported."""
     at = 0
 
-    def fill(value: Any) -> Any:
+    def cut(dtype: torch.dtype, shape: list[int], device: str) -> Tensor:
         nonlocal at
+        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        tensor = data[at : at + nbytes].view(dtype).view(shape).clone().to(device)
+        at += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return tensor
+
+    return _filled(layout, cut)
+
+
+def _filled(layout: Any, new: _New) -> Any:
+    """Return the tree of a layout. new: returns the next tensor."""
+
+    def fill(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         kind, content = next(iter(value.items()))
         if kind == "tensor":
-            dtype, shape, device = getattr(torch, content[0]), content[1], content[2]
-            nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-            tensor = data[at : at + nbytes].view(dtype).view(shape).clone().to(device)
-            at += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            return tensor
+            dtype, shape, device = content
+            return new(getattr(torch, dtype), shape, device)
+        if kind == "other":
+            return content
         if kind == "named":
             module, qualified, items = content
             named = _named_tuple(module, qualified)
             if named is None:
-                raise TypeError(f"{here()}a commit has a {module}.{qualified}, which is no named tuple in this process")
+                raise TypeError(
+                    f"{here()}saved or sent was a {module}.{qualified}, which is no named tuple in this process"
+                )
             return named._make([fill(each) for each in items])
         if kind in _SEQUENCES:
             return _SEQUENCES[kind]([fill(each) for each in content])
@@ -154,11 +176,56 @@ def _named_tuple(module: str, qualified: str) -> Any:
     return found if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_make") else None
 
 
-def encode(record: Any) -> Tensor:
-    """Return a record as JSON in a tensor of uint8."""
-    return torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+def encode(record: Any, default: Callable[[Any], Any] | None = None) -> Tensor:
+    """Return a record as JSON in a tensor of uint8. default: converts values that JSON cannot hold, as in json.dumps."""
+    return torch.frombuffer(bytearray(json.dumps(record, default=default).encode()), dtype=torch.uint8)
 
 
 def decode(data: Tensor) -> Any:
-    """Return the record that encode() was given."""
+    """Return the record that encode() was given. JSON turns tuples into lists and keys into strings."""
     return json.loads(data.numpy().tobytes())
+
+
+def broadcast(tree: Any, root: int, communicator: Communicator) -> Any:
+    """Return the tree of the rank `root`, with its tensors on the same types of device; the trees of other ranks are ignored.
+    Collective. Values of types that a Tree cannot hold are sent pickled."""
+    mine = flatten(tree, "tree", keeps_others=True) if communicator.rank == root else None
+    layout = communicator.broadcast_object(mine and mine.layout, root)
+    if mine is not None:
+        for tensor in mine.tensors:
+            communicator.broadcast(tensor, root)
+        return tree
+
+    def received(dtype: torch.dtype, shape: list[int], device: str) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        communicator.broadcast(tensor, root)
+        return tensor
+
+    return _filled(layout, received)
+
+
+def gather(tree: Any, root: int, communicator: Communicator) -> list[Any] | None:
+    """Return the trees of all ranks, by rank, on the rank `root`; None on the others. Collective. Raises ValueError on all
+    ranks for values that a Tree cannot hold."""
+    tensors: list[Tensor] = []
+
+    def layout_here() -> Any:
+        mine = flatten(tree, "tree")
+        tensors.extend(mine.tensors)
+        return mine.layout
+
+    layouts = on_all_ranks(communicator, layout_here, failed="rank {} has what cannot be sent ({})")
+    if communicator.rank != root:
+        for tensor in tensors:
+            communicator.send(tensor, root)
+        return None
+
+    def received(sender: int) -> _New:
+        def new(dtype: torch.dtype, shape: list[int], device: str) -> Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            communicator.recv(tensor, sender)
+            return tensor
+
+        return new
+
+    return [tree if rank == root else _filled(layout, received(rank)) for rank, layout in enumerate(layouts)]
