@@ -1,6 +1,5 @@
 """Horovod's verbs: defaults, forms, shapes, groups, names, integers, and errors found before data moves."""
 
-import gc
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -13,7 +12,6 @@ from torch._subclasses import FakeTensorMode
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout, PeerLost
-from gradwire.trainer.world.world import current_world
 from tests.ranks.forms import GROUPED, VERBS, done, forms
 from tests.ranks.training import on_ranks
 
@@ -179,74 +177,39 @@ def test_names_of_the_lost() -> None:
 
 @on_ranks(3)
 def test_errors_found_before_data_moves() -> None:
-    """By one rank alone, or by all where a rank's arguments do not fit the others'; after each the next verb works."""
+    """Of one rank's arguments, which name it on all ranks; after each the next verb works. The table of the guide has others."""
     rank, size = hvd.rank(), hvd.size()
 
     def works() -> None:
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
-    def splits(mine: Any) -> Any:
-        return mine if rank == 1 else [1, 0, 0]
-
     for wrong in ([1, 1, 0], [2, -1, 0], [1, 0], [1.0, 0.0, 0.0], torch.tensor([[1, 0, 0]]), torch.tensor(1)):
         for verb in (hvd.alltoall, hvd.alltoall_async):
             with pytest.raises(
-                ValueError,
-                match=rf"rank {rank}: alltoall: splits must be 3 whole numbers >= 0 that add up to 1 .*rank 1",
+                ValueError, match=rf"rank {rank}: alltoall: splits must be 3 whole numbers .*rank 1 gave"
             ):
-                verb(own(1), splits(wrong))
+                verb(own(1), wrong if rank == 1 else [1, 0, 0])
         works()
-    with pytest.raises(ValueError, match="without splits it needs a multiple of 3 rows, not 4 as on rank 2"):
-        hvd.alltoall(own(4 if rank == 2 else 3))
-    with pytest.raises(ValueError, match="alltoall: needs a tensor of at least one dimension; rank 0 gave a scalar"):
-        hvd.alltoall(own() if rank == 0 else own(3))
-    with pytest.raises(ValueError, match="allgather: needs tensors of at least one dimension; rank 2 gave a scalar"):
-        hvd.allgather(own() if rank == 2 else own(1))
-    with pytest.raises(ValueError, match=r"rank 0 gave \[3, 3\] torch.float32, rank 1 gave \[3, 4\] torch.float32"):
-        hvd.alltoall(own(3, 4 if rank == 1 else 3))
-    works()
-    received, from_each = hvd.alltoall(own(3), None if rank == 0 else [1, 1, 1]), [1, 1, 1]
+    received, from_each = hvd.alltoall(own(3), None if rank == 0 else [1, 1, 1]), [1, 1, 1]  # splits on some ranks only
     if rank > 0:
         received, from_each = received
     assert (received.tolist(), list(from_each)) == ([(r + 1) * (rank + 1) for r in range(size)], [1, 1, 1])
-
     for verb in (hvd.grouped_allgather, hvd.grouped_allgather_async):
         with pytest.raises(ValueError, match=r"grouped_allgather: rank \d gave \d tensors, this rank \d"):
             verb([own(1)] * (2 if rank == 1 else 1))
-        with pytest.raises(
-            ValueError, match=r"grouped_allgather: needs tensors that agree .* rank 2 gave \[1\] torch.int32"
-        ):
+        with pytest.raises(ValueError, match=r"grouped_allgather: .* rank 2 gave \[1\] torch.int32"):
             verb([own(1), own(1, dtype=torch.int32 if rank == 2 else torch.float32)])
     works()
-
     if rank == 0:
-        for group in forms(*GROUPED).values():
-            for other in (torch.empty(2, device="meta"), "x"):
-                with pytest.raises(TypeError, match="rank 0: "):
-                    group([own(2), other])
         with pytest.raises(ValueError, match="grouped_reducescatter: needs tensors of at least one dimension"):
             hvd.grouped_reducescatter([own(2), own()])
-        with pytest.raises(ValueError, match="codec 'int8' is for the sum or average of floating-point tensors"):
+        with pytest.raises(ValueError, match="codec 'int8' is for"):
             hvd.grouped_allreduce([own(2), own(2, dtype=torch.int32)], compression="int8")
         for root in (-1, size, size + 5):
             for verb in forms("broadcast").values():
-                with pytest.raises(
-                    ValueError, match=f"root_rank={root} does not take part; ranks of the world that do are 0, 1, 2"
-                ):
+                with pytest.raises(ValueError, match=f"rank 0: root_rank={root} does not take part"):
                     verb(own(2), root_rank=root)
     works()
-
-
-@on_ranks(2)
-def test_the_world_forgets_what_is_dropped() -> None:
-    """A Communicator that its user has dropped leaves nothing behind in the world."""
-    world = current_world()
-    gc.collect()
-    before = len(world._opened)
-    for _ in range(2):
-        world.open_communicator(None)
-        gc.collect()
-    assert len(world._opened) <= before + 1
 
 
 @on_ranks(2)
@@ -304,28 +267,24 @@ def test_allreduce_and_reducescatter(op: str) -> None:
 @on_ranks(3)
 def test_arguments() -> None:
     size = hvd.size()
-    mean, total_ = (size + 1) / 2, size * (size + 1) / 2
+    mean, total = (size + 1) / 2, size * (size + 1) / 2
     assert hvd.allreduce(own(1)).item() == mean, "the default is Average"
-    assert hvd.allreduce(own(1), name="a name").item() == mean
     with pytest.warns(DeprecationWarning, match="average= is deprecated") as warned:
-        assert hvd.allreduce(own(1), False).item() == total_
+        assert hvd.allreduce(own(1), False).item() == total
     assert warned[0].filename == __file__, "where the user's line is"
     with pytest.warns(DeprecationWarning, match="average= is deprecated"):
         assert hvd.allreduce(own(1), average=True).item() == mean
-    with pytest.raises(ValueError, match="give op or average, not both"):
-        hvd.allreduce(own(1), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="op must be one of average, sum, min, max, product, adasum, not 'mean'"):
         hvd.allreduce(own(1), op="mean")
-    assert hvd.allreduce(own(1), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0).item() == 2 * total_
-    assert hvd.allreduce(own(5, dtype=torch.int64), op=hvd.Sum).dtype == torch.int64
+    scaled = {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 4.0}
+    assert hvd.allreduce(own(1), **scaled).item() == 2 * total
     rounded = hvd.allreduce(torch.full((3,), 1 + 2**-12), compression=hvd.Compression.fp16)
     assert rounded.dtype == torch.float32
     assert rounded.tolist() == [1.0] * 3
     assert hvd.reducescatter(own(size)).item() == mean * (hvd.rank() + 1), "the default is Average"
-    scaled = hvd.reducescatter(own(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
-    assert scaled.item() == 2 * total_ * (hvd.rank() + 1)
-    handle = hvd.reducescatter_async(own(size), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
-    assert [hvd.synchronize(handle).item(), hvd.synchronize(handle).item()] == [scaled.item()] * 2
+    handle = hvd.reducescatter_async(own(size), **scaled)
+    results = [hvd.reducescatter(own(size), **scaled), hvd.synchronize(handle), hvd.synchronize(handle)]
+    assert [result.item() for result in results] == [2 * total * (hvd.rank() + 1)] * 3
 
 
 @on_ranks(3)

@@ -20,7 +20,6 @@ from gradwire.collectives.diagnostics.timeline import (
     Offset,
     Recording,
     Timeline,
-    measure,
     offsets,
     trace_of,
     write_trace,
@@ -39,26 +38,22 @@ compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.hashing")
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 1000, (1 << 20) + 3])
-def test_the_compiled_hash_is_that_of_torch(count: int) -> None:
+def test_the_compiled_hash_is_that_of_torch_and_of_the_formula(count: int) -> None:
     words = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(count))
     assert compiled.hash_words(words) == reference.hash_words(words)
-    assert 0 <= compiled.hash_words(words) < 2**64
     split = sum(compiled.hash_words(piece, place) for piece, place in ((words[:700], 1), (words[700:], 701)))
     assert split % 2**64 == reference.hash_words(words)
-
-
-def test_the_hash_is_what_it_is_said_to_be() -> None:
-    words, total = [5, -7, 2**62], 0
-    for place, word in enumerate(words, 1):
+    total = 0
+    for place, word in enumerate(words[:1000].tolist(), 1):
         x = (word % 2**64) ^ (place * 0x9E3779B97F4A7C15 % 2**64)
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
         total += x ^ (x >> 31)
-    assert compiled.hash_words(torch.tensor(words)) == total % 2**64
+    assert compiled.hash_words(words[:1000]) == total % 2**64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
-@pytest.mark.parametrize("numel", [1, 2, 3, 7, 8, 9, 64, 65])
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 65])
 def test_every_bit_counts(dtype: torch.dtype, numel: int) -> None:
     tensor = torch.zeros(numel, dtype=dtype)
     seen = {hash_of(tensor)}
@@ -71,36 +66,35 @@ def test_every_bit_counts(dtype: torch.dtype, numel: int) -> None:
     assert len(seen) == 1 + bits.numel() * (8 if dtype is not torch.bool else 1)
 
 
-def test_places_signs_and_payloads_count() -> None:
-    assert hash_of(torch.tensor([1.0, 2.0])) != hash_of(torch.tensor([2.0, 1.0]))
-    assert hash_of(torch.tensor([1.0, 0.0, 2.0, 0.0])) != hash_of(torch.tensor([2.0, 0.0, 1.0, 0.0]))
-    assert hash_of(torch.zeros(4)) != hash_of(-torch.zeros(4))  # signs that change in pairs
+def test_places_signs_payloads_and_kinds_count() -> None:
     nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert hash_of(nan[:1]) != hash_of(nan[1:])
-    assert hash_of(0.0) != hash_of(-0.0)
-    assert hash_of(1) != hash_of(True)
+    for one, other in (
+        (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
+        (torch.tensor([1.0, 0.0, 2.0, 0.0]), torch.tensor([2.0, 0.0, 1.0, 0.0])),
+        (torch.zeros(4), -torch.zeros(4)),  # signs that change in pairs
+        (nan[:1], nan[1:]),
+        (0.0, -0.0),
+        (1, True),
+    ):
+        assert hash_of(one) != hash_of(other)
 
 
 def test_strides_and_addresses_do_not_count() -> None:
     tensor = torch.arange(35.0).view(5, 7)
-    assert hash_of(tensor.t().contiguous().t()) == hash_of(tensor)
+    assert hash_of(tensor.t().contiguous().t()) == hash_of(torch.nn.Parameter(tensor)) == hash_of(tensor)
     for offset in range(1, 4):
         shifted = torch.empty(35 + offset)[offset:]
         shifted.copy_(tensor.view(-1))
         assert hash_of(shifted) == hash_of(tensor)
     assert hash_of(torch.tensor(3.0)) == hash_of(torch.tensor([3.0]))
-    assert hash_of(torch.nn.Parameter(tensor)) == hash_of(tensor)
-
-
-def test_what_has_no_bits_in_a_row_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo has no hash"):
+    with pytest.raises(TypeError, match=r"torch\.sparse_coo"):
         hash_of(torch.eye(3).to_sparse())
 
 
 def test_the_error_names_who_is_not_like_most() -> None:
     error = ReplicasDiffer("parameter 'a'", [7, 7, 8, None], 2, rank=0, operation="check of replicas")
     assert error.ranks == (2, 3)
-    assert "ranks 2, 3: parameter 'a' is not that of ranks 0, 1, the first of 2 values that differ" in str(error)
+    assert "the first of 2 values that differ" in str(error)
     assert "rank 2 has one with hash 0000000000000008; rank 3 has none" in str(error)
     assert ReplicasDiffer("b", [1, 2], 1, rank=1, operation="").ranks == (1,)
 
@@ -126,19 +120,6 @@ def test_clocks_are_put_right_within_the_error_that_is_told() -> None:
         assert abs(found.offset_ns + shift) <= found.error_ns
         assert found.error_ns <= 40_000
     assert offsets(begins, ends)[0] == Offset(0, 0)
-
-
-def test_clocks_are_measured_by_gathering_rows() -> None:
-    moments = iter(range(10**6))
-    widths = []
-
-    def gather(row: list[int]) -> list[list[int]]:
-        widths.append(len(row))
-        return [list(row), [moment + 1000 for moment in row]]
-
-    found = measure(lambda: next(moments), gather)  # type: ignore[arg-type]
-    assert widths == [1] * ROUNDS + [2 * ROUNDS]
-    assert abs(found[1].offset_ns + 1000) <= found[1].error_ns <= 2
 
 
 # Timelines
@@ -236,15 +217,11 @@ def test_who_waits_least_is_who_was_waited_for() -> None:
     assert "the others waited 0.188 s a step for rank 2 (19% of 1.000 s; at most 0.250 s)" in str(report)
 
 
-def test_two_that_are_slow_alike_are_both_told() -> None:
+def test_two_that_are_slow_alike_are_both_told_once_all_have_reported() -> None:
     report, _ = reported([[0.0] * 4, *[[0.5, 0.0, 0.5, 0.0]] * 4], every=5)
     assert report is not None
     assert report.cost_s == (0.0, 0.5, 0.0, 0.5)
-
-
-def test_nothing_is_known_before_all_have_told() -> None:
-    report, _ = reported([[0.0, 1.0]] * 3, every=5)
-    assert report is None
+    assert reported([[0.0, 1.0]] * 3, every=5)[0] is None
 
 
 EQUAL, SLOW = [0.5, 0.5], [0.5, 0.3]
@@ -274,6 +251,22 @@ def test_what_does_not_matter_is_not_logged(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("cost_s", "is_clear"),
+    [
+        ((0.02, 0.0), True),
+        ((0.02, 0.019), False),
+        ((0.0, 0.0), False),
+        ((2e-6, 1e-6), False),
+        ((0.01, 0.02, 0.012), True),
+    ],
+)
+def test_a_rank_is_clearly_slow_only_if_it_costs_much_and_more_than_others(
+    cost_s: tuple[float, ...], is_clear: bool
+) -> None:
+    assert Stragglers(9, 9, 0.1, cost_s, cost_s, ()).is_clear == is_clear
+
+
 def test_operations_are_added_up_and_the_best_rate_is_kept(tmp_path: Path) -> None:
     tally = OperationTally(tmp_path, 0, 2, [])
     for duration_ns in (2_000, 1_000, 4_000):
@@ -288,60 +281,35 @@ def test_operations_are_added_up_and_the_best_rate_is_kept(tmp_path: Path) -> No
 # The adapters in the guide
 
 
-METRICS = StepMetrics(
-    step=7,
-    seconds=0.5,
-    wait_s=0.25,
-    exchange_s=0.375,
-    bytes_sent=100,
-    bytes_uncompressed=400,
-    busbw_gb_s=2.5,
-    buckets=(BucketChoice(400, "two_shot", "int8"),),
-    compression_error=None,
-    slowest_rank=1,
-)
-
-
-def adapt(number: int, name: str) -> None:
-    """Give METRICS to a function of the guide, which is in its fragment of this number."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_adapters_of_the_guide(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For TensorBoard, and for Weights & Biases, which would drop what is logged for an earlier step: log() takes none."""
+    numbers = {"seconds": 0.5, "wait_s": 0.25, "exchange_s": 0.375, "bytes_sent": 100, "busbw_gb_s": 2.5}
+    choices = (BucketChoice(400, "two_shot", "int8"),)
+    metrics = StepMetrics(
+        step=7, **numbers, bytes_uncompressed=400, buckets=choices, compression_error=None, slowest_rank=1
+    )  # type: ignore[arg-type]
+    written: dict[str, float] = {}
+    axes: dict[str, str] = {}
+    writer = SimpleNamespace(add_scalar=lambda tag, value, step: written.update({tag: value, "step": step}))
+    board = SimpleNamespace(SummaryWriter=lambda: writer)
+    wandb = SimpleNamespace(
+        log=written.update, define_metric=lambda name, step_metric: axes.update({name: step_metric})
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
     text = (ROOT / "docs" / "guides" / "reports.md").read_text()
     fragments = re.findall(r'^```python title="fragment"\n(.*?)^```$', text, flags=re.MULTILINE | re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(fragments[number], namespace)
-    namespace[name](METRICS)
-
-
-def test_the_adapter_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: dict[str, tuple[float, int]] = {}
-
-    class SummaryWriter:
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            written[tag] = (value, step)
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))  # type: ignore[arg-type]
-    adapt(0, "to_tensorboard")
-    assert written == {
-        "exchange/seconds": (0.5, 7),
-        "exchange/wait_s": (0.25, 7),
-        "exchange/bytes_sent": (100, 7),
-        "exchange/busbw_gb_s": (2.5, 7),
-    }
-
-
-def test_the_adapter_for_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: dict[str, float] = {}
-    axes: dict[str, str] = {}
-    wandb = SimpleNamespace(  # log() takes no step: W&B would drop what is logged for an earlier one
-        log=lambda numbers: logged.update(numbers),
-        define_metric=lambda name, step_metric: axes.update({name: step_metric}),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
-    adapt(1, "to_wandb")
-    assert axes == {"exchange/*": "exchange/step"}
-    assert logged["exchange/step"] == 7
-    assert logged["exchange/bytes_uncompressed"] == 400
-    assert logged["exchange/slowest_rank"] == 1
-    assert not {"exchange/buckets", "exchange/compression_error"} & logged.keys()
+    namespace[("to_tensorboard", "to_wandb")[number]](metrics)
+    tagged = {f"exchange/{name}": value for name, value in numbers.items()}
+    if number == 0:
+        del tagged["exchange/exchange_s"]
+        assert written == {**tagged, "step": 7}
+    else:
+        assert written == {**tagged, "exchange/step": 7, "exchange/bytes_uncompressed": 400, "exchange/slowest_rank": 1}
+        assert axes == {"exchange/*": "exchange/step"}
 
 
 # Local updates
@@ -363,49 +331,23 @@ def test_a_report_says_plainly_which_bytes_are_which() -> None:
         "60 steps: 20.0 KB a step of the warm-up, then 0.5 KB a step, 2.0 times fewer than uncompressed, and 4.0 KB to inner "
         "ranks; 0.580 MB in all; 25.0% of the time waiting; a batch of 8 a rank, 32 in all"
     )
-    alone = replace(
-        report,
-        warmup_bytes_per_step=0,
-        inner_bytes_per_step=0,
-        bytes_sent=30_000,
-        batch_per_rank=None,
-        global_batch=None,
-    )
-    assert str(alone) == (
-        "60 steps: 0.5 KB a step, 2.0 times fewer than uncompressed; 0.030 MB in all; 25.0% of the time waiting"
-    )
-    without_codec = replace(alone, bytes_saved=1.0)
-    assert str(without_codec) == "60 steps: 0.5 KB a step, uncompressed; 0.030 MB in all; 25.0% of the time waiting"
+    plain = replace(report, warmup_bytes_per_step=0, inner_bytes_per_step=0, bytes_saved=1.0, batch_per_rank=None)
+    assert str(plain) == "60 steps: 0.5 KB a step, uncompressed; 0.580 MB in all; 25.0% of the time waiting"
 
 
 # Arguments
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "said"),
+    ("given", "kind"),
     [
-        ({"on_step": 3}, TypeError, "on_step must be a function of a StepMetrics, or None, not 3"),
-        ({"check_replicas_every": -1}, ValueError, "check_replicas_every must be a whole number >= 0, not -1"),
-        ({"check_replicas_every": 1.5}, ValueError, "check_replicas_every must be a whole number >= 0, not 1.5"),
-        ({"straggler_report_every": 0}, ValueError, "straggler_report_every must be a whole number >= 1, not 0"),
+        ({"on_step": 3}, TypeError),
+        ({"check_replicas_every": -1}, ValueError),
+        ({"check_replicas_every": 1.5}, ValueError),
+        ({"straggler_report_every": 0}, ValueError),
+        ({"straggler_report_every": None}, ValueError),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, object], kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
+def test_what_cannot_be_meant_is_refused(given: dict[str, object], kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=next(iter(given))):
         WantedReports(**given)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("cost_s", "is_clear"),
-    [
-        ((0.02, 0.0), True),
-        ((0.02, 0.019), False),
-        ((0.0, 0.0), False),
-        ((2e-6, 1e-6), False),
-        ((0.01, 0.02, 0.012), True),
-    ],
-)
-def test_a_rank_is_clearly_slow_only_if_it_costs_much_and_more_than_others(
-    cost_s: tuple[float, ...], is_clear: bool
-) -> None:
-    assert Stragglers(9, 9, 0.1, cost_s, cost_s, ()).is_clear == is_clear
