@@ -1,4 +1,5 @@
-"""An elastic job for tests: a store, worker processes that may be killed, and the epochs that a launcher would begin for them."""
+"""An elastic job for tests: a store, worker processes that may be killed, and the generations that a launcher would begin for
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gradwire.collectives.environment import HOST_ID
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.memory import Agent
-from gradwire.trainer.world.epochs import WORKER, Departure, Epoch, Epochs
+from gradwire.trainer.world.generations import WORKER, Departure, Generation, Generations
 from tests.harness import RUN_TIMEOUT_S, connected, wait_until
 
 
@@ -31,8 +32,8 @@ class Job:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
         self._function, self._args = function, args
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
-        self.epochs = Epochs(self._store)
-        self.epoch = Epoch(-1, (), ())
+        self.generations = Generations(self._store)
+        self.generation = Generation(-1, (), ())
         self._hosts: dict[int, int] = {}
         self._agents: dict[int, tuple[Agent, subprocess.Popen[bytes]]] = {}
 
@@ -65,11 +66,14 @@ class Job:
             self._workers[number] = connected(_work, *arguments, name=f"worker {number}")
 
     def begin(self, *workers: int, leave: Iterable[int] = ()) -> None:
-        """Begin an epoch of these workers, when all have arrived, and those have left that are to leave the epoch before."""
-        wait_until(lambda: all(map(self.epochs.has_arrived, workers)))
+        """Begin a generation of these workers, when all have arrived, and those have left that are to leave the generation
+        before."""
+        wait_until(lambda: all(map(self.generations.has_arrived, workers)))
         wait_until(lambda: all(self.departure(number) is not None for number in leave))
-        self.epoch = Epoch(self.epoch.number + 1, workers, tuple(self._hosts[number] for number in workers))
-        self.epochs.begin(self.epoch)
+        self.generation = Generation(
+            self.generation.number + 1, workers, tuple(self._hosts[number] for number in workers)
+        )
+        self.generations.begin(self.generation)
 
     def _agent(self, host: int) -> Agent:
         """Return the process that commits of a host are named after. While it runs, no other job removes them."""
@@ -79,8 +83,8 @@ class Job:
         return self._agents[host][0]
 
     def departure(self, worker: int) -> Departure | None:
-        """Return why a worker has left the epoch of now; None where it has not."""
-        return self.epochs.departure(worker, self.epoch.number)
+        """Return why a worker has left the generation of now; None where it has not."""
+        return self.generations.departure(worker, self.generation.number)
 
     def kill(self, worker: int) -> None:
         self._workers[worker][0].kill()

@@ -19,7 +19,7 @@ from gradwire.collectives import CollectiveError, Communicator, ReplicasDiffer
 from gradwire.collectives.link import Membership
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.world import meeting
-from gradwire.trainer.world.epochs import WORKER, Departure
+from gradwire.trainer.world.generations import WORKER, Departure
 from gradwire.trainer.world.joined import World
 from tests.elastic_job import Job, await_permission
 from tests.harness import RUN_TIMEOUT_S, Worlds, segments, wait_until, wide
@@ -87,13 +87,13 @@ def test_survivors_go_on_and_a_new_process_joins(lost: int) -> None:
         wait_until(lambda: all(job.departure(worker) for worker in survivors))
         assert {job.departure(worker).blamed for worker in survivors} == {(lost,)}  # type: ignore[union-attr]
         job.start(4)
-        wait_until(lambda: job.epochs.has_arrived(4))
+        wait_until(lambda: job.generations.has_arrived(4))
         job.begin(*survivors)
         early = {worker: [job.take(worker)] for worker in survivors}
         for worker, theirs in early.items():
             while theirs[-1][1] != 3:  # the update may be agreed at the commit of the next step already
                 theirs.append(job.take(worker))
-        job.epochs.want_update(job.epoch.number)
+        job.generations.want_update(job.generation.number)
         wait_until(lambda: all(job.departure(worker) for worker in survivors))
         assert {job.departure(worker) for worker in survivors} == {Departure(is_update=True)}
         job.begin(*survivors, 4)
@@ -216,7 +216,7 @@ def test_a_lost_rank_that_is_replaced_costs_no_bit(ranks: Worlds, kind: str) -> 
 
 def compute_long(send: Callable[[Any], None]) -> None:
     """Send the size of each world in which this rank comes to the end. Worker 2 computes until the test allows it to go on."""
-    meeting._EPOCH_S = 2 * RUN_TIMEOUT_S  # so that only the launcher's note ends a wait for a worker that has died
+    meeting._GENERATION_S = 2 * RUN_TIMEOUT_S  # so that only the launcher's note ends a wait for a worker that has died
     hvd.init()
     state = hvd.elastic.ObjectState(step=0)
 
@@ -257,12 +257,12 @@ def test_a_worker_that_dies_before_it_takes_its_place_is_not_waited_for(place: i
         assert [job.take(worker) for worker in range(3)] == ["begun"] * 3
         job.kill(1)
         job.allow("compute no longer")
-        wait_until(lambda: job.epochs.has_arrived(3))
+        wait_until(lambda: job.generations.has_arrived(3))
         job.kill(3)
         workers = [0, 2]
         workers.insert(place, 3)
         job.begin(*workers, leave=[0, 2])
-        job.epochs.lose(job.epoch.number, (3,))
+        job.generations.lose(job.generation.number, (3,))
         wait_until(lambda: job.departure(0) and job.departure(2))
         assert {job.departure(worker).blamed for worker in (0, 2)} == {(3,)}  # type: ignore[union-attr]
         job.begin(0, 2)
@@ -372,7 +372,7 @@ def test_ranks_that_get_no_further_give_up_and_end_the_job() -> None:
                 in job.take(worker)
             )
         with pytest.raises(RuntimeError, match="the job has ended: ranks have failed 2 times"):
-            job.epochs.await_epoch(0, job.epoch.number, time.monotonic() + 10)
+            job.generations.await_generation(0, job.generation.number, time.monotonic() + 10)
 
 
 def find_that_replicas_differ(send: Callable[[Any], None]) -> None:
@@ -396,7 +396,7 @@ def test_replicas_that_differ_end_the_job() -> None:
         for worker in (0, 1):
             assert "weight" in job.take(worker)
         with pytest.raises(RuntimeError, match=r"the job has ended: rank [01]: check: .*weight"):
-            job.epochs.await_epoch(0, job.epoch.number, time.monotonic() + 10)
+            job.generations.await_generation(0, job.generation.number, time.monotonic() + 10)
 
 
 def lose_all_commits(send: Callable[[Any], None]) -> None:

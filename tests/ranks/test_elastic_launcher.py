@@ -21,13 +21,14 @@ from tests.ranks.test_console import PRINTS, SSH, is_running
 
 DEADLINE_S = 60.0
 
-#: Is in one epoch after the other, and leaves each when one of its ranks has gone or the launcher wants it; until it is done.
+#: Is in one generation after the other, and leaves each when one of its ranks has gone or the launcher wants it; until it is
+#: done.
 WORKER = """
 import os, pathlib, sys, time
-from gradwire.trainer.world.epochs import WORKER, Departure, epochs_of
+from gradwire.trainer.world.generations import WORKER, Departure, generations_of
 
 assert "RANK" not in os.environ
-worker, epochs, after = int(os.environ[WORKER]), epochs_of(os.environ, 30), -1
+worker, generations, after = int(os.environ[WORKER]), generations_of(os.environ, 30), -1
 
 
 def has_gone(other):
@@ -41,40 +42,41 @@ pathlib.Path(f"new.{worker}").write_text(str(os.getpid()))
 pathlib.Path(f"new.{worker}").rename(f"pid.{worker}")
 while pathlib.Path(f"hold.{worker}").exists():
     time.sleep(0.005)
-epochs.arrive(worker)
+generations.arrive(worker)
 while True:
-    epoch = epochs.await_epoch(worker, after, time.monotonic() + 60)
-    after = epoch.number
-    print(f"epoch {after}: rank {epoch.environment(worker)['RANK']} of {len(epoch.workers)}, slot {os.environ['LOCAL_RANK']}")
-    while not (gone := [other for other in epoch.workers if has_gone(other)]):
+    generation = generations.await_generation(worker, after, time.monotonic() + 60)
+    after = generation.number
+    rank = generation.environment(worker)["RANK"]
+    print(f"generation {after}: rank {rank} of {len(generation.workers)}, slot {os.environ['LOCAL_RANK']}")
+    while not (gone := [other for other in generation.workers if has_gone(other)]):
         if pathlib.Path("done").exists():
             sys.exit()
-        if epochs.is_update_wanted(after):
+        if generations.is_update_wanted(after):
             break
         time.sleep(0.005)
     if pathlib.Path("done").exists():
         sys.exit()
-    epochs.leave(worker, after, Departure(not gone, f"lost {gone}" if gone else "", tuple(gone)))
+    generations.leave(worker, after, Departure(not gone, f"lost {gone}" if gone else "", tuple(gone)))
 """
 
-#: Has an error of its own: while it is loaded, or in the first epoch.
+#: Has an error of its own: while it is loaded, or in the first generation.
 FAILS = """
 import os, sys, time
-from gradwire.trainer.world.epochs import WORKER, epochs_of
+from gradwire.trainer.world.generations import WORKER, generations_of
 
-if sys.argv[1] == "epoch":
-    epochs = epochs_of(os.environ, 30)
-    epochs.arrive(int(os.environ[WORKER]))
-    epochs.await_epoch(int(os.environ[WORKER]), -1, time.monotonic() + 60)
+if sys.argv[1] == "generation":
+    generations = generations_of(os.environ, 30)
+    generations.arrive(int(os.environ[WORKER]))
+    generations.await_generation(int(os.environ[WORKER]), -1, time.monotonic() + 60)
 raise ValueError("the script's own")
 """
 
-#: Runs a program that worker 1 does not survive: it is killed where the program makes its optimizer, before it trains, or at its
-#: second commit.
+#: Runs a program that worker 1 does not survive: it is killed where the program makes its optimizer, before it trains, or at
+#: its second commit.
 KILLED = """
 import os, runpy, signal, sys
 import gradwire as hvd
-from gradwire.trainer.world.epochs import WORKER
+from gradwire.trainer.world.generations import WORKER
 
 owner, name, left = {"makes": (hvd, "DistributedOptimizer", 1), "trains": (hvd.elastic.TorchState, "commit", 2)}[sys.argv[1]]
 call = getattr(owner, name)
@@ -166,20 +168,20 @@ def finish(launcher: subprocess.Popen[str]) -> str:
 
 def test_others_go_on_without_a_killed_worker_and_then_with_a_new_one(launch: Launch) -> None:
     launcher = launch("--min-np", "2", "-np", "3", "worker.py")
-    assert next_told(launcher) == "world 0: 3 ranks"
+    assert next_told(launcher) == "generation 0: 3 ranks"
     others = [pid_of(0), pid_of(2)]
     Path("hold.3").touch()
     os.kill(pid_of(1), signal.SIGKILL)
-    assert next_told(launcher) == "world 1: 2 ranks; worker 1 on host localhost was killed by SIGKILL (9)"
+    assert next_told(launcher) == "generation 1: 2 ranks; worker 1 on host localhost was killed by SIGKILL (9)"
     Path("hold.3").unlink()
-    assert next_told(launcher) == "world 2: 3 ranks; worker 3 on host localhost joined as rank 2"
+    assert next_told(launcher) == "generation 2: 3 ranks; worker 3 on host localhost joined as rank 2"
     assert [pid_of(0), pid_of(2)] == others
     output = finish(launcher)
     for line in (
-        "[2]<stdout>: epoch 0: rank 2 of 3, slot 2",
-        "[2]<stdout>: epoch 1: rank 1 of 2, slot 2",
-        "[2]<stdout>: epoch 2: rank 1 of 3, slot 2",
-        "[3]<stdout>: epoch 2: rank 2 of 3, slot 1",
+        "[2]<stdout>: generation 0: rank 2 of 3, slot 2",
+        "[2]<stdout>: generation 1: rank 1 of 2, slot 2",
+        "[2]<stdout>: generation 2: rank 1 of 3, slot 2",
+        "[3]<stdout>: generation 2: rank 2 of 3, slot 1",
     ):
         assert f"{line}\n" in output
 
@@ -187,19 +189,19 @@ def test_others_go_on_without_a_killed_worker_and_then_with_a_new_one(launch: La
 def test_as_many_ranks_as_before_wait_for_a_new_one_which_gets_the_rank_of_the_lost(launch: Launch) -> None:
     """This one does not answer: the others say so, and it is killed."""
     launcher = launch("--min-np", "3", "-np", "3", "worker.py")
-    assert next_told(launcher) == "world 0: 3 ranks"
+    assert next_told(launcher) == "generation 0: 3 ranks"
     os.kill(stopped := pid_of(1), signal.SIGSTOP)
     Path("pid.1").write_text("0")  # so that the others take it for lost
     lost = "worker 1 on host localhost was killed, since it did not answer"
     assert next_told(launcher) == f"2 of at least 3 ranks can continue: training waits for others; {lost}"
-    assert next_told(launcher) == f"world 1: 3 ranks; {lost}; worker 3 on host localhost joined as rank 1"
+    assert next_told(launcher) == f"generation 1: 3 ranks; {lost}; worker 3 on host localhost joined as rank 1"
     assert not is_running(stopped)
-    assert "[3]<stdout>: epoch 1: rank 1 of 3, slot 1\n" in finish(launcher)
+    assert "[3]<stdout>: generation 1: rank 1 of 3, slot 1\n" in finish(launcher)
 
 
 @pytest.mark.parametrize(
     ("where", "ends"),
-    [("import", []), ("epoch", ["world 0: 2 ranks", "no rank survived"])],
+    [("import", []), ("generation", ["generation 0: 2 ranks", "no rank survived"])],
 )
 def test_an_error_of_the_script_ends_the_job(launch: Launch, where: str, ends: list[str]) -> None:
     launcher = launch("--elastic", "-np", "2", "fails.py", where)
@@ -220,7 +222,7 @@ def test_an_example_of_horovods_survives_a_kill(launch: Launch, when: str, lost:
         timeout=3 * DEADLINE_S
     )  # three times the imports of torch by several processes
     assert launcher.returncode == 0, errors
-    assert re.search("world 1: 3 ranks;.* worker 1 on host localhost was killed by SIGKILL", errors), errors
+    assert re.search("generation 1: 3 ranks;.* worker 1 on host localhost was killed by SIGKILL", errors), errors
     assert len(re.findall("joined as rank", errors)) == lost
     ended = [line.partition("ended: ")[2] for line in output.splitlines() if "ended: " in line]
     assert len(ended) == 3
@@ -229,7 +231,7 @@ def test_an_example_of_horovods_survives_a_kill(launch: Launch, when: str, lost:
 
 
 def test_what_workers_print(launch: Launch, tmp_path: Path) -> None:
-    """These never come to an epoch, and finish."""
+    """These never come to a generation, and finish."""
     launcher = launch("--elastic", "-np", "2", "--output-filename", "files", "prints.py", "text")
     output, errors = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, errors
@@ -253,17 +255,19 @@ def agents() -> list[int]:
 def test_no_worker_outlives(launch: Launch, whom: str) -> None:
     """The fixture waits for the end of all. A host whose agent has ended is used again after a pause."""
     launcher = launch("-H", "localhost:1,127.0.0.2:1", "--elastic", "-x", "COLLECTIVES_INTERFACE=lo", "worker.py")
-    assert next_told(launcher) == "world 0: 2 ranks"
+    assert next_told(launcher) == "generation 0: 2 ranks"
     if whom == "an agent":
         os.kill(agents()[0], signal.SIGKILL)
         line = next_told(launcher)
         lost = re.fullmatch(
-            r"world 1: 1 rank; host (\S+) was lost, and is tried again in 10 s: its agent has ended; "
+            r"generation 1: 1 rank; host (\S+) was lost, and is tried again in 10 s: its agent has ended; "
             r"worker \d on host \1 was lost with its host",
             line,
         )
         assert lost is not None, line
-        assert re.fullmatch(rf"world 2: 2 ranks; worker 2 on host {lost[1]} joined as rank \d", next_told(launcher))
+        assert re.fullmatch(
+            rf"generation 2: 2 ranks; worker 2 on host {lost[1]} joined as rank \d", next_told(launcher)
+        )
         finish(launcher)
     elif whom == "the launcher":
         launcher.kill()
@@ -286,9 +290,9 @@ def test_hosts_come_and_go(launch: Launch, tmp_path: Path) -> None:
     say("127.0.0.2:1\n127.0.0.3\n")
     flags = ["--host-discovery-script", "./discover", "-np", "2", "--max-np", "3", "-x", "COLLECTIVES_INTERFACE=lo"]
     launcher = launch(*flags, "worker.py")
-    assert next_told(launcher) == "world 0: 2 ranks"
+    assert next_told(launcher) == "generation 0: 2 ranks"
     say("127.0.0.2:1\n127.0.0.3\n127.0.0.4:4\n127.0.0.9:2\n")
-    assert next_told(launcher) == "world 1: 3 ranks; worker 2 on host 127.0.0.4 joined as rank 2"
+    assert next_told(launcher) == "generation 1: 3 ranks; worker 2 on host 127.0.0.4 joined as rank 2"
     say("127.0.0.4:2\n127.0.0.9:2\n")
     unknown = "by ssh: ssh: Could not resolve hostname 127.0.0.9"
     awaited = {
@@ -296,7 +300,7 @@ def test_hosts_come_and_go(launch: Launch, tmp_path: Path) -> None:
         "worker 3 on host 127.0.0.4 joined as rank 1",
         f"host 127.0.0.9 was lost, and is tried again in 10 s: {unknown}",
     }
-    while awaited:  # in one epoch or two
+    while awaited:  # in one generation or two
         line = next_told(launcher)
         assert line, f"it has ended without {awaited}"
         awaited -= {*line.split("; ")}

@@ -66,6 +66,8 @@ def in_a_world(add: float, *, of: str) -> tuple[int, float]:
 def test_horovods_run_returns_what_each_rank_returns() -> None:
     arguments = {"args": (0.5,), "kwargs": {"of": "horovod.torch"}}
     assert horovod_run(in_a_world, **arguments, num_proc=2, hosts="localhost:2", verbose=None) == [(0, 2.0), (1, 2.0)]
+    with pytest.raises(RuntimeError, match="exit status 1"):
+        horovod_run(in_a_world, (0.5,), {"of": "no_such_module"})
     for given in ({"np": 0}, {"hosts": "elsewhere:1"}, {"use_mpi": True}):
         with pytest.raises(ValueError, match=r"num_proc|hosts|use_mpi"):
             horovod_run(in_a_world, **given)

@@ -177,7 +177,7 @@ def test_slurm_starts_an_elastic_job(tmp_path: Path) -> None:
     (tmp_path / "scontrol").chmod(0o755)
     slurm = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost", "SLURM_CPUS_PER_TASK": "2"}
     output = call(["bash", str(FOLDER / "slurm_elastic.sh")], tmp_path, SCRIPT=str(ELASTIC), **slurm)
-    assert "world 0: 2 ranks" in output
+    assert "generation 0: 2 ranks" in output
 
 
 @pytest.mark.wide

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gradwire.trainer.__main__ import main
-from gradwire.trainer.launcher.failure import JobFailure, LastWords, cause_among, exit_status, failure_lines
 from gradwire.trainer.launcher.fixed import rendezvous_of
 from gradwire.trainer.launcher.hosts import Host, parse_hosts, place, read_hostfile
 from gradwire.trainer.launcher.options import Elastic, parse_job
+from gradwire.trainer.launcher.output import JobFailure, LastWords, cause_among, exit_status, failure_lines
 from gradwire.trainer.launcher.reach import command_on
 
 SCRIPT = ["train.py", "--lr", "0.1"]

@@ -11,12 +11,31 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gradwire.trainer.launcher.actions import Action, Begin, End, Kill, Release, Say, Start, Stop, Update
-from gradwire.trainer.launcher.elastic.policy import BLAMED_S, GRACE_S, NEW_STARTS, TOGETHER_S, VAIN_EPOCHS, JobPolicy
-from gradwire.trainer.launcher.elastic.ranks import next_epoch
 from gradwire.trainer.launcher.options import Elastic
-from gradwire.trainer.launcher.workers import HOST_FAILURES, LONGEST_PAUSE_S, LOST_PAUSE_S
-from gradwire.trainer.world.epochs import Departure, Epoch
+from gradwire.trainer.launcher.policy import (
+    BLAMED_S,
+    GRACE_S,
+    NEW_STARTS,
+    TOGETHER_S,
+    VAIN_GENERATIONS,
+    JobPolicy,
+    next_generation,
+)
+from gradwire.trainer.launcher.workers import (
+    HOST_FAILURES,
+    LONGEST_PAUSE_S,
+    LOST_PAUSE_S,
+    Action,
+    Begin,
+    End,
+    Kill,
+    Release,
+    Say,
+    Start,
+    Stop,
+    Update,
+)
+from gradwire.trainer.world.generations import Departure, Generation
 
 START_S = 30.0
 SCRIPT = Path("discover")
@@ -25,9 +44,9 @@ UPDATE = Departure(is_update=True)
 
 
 def begun(wanted: Elastic, hosts: dict[str, int]) -> JobPolicy:
-    """Return a policy whose first epoch has begun at 0 s, with all workers that it starts."""
+    """Return a policy whose first generation has begun at 0 s, with all workers that it starts."""
     policy = JobPolicy(wanted, START_S)
-    policy.set_hosts(hosts)
+    policy.workers.set_hosts(hosts)
     for action in policy.decide(0):
         assert isinstance(action, Start)
         policy.arrived(action.worker)
@@ -37,9 +56,9 @@ def begun(wanted: Elastic, hosts: dict[str, int]) -> JobPolicy:
 
 
 def workers_of(actions: list[Action]) -> tuple[int, ...]:
-    """Return the workers of the one epoch that begins."""
+    """Return the workers of the one generation that begins."""
     (begin,) = [action for action in actions if isinstance(action, Begin)]
-    return begin.epoch.workers
+    return begin.generation.workers
 
 
 @pytest.mark.parametrize(
@@ -57,8 +76,8 @@ def workers_of(actions: list[Action]) -> tuple[int, ...]:
 def test_ranks(staying: tuple[int, ...], joining: tuple[int, ...], workers: tuple[int, ...]) -> None:
     """Of workers 0, 1 on one host and 10, 11 on another."""
     nodes = {worker: worker // 10 for worker in range(30)}
-    epoch = next_epoch(Epoch(4, (0, 1, 10, 11), (0, 0, 1, 1)), staying, joining, nodes)
-    assert epoch == Epoch(5, workers, tuple(nodes[worker] for worker in workers))
+    generation = next_generation(Generation(4, (0, 1, 10, 11), (0, 0, 1, 1)), staying, joining, nodes)
+    assert generation == Generation(5, workers, tuple(nodes[worker] for worker in workers))
 
 
 def test_one_that_others_blame_is_killed_and_those_that_compute_are_awaited() -> None:
@@ -109,7 +128,7 @@ def test_what_fails_because_one_was_killed_is_started_again_all_together(code: i
 
 def test_ranks_are_interrupted_once_for_workers_that_come_together() -> None:
     policy = begun(Elastic(max_ranks=4), {"a": 2})
-    policy.set_hosts({"a": 2, "b": 2})
+    policy.workers.set_hosts({"a": 2, "b": 2})
     assert policy.decide(40) == [Start(2, 1, 0), Start(3, 1, 1)]
     policy.arrived(2)
     assert policy.decide(41) == []
@@ -122,9 +141,9 @@ def test_ranks_are_interrupted_once_for_workers_that_come_together() -> None:
 
 
 def test_what_is_learnt_goes_from_one_host_to_another() -> None:
-    """They are ranks together for one epoch."""
+    """They are ranks together for one generation."""
     policy = begun(Elastic(max_ranks=1, discovery_script=SCRIPT), {"a": 1})
-    policy.set_hosts({"b": 1})
+    policy.workers.set_hosts({"b": 1})
     assert policy.decide(40) == [Start(1, 1, 0)]
     policy.arrived(1)
     assert policy.decide(41) == [Update(0)]
@@ -143,13 +162,13 @@ def test_what_is_learnt_goes_from_one_host_to_another() -> None:
 def test_a_host_that_comes_back() -> None:
     """Its ranks stay as if nothing had been, unless others have been started in their place."""
     policy = begun(Elastic(max_ranks=1, discovery_script=SCRIPT), {"a": 1})
-    policy.set_hosts({})
+    policy.workers.set_hosts({})
     assert policy.decide(40) == []
-    policy.set_hosts({"a": 1, "b": 1})
+    policy.workers.set_hosts({"a": 1, "b": 1})
     assert policy.decide(41) == []
-    policy.set_hosts({"b": 1})
+    policy.workers.set_hosts({"b": 1})
     assert policy.decide(42) == [Start(1, 1, 0)]
-    policy.set_hosts({"a": 1, "b": 1})
+    policy.workers.set_hosts({"a": 1, "b": 1})
     policy.arrived(1)
     assert policy.decide(43) == [Update(0)]
     policy.departed(0, UPDATE, 44)
@@ -194,7 +213,7 @@ def test_a_host_that_was_lost_is_tried_again_less_and_less_often() -> None:
     policy.departed(0, UPDATE, now)
     (begin,) = policy.decide(now)
     assert isinstance(begin, Begin)
-    assert begin.epoch.workers == (0, start.worker)
+    assert begin.generation.workers == (0, start.worker)
     assert begin.news == (f"worker {start.worker} on host b joined as rank 1",)
     now += LONGEST_PAUSE_S
     policy.host_lost(1, "silent", now)
@@ -206,7 +225,7 @@ def test_a_host_that_was_lost_is_tried_again_less_and_less_often() -> None:
 
 def test_a_host_that_was_lost_and_taken_away_is_not_tried_again() -> None:
     policy = begun(Elastic(discovery_script=SCRIPT), {"a": 1, "b": 1})
-    policy.set_hosts({"a": 1})
+    policy.workers.set_hosts({"a": 1})
     assert policy.decide(5) == [Update(0)]
     policy.host_lost(1, "silent", now=10)
     policy.departed(0, LOST, now=10)
@@ -239,7 +258,7 @@ def test_too_few_ranks_wait_for_a_lost_host(script: Path | None) -> None:
     assert policy.decide(10 + LOST_PAUSE_S) == [Start(2, 1, 0)]
     policy.host_lost(1, "by ssh: no route", now=10 + LOST_PAUSE_S)
     (end,) = policy.decide(10 + Elastic.timeout_s)
-    assert end == End((1, 2), f"no world could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
+    assert end == End((1, 2), f"no generation could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
 
 
 def test_the_job_continues_when_a_lost_host_is_back() -> None:
@@ -251,12 +270,12 @@ def test_the_job_continues_when_a_lost_host_is_back() -> None:
     policy.arrived(2)
     (begin,) = policy.decide(11 + LOST_PAUSE_S)
     assert isinstance(begin, Begin)
-    assert begin.epoch.workers == (0, 2)
+    assert begin.generation.workers == (0, 2)
 
 
-def test_a_host_that_is_lost_before_the_first_epoch_ends_a_job_that_needs_it() -> None:
+def test_a_host_that_is_lost_before_the_first_generation_ends_a_job_that_needs_it() -> None:
     policy = JobPolicy(Elastic(min_ranks=2, max_ranks=2), START_S)
-    policy.set_hosts({"a": 1, "b": 1})
+    policy.workers.set_hosts({"a": 1, "b": 1})
     assert policy.decide(0) == [Start(0, 0, 0), Start(1, 1, 0)]
     policy.arrived(0)
     policy.host_lost(1, "no route", now=1)
@@ -264,9 +283,9 @@ def test_a_host_that_is_lost_before_the_first_epoch_ends_a_job_that_needs_it() -
     assert end == End((1,), "1 of at least 2 ranks can continue, and no host is left for others")
 
 
-def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
+def test_the_first_generation_does_not_wait_for_ever_for_all() -> None:
     policy = JobPolicy(Elastic(min_ranks=2, ranks=3, max_ranks=3), START_S)
-    policy.set_hosts({"a": 3})
+    policy.workers.set_hosts({"a": 3})
     assert policy.decide(0) == [Start(0, 0, 0), Start(1, 0, 1), Start(2, 0, 2)]
     policy.arrived(0)
     assert policy.decide(START_S) == []
@@ -277,7 +296,7 @@ def test_the_first_epoch_does_not_wait_for_ever_for_all() -> None:
 
 def test_nobody_replaces_what_fails_before_any_has_arrived() -> None:
     policy = JobPolicy(Elastic(ranks=2, max_ranks=2), START_S)
-    policy.set_hosts({"a": 2})
+    policy.workers.set_hosts({"a": 2})
     assert len(policy.decide(0)) == 2
     policy.exited(0, 1, now=2)
     assert policy.decide(2) == []
@@ -301,24 +320,24 @@ def test_one_that_has_finished_waits_for_the_others() -> None:
 
 def test_as_many_changes_as_are_allowed() -> None:
     policy = begun(Elastic(reset_limit=0), {"a": 2, "b": 1})
-    policy.set_hosts({"a": 2, "b": 1, "c": 4})
+    policy.workers.set_hosts({"a": 2, "b": 1, "c": 4})
     assert policy.decide(5) == []
     policy.exited(2, -9, now=10)
     policy.departed(0, LOST, now=10)
     policy.departed(1, LOST, now=10)
-    assert policy.decide(10) == [End((2,), "world 0 is the last one that --reset-limit allows")]
+    assert policy.decide(10) == [End((2,), "generation 0 is the last one that --reset-limit allows")]
 
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_ranks_that_cannot_begin_to_train_end_the_job(trains: bool) -> None:
     policy = begun(Elastic(), {"a": 2})
-    for number in range(1, VAIN_EPOCHS + 1):
+    for number in range(1, VAIN_GENERATIONS + 1):
         if trains:
             policy.resumed(0)
         policy.departed(0, replace(LOST, reason="no route"), now=number)
         policy.departed(1, LOST, now=number)
         (action,) = policy.decide(number)
-        if number == VAIN_EPOCHS and not trains:
+        if number == VAIN_GENERATIONS and not trains:
             assert action == End((), "the ranks cannot begin to train; worker 0: no route; worker 1: PeerLost")
         else:
             assert isinstance(action, Begin)
@@ -352,12 +371,12 @@ class Jobs(RuleBasedStateMachine):
         self.arrived: set[int] = set()
         self.given_up: set[int] = set()
         self.lost_at: dict[int, float] = {}
-        self.epoch: Epoch | None = None
+        self.generation: Generation | None = None
         self.departed: set[int] = set()
         self.asked = self.has_finished = self.was_struck = False
         self.new_starts = self.commit = 0
         self.end: End | None = None
-        self.policy.set_hosts(hosts if sum(hosts.values()) >= least else {"a": least})
+        self.policy.workers.set_hosts(hosts if sum(hosts.values()) >= least else {"a": least})
         self.decide()
         if starts:
             self.all_arrive()
@@ -383,41 +402,41 @@ class Jobs(RuleBasedStateMachine):
                     assert worker not in self.members
                     self.given_up.add(worker)
                 case Update(number):
-                    assert self.epoch is not None
-                    assert (number, self.asked) == (self.epoch.number, False)
+                    assert self.generation is not None
+                    assert (number, self.asked) == (self.generation.number, False)
                     self.asked = True
-                case Begin(epoch):
-                    self.check(epoch)
-                    self.epoch, self.departed, self.asked, self.was_struck = epoch, set(), False, False
+                case Begin(generation):
+                    self.check(generation)
+                    self.generation, self.departed, self.asked, self.was_struck = generation, set(), False, False
                 case End():
                     self.end = action
 
-    def check(self, epoch: Epoch) -> None:
-        workers, before = epoch.workers, self.members
+    def check(self, generation: Generation) -> None:
+        workers, before = generation.workers, self.members
         assert not self.has_finished
         assert not self.staying
         assert len(set(workers)) == len(workers) >= self.wanted.min_ranks
         assert set(workers) <= self.running & self.arrived - self.given_up
-        assert epoch.nodes == tuple(self.slots[worker][0] for worker in workers)
-        runs = [node for rank, node in enumerate(epoch.nodes) if rank == 0 or node != epoch.nodes[rank - 1]]
+        assert generation.nodes == tuple(self.slots[worker][0] for worker in workers)
+        runs = [node for rank, node in enumerate(generation.nodes) if rank == 0 or node != generation.nodes[rank - 1]]
         assert len(set(runs)) == len(runs)
-        assert self.wanted.reset_limit is None or epoch.number <= self.wanted.reset_limit
+        assert self.wanted.reset_limit is None or generation.number <= self.wanted.reset_limit
         welcome = [worker for worker in workers if self.policy.workers.of[worker].is_welcome]
         assert self.wanted.max_ranks is None or len(welcome) <= self.wanted.max_ranks
-        if self.epoch is None:
-            assert epoch.number == 0
+        if self.generation is None:
+            assert generation.number == 0
             return
-        assert epoch.number == self.epoch.number + 1
+        assert generation.number == self.generation.number + 1
         kept = [worker for worker in before if worker in workers]
         self.new_starts = 0 if kept else self.new_starts + 1
         assert self.new_starts <= self.was_struck * NEW_STARTS
         assert kept == [worker for worker in workers if worker in before]
-        if sorted(epoch.nodes) == sorted(self.epoch.nodes):
+        if sorted(generation.nodes) == sorted(self.generation.nodes):
             assert [before.index(worker) for worker in kept] == [workers.index(worker) for worker in kept]
 
     @property
     def members(self) -> tuple[int, ...]:
-        return () if self.epoch is None else self.epoch.workers
+        return () if self.generation is None else self.generation.workers
 
     @property
     def staying(self) -> list[int]:
@@ -427,7 +446,7 @@ class Jobs(RuleBasedStateMachine):
         self.running.remove(worker)
         self.was_struck |= code < 0 and worker in self.members
         self.has_finished |= (
-            code == 0 and worker not in self.given_up and (self.epoch is None or worker in self.members)
+            code == 0 and worker not in self.given_up and (self.generation is None or worker in self.members)
         )
         self.policy.exited(worker, code, self.now)
         self.decide()
@@ -489,7 +508,7 @@ class Jobs(RuleBasedStateMachine):
         if self.departed or self.asked or set(self.members) - self.running:
             self.all_depart()
 
-    @precondition(lambda self: self.epoch is not None)
+    @precondition(lambda self: self.generation is not None)
     @rule(commit=st.integers(0, 3))
     def training_resumes(self, commit: int) -> None:
         if commit > self.commit:
@@ -504,7 +523,7 @@ class Jobs(RuleBasedStateMachine):
     @precondition(lambda self: self.wanted.discovery_script is not None)
     @rule(hosts=slots)
     def hosts_change(self, hosts: dict[str, int]) -> None:
-        self.policy.set_hosts(hosts)
+        self.policy.workers.set_hosts(hosts)
         self.decide()
 
     @rule(data=st.data())
@@ -522,8 +541,8 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def hosts_that_were_lost_are_used_again(self) -> None:
         """Where ranks are trained, and there may be more of them."""
-        is_training = self.epoch is not None and self.end is None and not self.has_finished
-        if not is_training or self.epoch.number == self.wanted.reset_limit:
+        is_training = self.generation is not None and self.end is None and not self.has_finished
+        if not is_training or self.generation.number == self.wanted.reset_limit:
             return
         welcome = [worker for worker in self.policy.workers.of.values() if worker.is_welcome]
         if self.wanted.max_ranks is None or len(welcome) < self.wanted.max_ranks:
@@ -544,7 +563,7 @@ class Jobs(RuleBasedStateMachine):
             if self.end is not None:
                 return
             self.things_go_well()
-            if self.epoch is not None and not (self.departed or self.asked or set(self.members) - self.running):
+            if self.generation is not None and not (self.departed or self.asked or set(self.members) - self.running):
                 for worker in self.staying:
                     self.exit(worker, 0)
                 assert self.end == End((), "")

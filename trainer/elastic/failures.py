@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gradwire.trainer.elastic.memory import Agent, NamedMemory, open_own
-from gradwire.trainer.world.epochs import restarts
+from gradwire.trainer.world.generations import restarts
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.worker import Worker, reason_of
 from gradwire.trainer.world.world import communicator_of, here, rank
@@ -115,7 +115,7 @@ class FailuresOfJob(Failures):
             os.kill(self._agent.pid, signal.SIGTERM)
 
 
-class FailuresOfEpochs(Failures):
+class FailuresOfGenerations(Failures):
     """Counts failures of a job whose processes stay. Each process stores the count; begin() gives it to new processes."""
 
     def __init__(self, agent: Agent, memory: NamedMemory, max_failures: int, worker: Worker) -> None:

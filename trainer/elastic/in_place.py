@@ -10,12 +10,12 @@ from typing import TypeVar
 from gradwire.collectives import CollectiveError, ReplicasDiffer
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.trainer.attachment import Attachment
-from gradwire.trainer.elastic.failures import FailuresOfEpochs
+from gradwire.trainer.elastic.failures import FailuresOfGenerations
 from gradwire.trainer.elastic.memory import NamedMemory, find_agent, load_kernels
 from gradwire.trainer.elastic.resuming import begin
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt, ObjectState
 from gradwire.trainer.world.worker import Worker
-from gradwire.trainer.world.world import current_world, here, join_next_epoch, leave_epoch
+from gradwire.trainer.world.world import current_world, here, join_next_generation, leave_generation
 
 R = TypeVar("R")
 
@@ -48,7 +48,7 @@ def train_in_place(train: Callable[[], R], state: ObjectState, worker: Worker, m
                 state.sync()
             else:
                 if not is_first:
-                    join_next_epoch(settings)
+                    join_next_generation(settings)
                     for optimizer in optimizers:
                         optimizer.attach_again()
                 failures.memory = failures.memory.reopened()
@@ -83,21 +83,21 @@ def _leave(state: ObjectState, optimizers: Sequence[Attachment], error: Collecti
     """Leave the world because of an error, or for an update if error is None, and release all objects that belong to it."""
     if error is not None:
         traceback.clear_frames(error.__traceback__)  # or their local variables would stay in memory in the next world
-    leave_epoch(error)
+    leave_generation(error)
     if state.has_begun:
         state.commits.end()
     for optimizer in optimizers:
         optimizer.detach()
 
 
-def _failures(state: ObjectState, worker: Worker, max_failures: int) -> FailuresOfEpochs:
-    """Return the FailuresOfEpochs that uses the memory of a state's commits, or new memory if the state has not begun."""
+def _failures(state: ObjectState, worker: Worker, max_failures: int) -> FailuresOfGenerations:
+    """Return the FailuresOfGenerations that uses the memory of a state's commits, or new memory if the state has not begun."""
     agent = find_agent()
     if agent is None:
         raise RuntimeError(
             f"{here()}the process that has started this one cannot be found in /proc, and commits are named after it"
         )
-    return FailuresOfEpochs(agent, NamedMemory.after(state.memory, agent), max_failures, worker)
+    return FailuresOfGenerations(agent, NamedMemory.after(state.memory, agent), max_failures, worker)
 
 
 def _check(state: ObjectState, optimizers: Sequence[Attachment]) -> None:

@@ -18,7 +18,7 @@ from gradwire.trainer.elastic.in_place import train_in_place
 from gradwire.trainer.elastic.memory import NamedMemory, find_agent
 from gradwire.trainer.elastic.resuming import begin
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt, ObjectState
-from gradwire.trainer.world.epochs import can_restart
+from gradwire.trainer.world.generations import can_restart
 from gradwire.trainer.world.world import elastic_worker, here
 
 S = TypeVar("S", bound=ObjectState)

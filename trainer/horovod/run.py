@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import uuid
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
+from gradwire.trainer.launcher.hosts import Host
+from gradwire.trainer.launcher.job import run_job
+from gradwire.trainer.launcher.options import Job
+
 LOCAL_HOST = "localhost"
+
+#: What a rank runs. Its argument is the folder of the call and of the results.
+_RANK = "import sys; from gradwire.trainer.horovod.run import call_in; call_in(sys.argv[1])"
 
 
 def run(
@@ -26,8 +37,8 @@ def run(
     the new processes. A script calls this inside `if __name__ == "__main__":`, since the processes import it.
     np: the older name of num_proc. hosts: None, or this host as "localhost:N" with N = num_proc.
 
-    Raises ValueError for further arguments of Horovod's that are not None, which `gradwire run` has; torch's ChildFailedError,
-    with its traceback in the log, if the function raises on a rank, and then ends the others.
+    Raises ValueError for further arguments of Horovod's that are not None, which `gradwire run` has; RuntimeError if the
+    function raises on a rank, whose traceback is then on stderr, and ends the others.
     """
     count = num_proc if np is None else np
     others |= {} if hosts in (None, f"{LOCAL_HOST}:{count}") else {"hosts": hosts}
@@ -38,24 +49,27 @@ def run(
         )
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"num_proc must be a whole number >= 1, not {count!r}")
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # imports for a second
+    main = spawn.get_preparation_data("horovod.run")  # how to import the main module, whose functions func may need
+    main.pop("authkey", None)  # which is not pickled
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
+        call = pickle.dumps((func, tuple(args), dict(kwargs or {})))
+        (Path(folder) / "call").write_bytes(pickle.dumps((main, call)))
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        host = Host(LOCAL_HOST, count, 0, is_here=True)
+        if status := run_job(Job([sys.executable, "-c", _RANK, folder], [host], paths)):
+            raise RuntimeError(
+                f"horovod.run(): not all ranks have returned; exit status {status}, see the errors above"
+            )
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(count)]
 
-    config = LaunchConfig(
-        *(1, 1, count),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOCAL_HOST}:0",
-        max_restarts=0,
-        start_method="spawn",
-    )
-    results = elastic_launch(config, _call)(pickle.dumps((func, tuple(args), dict(kwargs or {}))))
-    return [results[rank] for rank in range(count)]
 
-
-def _call(pickled: bytes) -> Any:
-    """Call a pickled function with its arguments, which may be of modules that import Horovod."""
+def call_in(folder: str) -> None:
+    """Call the function in a folder with its arguments, which may be of modules that import Horovod, and write what it
+    returns."""
     from gradwire.trainer.horovod.alias import alias_horovod
 
+    main, call = pickle.loads((Path(folder) / "call").read_bytes())
+    spawn.prepare(main)
     alias_horovod()
-    func, args, kwargs = pickle.loads(pickled)
-    return func(*args, **kwargs)
+    func, args, kwargs = pickle.loads(call)
+    (Path(folder) / os.environ["RANK"]).write_bytes(pickle.dumps(func(*args, **kwargs)))

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from typing import IO
 
 READY, EXITED = b"[agent]<ready>", b"[agent]<exited>: "
@@ -35,37 +36,40 @@ _POLL_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-class _WorkerOutput:
-    """The stdout or stderr of a worker."""
+class Lines:
+    """Reads whole lines from a pipe, which does not block. The launcher reads its agents by it too. A carriage return, as
+    progress bars print, ends a line too if `splits_at_returns`."""
 
-    def __init__(self, worker: int, name: str, pipe: IO[bytes]) -> None:
+    def __init__(self, pipe: IO[bytes], *, splits_at_returns: bool = False) -> None:
         self.pipe = pipe
-        self._prefix = f"[{worker}]<{name}>: ".encode()
+        self._splits_at_returns = splits_at_returns
         self._rest = b""
         os.set_blocking(pipe.fileno(), False)
 
-    def copy(self, pieces: int) -> bool:
-        """Read at most `pieces` pieces, write their whole lines to the launcher, and return whether more output may
-        come."""
-        for _ in range(pieces):
-            try:
-                piece = os.read(self.pipe.fileno(), _PIECE_BYTES)
-            except BlockingIOError:
-                return True
-            if not piece:
-                self.finish_line()
-                return False
-            new = self._rest + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # progress bars use \r
-            *lines, self._rest = new.split(b"\n")
-            if lines:
-                say(b"\n".join(self._prefix + line for line in lines))
-        return True
+    def is_open(self) -> bool:
+        """Return whether more lines may come."""
+        return not self.pipe.closed
 
-    def finish_line(self) -> None:
-        """Write the last line, which has no line end."""
-        if self._rest:
-            say(self._prefix + self._rest)
-            self._rest = b""
+    def read(self, pieces: int) -> list[bytes]:
+        """Read at most `pieces` pieces, and return their whole lines; at the end of the stream, also its last line. Then close
+        the pipe."""
+        found = [self._rest]
+        with suppress(BlockingIOError):
+            for _ in range(pieces):
+                found.append(os.read(self.pipe.fileno(), _PIECE_BYTES))
+                if not found[-1]:
+                    self.pipe.close()
+                    break
+        text = b"".join(found)
+        if self._splits_at_returns:
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._rest = text.split(b"\n")
+        return lines if self.is_open() else lines + self.last()
+
+    def last(self) -> list[bytes]:
+        """Return the line that has no line end yet, if any."""
+        rest, self._rest = self._rest, b""
+        return [rest] if rest else []
 
 
 class _HostAgent:
@@ -74,7 +78,7 @@ class _HostAgent:
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        self._streams: dict[int, list[_WorkerOutput]] = {}
+        self._streams: dict[int, list[tuple[bytes, Lines]]] = {}
         self._kill_at: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._libc = ctypes.CDLL(None)
@@ -160,14 +164,17 @@ class _HostAgent:
         self._streams[worker] = []
         for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
-            stream = _WorkerOutput(worker, name, pipe)
-            self._streams[worker].append(stream)
-            self._selector.register(pipe, selectors.EVENT_READ, lambda stream=stream: self._copy(stream))
+            prefix, lines = f"[{worker}]<{name}>: ".encode(), Lines(pipe, splits_at_returns=True)
+            self._streams[worker].append((prefix, lines))
+            self._selector.register(pipe, selectors.EVENT_READ, partial(self._copy, prefix, lines))
 
-    def _copy(self, stream: _WorkerOutput, pieces: int = 1) -> None:
-        if not stream.pipe.closed and not stream.copy(pieces):
-            self._selector.unregister(stream.pipe)
-            stream.pipe.close()
+    def _copy(self, prefix: bytes, stream: Lines, pieces: int = 1) -> None:
+        """Write the next lines of a worker to the launcher."""
+        if stream.is_open():
+            descriptor = stream.pipe.fileno()
+            _say_all(prefix, stream.read(pieces))
+            if not stream.is_open():
+                self._selector.unregister(descriptor)
 
     def _reap(self) -> None:
         """Report the workers that have ended, after the rest of their output."""
@@ -175,9 +182,9 @@ class _HostAgent:
             if (code := process.poll()) is not None:
                 del self._workers[worker]
                 self._kill_at.pop(worker, None)
-                for stream in self._streams.pop(worker):
-                    self._copy(stream, _LAST_PIECES)
-                    stream.finish_line()
+                for prefix, stream in self._streams.pop(worker):
+                    self._copy(prefix, stream, _LAST_PIECES)
+                    _say_all(prefix, stream.last())
                 say(EXITED + b"%d %d" % (worker, code))
 
     def _stop(self, worker: int) -> None:
@@ -194,6 +201,11 @@ class _HostAgent:
 
     def _be_ending(self, number: int, frame: object) -> None:
         self._is_ending = True
+
+
+def _say_all(prefix: bytes, lines: list[bytes]) -> None:
+    if lines:
+        say(b"\n".join(prefix + line for line in lines))
 
 
 def say(text: bytes) -> None:

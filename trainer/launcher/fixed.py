@@ -1,5 +1,5 @@
-"""The ranks of a job whose number of ranks is fixed: all start once the agents of all hosts are ready, and the first failure ends
-the job."""
+"""The ranks of a job whose number of ranks is fixed: all start once the agents of all hosts are ready, and the first failure
+ends the job."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import uuid
 from collections.abc import Mapping
 
 from gradwire.collectives.environment import AGENT_STORE
-from gradwire.trainer.launcher.actions import Action, End, Reach, Start
 from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.options import Job
 from gradwire.trainer.launcher.reach import RUN_ID, address_for, address_of, start_store
-from gradwire.trainer.launcher.workers import Workers
-from gradwire.trainer.world.epochs import Epoch
+from gradwire.trainer.launcher.workers import Action, End, Reach, Start, Workers
+from gradwire.trainer.world.generations import Generation
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT, PORTS
 
 #: The time that the ranks of several hosts have to raise their own errors about a lost rank before the launcher ends them.
@@ -37,7 +36,7 @@ class FixedRanks:
         places = self.workers.free_slots()
         for node, slot in places:
             self.workers.start(node, slot)
-        self._epoch = Epoch(0, tuple(range(len(places))), tuple(node for node, _ in places))
+        self._generation = Generation(0, tuple(range(len(places))), tuple(node for node, _ in places))
         address, port = rendezvous_of(job, environment)
         # The launcher has the store if it is on the first host, else rank 0.
         self._store = start_store(address, port) if job.hosts[0].is_here else None
@@ -57,13 +56,12 @@ class FixedRanks:
 
     def variables(self, rank: int) -> dict[str, str]:
         """Return the environment variables of a rank."""
-        return self._epoch.environment(rank) | self._of_all
+        return self._generation.environment(rank) | self._of_all
 
     def exited(self, rank: int, exit_code: int, now: float) -> None:
         """Note that the process of a rank has ended. exit_code: negative for a signal."""
         self.workers.of[rank].is_running = False
-        if exit_code != 0:
-            self._fail([rank], now)
+        self._fail([rank] if exit_code != 0 else [], now)
 
     def host_lost(self, node: int, why: str, now: float) -> None:
         """Note that the agent of a host has ended or did not start, and so have its ranks."""
@@ -72,7 +70,7 @@ class FixedRanks:
             self.workers.of[rank].is_running = False
         self._fail(lost, now)
 
-    def decide(self, now: float, *, is_interrupted: bool) -> list[Action]:
+    def decide(self, now: float, *, is_interrupted: bool = False) -> list[Action]:
         """Return the next actions, in order."""
         have_all_ended = not any(worker.is_running for worker in self.workers.of.values())
         if is_interrupted or have_all_ended or (self._end_at is not None and now >= self._end_at):

@@ -8,20 +8,18 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
-from contextlib import suppress
 from multiprocessing.connection import wait
 
 from gradwire.collectives.errors import LinkError
 from gradwire.trainer.launcher import agent as agent_script
-from gradwire.trainer.launcher.actions import Action, End, Kill, Reach, Release, Start, Stop
-from gradwire.trainer.launcher.elastic.job import ElasticRanks
-from gradwire.trainer.launcher.failure import JobFailure, exit_status, failure_lines
+from gradwire.trainer.launcher.elastic import ElasticRanks
 from gradwire.trainer.launcher.fixed import FixedRanks
 from gradwire.trainer.launcher.options import Job
-from gradwire.trainer.launcher.output import Output, say
+from gradwire.trainer.launcher.output import JobFailure, Output, exit_status, failure_lines, say
 from gradwire.trainer.launcher.reach import AgentProcess, command_on, handed_on
-from gradwire.trainer.launcher.signals import signals_heard
+from gradwire.trainer.launcher.workers import Action, End, Kill, Reach, Release, Start, Stop
 
 #: The time that agents have to end their workers (they kill them after 30 s) before the launcher kills the agents.
 _END_S = 45.0
@@ -49,31 +47,37 @@ class _JobRun:
         self._output = Output(job.output_folder, digits, self._noun)
         self._ranks = FixedRanks(job, os.environ) if job.elastic is None else ElasticRanks(job, job.elastic, os.environ)
         self._agents: dict[int, AgentProcess] = {}
-        self._late_at: dict[int, float] = {}
         self._exit_codes: dict[int, int] = {}
         self._lost: dict[int, JobFailure] = {}
         self._end: End | None = None
 
     def run(self) -> int:
-        """Run the job, and return its exit status."""
-        with signals_heard() as signals:
-            try:
-                while self._end is None:
-                    self._hear(self._ranks.poll_s)
-                    for action in self._ranks.decide(time.monotonic(), is_interrupted=bool(signals)):
-                        self._do(action)
-                self._end_all(signals)
-            finally:
-                for agent in self._agents.values():
-                    agent.leave()
-                self._ranks.close()
-                self._output.close()
+        """Run the job, and return its exit status. The job ends after the first SIGINT or SIGTERM, and at once after the
+        second. Only the main thread of a process gets signals."""
+        signals: list[int] = []
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, lambda number, frame: signals.append(number))
+        try:
+            while self._end is None:
+                self._hear(self._ranks.poll_s)
+                for action in self._ranks.decide(time.monotonic(), is_interrupted=bool(signals)):
+                    self._do(action)
+            self._end_all(signals)
+        finally:
+            for agent in self._agents.values():
+                agent.leave()
+            self._ranks.close()
+            self._output.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return self._tell_end(self._end, signals)
 
     def _hear(self, at_most_s: float) -> None:
         """Read the lines of the agents, and note which agents have ended. Wait at most at_most_s seconds for new
         lines."""
-        wait([stream.fileno() for agent in self._agents.values() for stream in agent.streams.values()], at_most_s)
+        wait([pipe.fileno() for agent in self._agents.values() for pipe in agent.pipes()], at_most_s)
         now = time.monotonic()
         for node, agent in [*self._agents.items()]:
             has_ended = agent.process.poll() is not None  # before its last lines are read, so that none is missed
@@ -83,11 +87,8 @@ class _JobRun:
                 elif line.startswith(agent_script.EXITED):
                     worker, self._exit_codes[worker] = map(int, line[len(agent_script.EXITED) :].split())
                     self._ranks.exited(worker, self._exit_codes[worker], now)
-            if has_ended:
-                is_ssh = not agent.is_ready and not agent.host.is_here
-                self._lose(node, agent.why_lost if is_ssh else agent.words.text or "its agent has ended")
-            elif not agent.is_ready and now >= self._late_at[node] and not agent.host.is_here:
-                self._lose(node, agent.why_late(self._job.start_timeout_s))
+            if why := agent.why_lost(has_ended=has_ended):
+                self._lose(node, why)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -114,11 +115,10 @@ class _JobRun:
         if self._job.verbose:
             say(shlex.join(command))
         try:
-            self._agents[node] = AgentProcess(host, command, self._environment | self._job.settings)
+            environment = self._environment | self._job.settings
+            self._agents[node] = AgentProcess(host, command, environment, self._job.start_timeout_s)
         except OSError as error:
             self._lose(node, f"cannot start {command[0]}: {error.strerror}")
-            return
-        self._late_at[node] = time.monotonic() + self._job.start_timeout_s
 
     def _start(self, worker: int, node: int) -> None:
         if not self._ranks.workers.of[worker].is_running:
@@ -132,11 +132,8 @@ class _JobRun:
         self._tell(worker, f"start {worker} {json.dumps(variables)}")
 
     def _tell(self, worker: int, line: str) -> None:
-        agent = self._agents.get(self._ranks.workers.of[worker].node)
-        if agent is not None and agent.process.stdin is not None:
-            with suppress(OSError):  # the agent has ended, which the next _hear() notes
-                agent.process.stdin.write(f"{line}\n".encode())
-                agent.process.stdin.flush()
+        if (agent := self._agents.get(self._ranks.workers.of[worker].node)) is not None:
+            agent.tell(line)
 
     def _lose(self, node: int, why: str) -> None:
         """Remove an agent that has ended or did not start. Its workers are lost, unless the agent was asked to end."""

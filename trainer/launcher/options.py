@@ -38,11 +38,10 @@ _VALUES = """
 #: Flags of horovodrun that are not supported, and what to do instead.
 _MPI = "to start ranks by MPI, write mpirun -n 4 python train.py: gradwire.init() works under mpirun too"
 _SLOTS = "have the discovery script print host:slots; a host without a number has one slot"
-_BLACKLIST = "a lost host is used again after 10 seconds; each further loss doubles this pause, up to 120 seconds"
 _REFUSED = {
     **dict.fromkeys(("--mpi", "--mpi-args", "--jsrun"), _MPI),
     **dict.fromkeys(("--slots-per-host", "--slots"), _SLOTS),
-    "--blacklist-cooldown-range": _BLACKLIST,
+    "--blacklist-cooldown-range": "a lost host is used again after 10 seconds; each further loss doubles this pause, up to 120 s",
     "--config-file": "write its settings as flags",
 }
 
@@ -53,8 +52,8 @@ class Elastic:
 
     min_ranks: fewer ranks wait for others. ranks: the number at the start. max_ranks: the launcher starts no more than
     these. For both, None means the number of slots. discovery_script: prints the hosts; None if they do not change.
-    reset_limit: how many epochs may follow the first; None: any number. timeout_s: how long ranks wait for the next
-    epoch.
+    reset_limit: how many generations may follow the first; None: any number. timeout_s: how long ranks wait for the next
+    generation.
     """
 
     min_ranks: int = 1
@@ -166,21 +165,12 @@ def _full_command(command: list[str], *, is_module: bool) -> list[str]:
 
 
 def _settings(flags: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that the flags set, by Horovod's names."""
-    settings = {
-        "HOROVOD_TIMELINE": flags.timeline_filename,
-        "HOROVOD_TIMELINE_MARK_CYCLES": "1" if flags.timeline_mark_cycles else None,
-        "HOROVOD_FUSION_THRESHOLD": None if flags.fusion_threshold_mb is None else flags.fusion_threshold_mb << 20,
-        "HOROVOD_STALL_CHECK_DISABLE": 1 if flags.no_stall_check else None,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": flags.stall_check_warning_time_seconds,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": flags.stall_check_shutdown_time_seconds,
-        "HOROVOD_LOG_LEVEL": None if flags.log_level is None else flags.log_level.lower(),
-        "GLOO_SOCKET_IFNAME": flags.network_interfaces,
-    }
+    """Return the environment variables that the flags set: those whose destination is a variable, and those of -x."""
+    settings = {name: str(value) for name, value in vars(flags).items() if name.isupper() and value is not None}
     given = dict(entry.split("=", 1) for entry in flags.export if "=" in entry)
     if wrong := next((name for name in given if not name.isidentifier()), None):
         raise ValueError(f"-x {wrong}=...: {wrong!r} is not a name of a variable")
-    return {name: str(value) for name, value in settings.items() if value is not None} | given
+    return settings | given
 
 
 class _WithoutMeaning(argparse.Action):
@@ -221,113 +211,65 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add, port, seconds = parser.add_argument, _whole(1, 65535), _whole(1)
-    add(
-        "-np",
-        "--num-proc",
-        type=_whole(1),
-        metavar="N",
-        help="number of ranks (default: all slots of the hosts)",
-    )
+    add, number, port, hidden = parser.add_argument, _whole(1), _whole(1, 65535), argparse.SUPPRESS
+    add("-np", "--num-proc", type=number, metavar="N", help="number of ranks (default: all slots of the hosts)")
     add("-H", "--hosts", metavar="a:2,b:2", help="hosts, each with its maximum number of ranks")
-    add(
-        "-hostfile",
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
-        help="a file with the hosts, one per line: 'a slots=2'",
-    )
+    a_file = "a file with the hosts, one per line: 'a slots=2'"
+    add("-hostfile", "--hostfile", type=Path, metavar="FILE", help=a_file)
     add("-m", "--module", action="store_true", help="run a Python module")
     add("-p", "--ssh-port", type=port, metavar="PORT", help="ssh's port on all hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for ssh")
     add("-x", "--export", action="append", default=[], metavar="NAME[=VALUE]", help="pass a variable to all hosts")
-    add(
-        "--master-port",
-        type=port,
-        metavar="PORT",
-        help="rendezvous port of a job on several hosts (29500), or of an elastic job (a free port of this host)",
-    )
-    add(
-        "--start-timeout",
-        type=seconds,
-        default=30,
-        metavar="S",
-        help="seconds in which every other host must answer by ssh (30)",
-    )
-    add("--network-interfaces", metavar="NAME", help="the network interface between hosts (GLOO_SOCKET_IFNAME)")
-    add(
-        "--output-filename",
-        type=Path,
-        metavar="DIR",
-        help="also write the output of ranks: stdout and stderr in DIR/rank.0, ...",
-    )
-    add("--timeline-filename", metavar="FILE", help="record a timeline (HOROVOD_TIMELINE)")
-    add(
-        "--timeline-mark-cycles",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="mark the start of each exchange",
-    )
-    add("--fusion-threshold-mb", type=_whole(0), metavar="MB", help="the size of buckets (HOROVOD_FUSION_THRESHOLD)")
-    stalls = parser.add_mutually_exclusive_group()
-    stalls.add_argument(
-        "--no-stall-check", action="store_true", help="do not warn about ranks that wait for a long time"
-    )
-    stalls.add_argument("--stall-check", action="store_false", dest="no_stall_check", help=argparse.SUPPRESS)
-    add(
-        "--stall-check-warning-time-seconds",
-        type=seconds,
-        metavar="S",
-        help="seconds after which a wait logs a warning",
-    )
-    add(
-        "--stall-check-shutdown-time-seconds",
-        type=_whole(0),
-        metavar="S",
-        help="seconds after which a wait raises an error; 0: only at its timeout",
-    )
-    levels = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
-    add("--log-level", type=str.upper, choices=levels, metavar="LEVEL", help=f"one of {', '.join(levels)}")
+    ports = "rendezvous port of a job on several hosts (29500), or of an elastic job (a free port of this host)"
+    add("--master-port", type=port, metavar="PORT", help=ports)
+    answer = "seconds in which every other host must answer by ssh (30)"
+    add("--start-timeout", type=number, default=30, metavar="S", help=answer)
+    folder = "also write the output of ranks: stdout and stderr in DIR/rank.0, ..."
+    add("--output-filename", type=Path, metavar="DIR", help=folder)
     add("--verbose", action="store_true", help="print the commands, and the output of agents and ssh")
-    _add_elastic(parser)
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(without_meaning=[])
-    add(*_SWITCHES.split(), nargs=0, dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
-    add(*_VALUES.split(), dest="without_meaning", action=_WithoutMeaning, help=argparse.SUPPRESS)
-    add(*_REFUSED, nargs="?", dest="refused", action=_UnsupportedFlag, help=argparse.SUPPRESS)
-    return parser
 
+    def sets(flag: str, variable: str, metavar: str, help: str, convert: Callable[[str], object] = str) -> None:
+        add(flag, dest=variable, type=convert, metavar=metavar, help=help)
 
-def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "elastic jobs", "When ranks are lost, the others continue. Any of these flags makes a job elastic."
+    def switch(flag: str, variable: str, value: str | None, help: str) -> None:
+        add(flag, dest=variable, action="store_const", const=value, help=help)
+
+    stall, cycles, megabytes = "HOROVOD_STALL", "HOROVOD_TIMELINE_MARK_CYCLES", lambda text: _whole(0)(text) << 20
+    sets(
+        "--network-interfaces", "GLOO_SOCKET_IFNAME", "NAME", "the network interface between hosts (GLOO_SOCKET_IFNAME)"
     )
-    add, number = group.add_argument, _whole(1)
+    sets("--timeline-filename", "HOROVOD_TIMELINE", "FILE", "record a timeline (HOROVOD_TIMELINE)")
+    switch("--timeline-mark-cycles", cycles, "1", "mark the start of each exchange")
+    switch("--no-timeline-mark-cycles", cycles, None, hidden)
+    sets("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", "MB", "the size of buckets", megabytes)
+    switch("--no-stall-check", f"{stall}_CHECK_DISABLE", "1", "do not warn about ranks that wait for a long time")
+    switch("--stall-check", f"{stall}_CHECK_DISABLE", None, hidden)
+    late, never = (
+        "seconds after which a wait logs a warning",
+        "seconds after which a wait raises an error; 0: only at its timeout",
+    )
+    sets("--stall-check-warning-time-seconds", f"{stall}_CHECK_TIME_SECONDS", "S", late, number)
+    sets("--stall-check-shutdown-time-seconds", f"{stall}_SHUTDOWN_TIME_SECONDS", "S", never, _whole(0))
+    levels = ["trace", "debug", "info", "warning", "error", "fatal"]
+    said = f"one of {', '.join(levels)}"
+    add("--log-level", dest="HOROVOD_LOG_LEVEL", type=str.lower, choices=levels, metavar="LEVEL", help=said)
+
+    about = "When ranks are lost, the others continue. Any of these flags makes a job elastic."
+    add = parser.add_argument_group("elastic jobs", about).add_argument
+    least, most = ("--min-np", "--min-num-proc", "--min"), ("--max-np", "--max-num-proc", "--max")
     add("--elastic", action="store_true", help="the same as --min-np 1")
-    add(
-        "--min-np",
-        "--min-num-proc",
-        "--min",
-        type=number,
-        metavar="N",
-        help="the least number of ranks that continue (1)",
-    )
-    add(
-        *("--max-np", "--max-num-proc", "--max"),
-        type=number,
-        metavar="N",
-        help="the largest number of ranks (default: -np)",
-    )
-    add(
-        "--host-discovery-script",
-        type=Path,
-        metavar="FILE",
-        help="a program that prints a line 'a' or 'a:2' for each host; it runs every second",
-    )
+    add(*least, type=number, metavar="N", help="the least number of ranks that continue (1)")
+    add(*most, type=number, metavar="N", help="the largest number of ranks (default: -np)")
+    script = "a program that prints a line 'a' or 'a:2' for each host; it runs every second"
+    add("--host-discovery-script", type=Path, metavar="FILE", help=script)
     add("--reset-limit", type=_whole(0), metavar="N", help="how often the ranks may change (default: any number)")
-    add(
-        "--elastic-timeout",
-        type=number,
-        metavar="S",
-        help=f"seconds in which --min-np ranks must be available again ({Elastic.timeout_s})",
-    )
+    again = f"seconds in which --min-np ranks must be available again ({Elastic.timeout_s})"
+    add("--elastic-timeout", type=number, metavar="S", help=again)
+
+    add = parser.add_argument
+    add("command", nargs=argparse.REMAINDER, help=hidden)
+    parser.set_defaults(without_meaning=[])
+    add(*_SWITCHES.split(), nargs=0, dest="without_meaning", action=_WithoutMeaning, help=hidden)
+    add(*_VALUES.split(), dest="without_meaning", action=_WithoutMeaning, help=hidden)
+    add(*_REFUSED, nargs="?", dest="refused", action=_UnsupportedFlag, help=hidden)
+    return parser

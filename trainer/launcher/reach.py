@@ -18,9 +18,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gradwire.collectives.environment import HOST_ID
 from gradwire.collectives.link.names import look_up
 from gradwire.collectives.link.own_address import own_address
-from gradwire.trainer.launcher.failure import LastWords
+from gradwire.trainer.launcher.agent import Lines
 from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.options import Job
+from gradwire.trainer.launcher.output import LastWords
 
 #: The environment variables that other hosts get, except HOST_ID, of which each host has its own.
 _PREFIXES = ("COLLECTIVES_", "GLOO_", "HOROVOD_", "NCCL_")
@@ -34,19 +35,20 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 #: The timeout of an operation of the store.
 _STORE_S = 60.0
 
-#: The beginning of a line that an agent itself writes.
-_OWN = b"[agent]<"
+#: The beginning of a line that an agent itself writes, and how many pieces of an agent's output are read before those of
+#: others.
+_OWN, _PIECES = b"[agent]<", 256
 
 
 class AgentProcess:
     """Holds the agent process of one host, or the ssh to it, and its output so far. Raises OSError if the command
     cannot be started."""
 
-    def __init__(self, host: Host, command: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, host: Host, command: list[str], environment: Mapping[str, str], start_timeout_s: int) -> None:
         self.host = host
         self.is_ready = False
         self.words = LastWords()
-        self._rests = {"stdout": b"", "stderr": b""}
+        self._start_timeout_s, self._late_at = start_timeout_s, time.monotonic() + start_timeout_s
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -55,53 +57,52 @@ class AgentProcess:
             stderr=subprocess.PIPE,
             start_new_session=True,  # only the launcher gets Ctrl-C, and ends all agents
         )
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
-        self.streams: dict[str, IO[bytes]] = {"stdout": self.process.stdout, "stderr": self.process.stderr}
-        for stream in self.streams.values():
-            os.set_blocking(stream.fileno(), False)
+        self._stdin = self.process.stdin
+        self._streams = [Lines(self.process.stdout), Lines(self.process.stderr)]
+
+    def pipes(self) -> list[IO[bytes]]:
+        """Return the pipes that may have new lines."""
+        return [stream.pipe for stream in self._streams if stream.is_open()]
+
+    def tell(self, line: str) -> None:
+        """Send the agent a request."""
+        with suppress(OSError, ValueError):  # it has ended or is asked to end, which why_lost() shows
+            self._stdin.write(f"{line}\n".encode())
+            self._stdin.flush()
 
     def reports(self, take: Callable[[bytes], bool], *, prints: bool) -> Iterator[bytes]:
         """Read all new lines, and yield those that the agent itself writes. take: takes a line, and returns whether a rank
         printed it. Other lines are of torch or ssh: they are kept for errors, and printed if `prints`."""
-        for name in ("stdout", "stderr"):
-            for line in self._read(name):
-                if name == "stdout" and line.startswith(_OWN):
+        for stream in self._streams:
+            is_stdout = stream is self._streams[0]
+            for line in stream.read(_PIECES) if stream.is_open() else []:
+                if is_stdout and line.startswith(_OWN):
                     yield line
-                elif name == "stderr" or not take(line):
+                elif not (is_stdout and take(line)):
                     text = line.decode(errors="replace")
                     self.words.read(text)
                     if prints:
                         print(f"[{self.host.name}]: {text}", file=sys.stderr, flush=True)
 
-    def _read(self, name: str) -> list[bytes]:
-        """Return all new lines of a stream."""
-        if name not in self.streams:
-            return []
-        pieces = [self._rests[name]]
-        with suppress(BlockingIOError):
-            while piece := os.read(self.streams[name].fileno(), 1 << 16):
-                pieces.append(piece)
-            self.streams.pop(name).close()
-            pieces.append(b"\n")  # the end of the stream ends the last line
-        *lines, self._rests[name] = b"".join(pieces).split(b"\n")
-        return lines
-
-    @property
-    def why_lost(self) -> str:
-        """Return why the agent ended before it was ready, as far as known."""
-        return f"by ssh: {self.words.text or f'exit code {self.process.returncode}'}"
-
-    def why_late(self, start_timeout_s: int) -> str:
-        """Return why the agent was not ready in time, as far as known."""
-        why = f"did not start within {start_timeout_s} s"
-        return f"{why}: {self.words.text}" if self.words.text else why
+    def why_lost(self, *, has_ended: bool) -> str:
+        """Return why the agent is lost, as far as known; empty if it is not. has_ended: whether its process had ended before
+        its last lines were read."""
+        said = self.words.text
+        if has_ended and not self.is_ready and not self.host.is_here:
+            return f"by ssh: {said or f'exit code {self.process.returncode}'}"
+        if has_ended:
+            return said or "its agent has ended"
+        if self.is_ready or self.host.is_here or time.monotonic() < self._late_at:
+            return ""
+        return f"did not start within {self._start_timeout_s} s{': ' * bool(said)}{said}"
 
     def ask_to_end(self) -> None:
         """Ask the agent to end its ranks and itself. An ssh that is not connected yet ends at once."""
         with suppress(OSError):
-            assert self.process.stdin is not None
-            self.process.stdin.close()
+            self._stdin.close()
         if not self.is_ready:
             self.process.terminate()
 
@@ -111,8 +112,8 @@ class AgentProcess:
         self.ask_to_end()
         if self.process.poll() is None and not self.host.is_here:
             self.process.terminate()
-        for stream in self.streams.values():
-            stream.close()
+        for pipe in self.pipes():
+            pipe.close()
 
 
 def handed_on(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +133,8 @@ def address_for(hosts: Iterable[Host], job: Job, environment: Mapping[str, str])
 
 def address_of(host: Host, job: Job) -> str:
     """Return the numeric address at which this host reaches another one. The other hosts may not know its name, and itself may
-    know the name as a loopback address. Return the name if only ssh knows it. Raises LinkError if the look-up takes too long."""
+    know the name as a loopback address. Return the name if only ssh knows it. Raises LinkError if the look-up takes too
+    long."""
     try:
         return look_up(host.name, time.monotonic() + job.start_timeout_s)[0]
     except (OSError, UnicodeError):
@@ -140,7 +142,8 @@ def address_of(host: Host, job: Job) -> str:
 
 
 def start_store(address: str, port: int) -> TCPStore:
-    """Start the store of a job in this process, and return it. port: 0 for a free one. Raises ValueError if the port is taken."""
+    """Start the store of a job in this process, and return it. port: 0 for a free one. Raises ValueError if the port is
+    taken."""
     try:
         return TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S))
     except RuntimeError as error:

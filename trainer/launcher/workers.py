@@ -1,11 +1,13 @@
-"""The hosts of a job, and the workers, which are the processes of its ranks: which are alive, which may take part, and which
-slots are free."""
+"""The hosts of a job, its workers, which are the processes of its ranks, and the actions on them: which workers are alive,
+which may take part, and which slots are free."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from gradwire.trainer.world.generations import Generation
 
 #: After how many failures in a row, of workers that had not become ranks, the host gets no more workers.
 HOST_FAILURES = 3
@@ -47,7 +49,7 @@ class WorkerState:
 
     @property
     def is_welcome(self) -> bool:
-        """Return whether the worker may be a rank of the next epoch."""
+        """Return whether the worker may be a rank of the next generation."""
         return self.is_alive and not self.is_leaving
 
 
@@ -141,3 +143,75 @@ class Workers:
         return (
             None if self._most is None else max(0, self._most - sum(worker.is_welcome for worker in self.of.values()))
         )
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Start the agent of a host, unless it runs already."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a worker on a host, in a slot without a running worker."""
+
+    worker: int
+    node: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill a worker that counts as lost."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ask a worker to end because the job no longer needs it."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let the agent of a host end: the host has no workers and gets none."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Begin a generation. news: the changes since the last generation, in words."""
+
+    generation: Generation
+    news: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Ask the ranks of a generation to leave it after their next commit."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    """End the job. failed: the workers that have failed since the last generation began. reason: why the job ends; empty if all
+    ranks have finished, or if the failures are the reason."""
+
+    failed: tuple[int, ...]
+    reason: str
+
+
+Action = Reach | Start | Kill | Stop | Release | Begin | Update | Say | End
+"""What the ranks of a job decide on, and the launcher carries out."""

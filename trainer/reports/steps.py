@@ -11,7 +11,7 @@ from pathlib import Path
 from gradwire.collectives.diagnostics.journal import STEPS, Journal
 from gradwire.trainer.reducer.times import ExchangeTime
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.world.epochs import restarts
+from gradwire.trainer.world.generations import restarts
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class StepRecorder:
 
 
 def open_journal(folder: Path, rule: Rule) -> Journal:
-    """Return a new file of an optimizer's steps on this rank. Its header has this rank, the ranks of the exchange, the number of
-    the world (see restarts()), and the time at which the optimizer was made, in seconds since 1970."""
+    """Return a new file of an optimizer's steps on this rank. Its header has this rank, the ranks of the exchange, the number
+    of the world (see restarts()), and the time at which the optimizer was made, in seconds since 1970."""
     communicator = rule.communicator
     ranks = communicator.global_ranks or range(communicator.size)
     world, made = restarts(os.environ), time.time()

@@ -35,7 +35,7 @@ from gradwire.collectives.link.membership import (
 from gradwire.collectives.link.own_address import card_of
 from gradwire.collectives.plan.topology import host_id, machine_id
 from gradwire.collectives.torch_internals import left_to_parent
-from gradwire.trainer.world.epochs import RESTART_COUNT, WORKER
+from gradwire.trainer.world.generations import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of
 from gradwire.trainer.world.launch import Launch, meeting_point
 from gradwire.trainer.world.torch_group import destroy_group, init_group, name_interface
@@ -47,8 +47,8 @@ _POLL_S = 0.05
 #: The limit of one attempt to connect to the store, and how long no process listens before the store counts as ended.
 _ATTEMPT_S, _GONE_S = 1.0, 1.0
 
-#: How long the ranks of an epoch of an elastic job may take to arrive: all of them were waiting when it began.
-_EPOCH_S = 10.0
+#: How long the ranks of a generation of an elastic job may take to arrive: all of them were waiting when it began.
+_GENERATION_S = 10.0
 
 #: The hub's rank for a rank 0 that finds its port taken: none, so that rank 0 makes no hub, and uses the one in the store.
 _NO_RANK = -1
@@ -88,7 +88,7 @@ def meet(
     address, port = meeting_point(os.environ, launch)
     place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     deadline, ranks = time.monotonic() + timeout_s, tuple(range(launch.size))
-    arrival_s = min(timeout_s, _EPOCH_S) if WORKER in os.environ else timeout_s
+    arrival_s = min(timeout_s, _GENERATION_S) if WORKER in os.environ else timeout_s
     arrive_by = time.monotonic() + arrival_s
 
     def hang_up(deadline: float) -> None:
@@ -165,8 +165,8 @@ def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tup
         if launch.rank != 0:
             _knock(address, port, deadline)
         store, _, _ = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
-        if WORKER in os.environ:  # no agent ends a process that finds the hub of another epoch
-            store = PrefixStore(f"epoch {os.environ[RESTART_COUNT]}", store)
+        if WORKER in os.environ:  # no agent ends a process that finds the hub of another generation
+            store = PrefixStore(f"generation {os.environ[RESTART_COUNT]}", store)
         return store, True
 
     if launch.rank == 0:

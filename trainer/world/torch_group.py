@@ -13,12 +13,12 @@ from torch.distributed.distributed_c10d import Store
 from gradwire.collectives.environment import GLOO_INTERFACE
 from gradwire.collectives.link.own_address import interface_of
 from gradwire.collectives.torch_internals import forget_failed_groups
-from gradwire.trainer.world.epochs import WORKER
+from gradwire.trainer.world.generations import WORKER
 
 
 def init_group(backend: str, timeout_s: float, store: Store, rank: int, size: int) -> None:
-    """Initialize torch.distributed. In an elastic job, errors get no prefix by torch's hook, which would add one for each world:
-    the launcher names the worker in each line."""
+    """Initialize torch.distributed. In an elastic job, errors get no prefix by torch's hook, which would add one for each
+    world: the launcher names the worker in each line."""
     hook = sys.excepthook
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank, world_size=size)
     if WORKER in os.environ:
@@ -42,8 +42,8 @@ def name_interface(address: str) -> str | None:
 
 
 def destroy_group(interface: str | None = None) -> None:
-    """Destroy the default group. If init_group() has failed to make it, remove what that left in torch. Afterwards, all ranks can
-    make another one. interface: what name_interface() returned."""
+    """Destroy the default group. If init_group() has failed to make it, remove what that left in torch. Afterwards, all ranks
+    can make another one. interface: what name_interface() returned."""
     if interface is not None and os.environ.get(GLOO_INTERFACE) == interface:
         del os.environ[GLOO_INTERFACE]
     if dist.is_initialized():

@@ -87,9 +87,8 @@ def init(
 
     Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
     RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if the ranks do not find each
-    other in time; in an elastic job, TimeoutError if the launcher begins no world with this process in time, and RuntimeError if
-    the job has ended.
-    """
+    other in time; in an elastic job, TimeoutError if the launcher begins no world with this process in time, and RuntimeError
+    if the job has ended."""
     if _holder.world is not None:
         if not _holder.world.is_of_this_process:
             raise RuntimeError(
@@ -130,7 +129,7 @@ def init(
 
 
 def _join(settings: Settings, ranks: list[int] | None, process_sets: list[ProcessSet], *, owns: bool) -> World:
-    """Join the world that the environment describes; in an elastic job, the next epoch in which the ranks find each other.
+    """Join the world that the environment describes; in an elastic job, the next generation in which the ranks find each other.
     Arguments: see World and its add()."""
     worker = _holder.worker
     while True:
@@ -170,8 +169,8 @@ def _hint() -> None:
 
 
 def shutdown() -> None:
-    """Leave the world: close all of its Communicators, and torch.distributed if init() initialized it. Never hangs. In a process
-    that was forked from a rank, the rank's world remains open."""
+    """Leave the world: close all of its Communicators, and torch.distributed if init() initialized it. Never hangs. In a
+    process that was forked from a rank, the rank's world remains open."""
     world, _holder.world = _holder.world, None
     atexit.unregister(shutdown)
     if world is not None and world.is_of_this_process:
@@ -183,9 +182,9 @@ def elastic_worker() -> Worker | None:
     return _holder.worker
 
 
-def leave_epoch(error: CollectiveError | None) -> None:
-    """Leave the world, and the epoch of an elastic job. error: the reason; this rank then leaves at once, whatever other ranks
-    do. None: complete running operations, and leave for an update. Raises RuntimeError if the launcher is gone."""
+def leave_generation(error: CollectiveError | None) -> None:
+    """Leave the world, and the generation of an elastic job. error: the reason; this rank then leaves at once, whatever other
+    ranks do. None: complete running operations, and leave for an update. Raises RuntimeError if the launcher is gone."""
     world, worker = current_world(), _holder.worker
     assert worker is not None
     lost = _lost_by(error) if error is not None and world.has_failed() else ()
@@ -195,8 +194,8 @@ def leave_epoch(error: CollectiveError | None) -> None:
     worker.leave(error, lost)
 
 
-def join_next_epoch(settings: Settings) -> None:
-    """Join the next epoch of an elastic job, after leave_epoch(). Raises as init()."""
+def join_next_generation(settings: Settings) -> None:
+    """Join the next generation of an elastic job, after leave_generation(). Raises as init()."""
     _join(settings, None, [], owns=True)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from gradwire.collectives.environment import REPORT
-from gradwire.trainer.launcher.failure import cause_among
+from gradwire.trainer.launcher.output import cause_among
 from gradwire.trainer.tools.report.measured import read
 from gradwire.trainer.tools.report.page import page
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire import __version__
 from gradwire.collectives.errors import ranks_text
-from gradwire.trainer.launcher.failure import ending
+from gradwire.trainer.launcher.output import ending
 from gradwire.trainer.tools.report.charts import over_steps, who_was_late
 from gradwire.trainer.tools.report.measured import Measurements, Operation, OptimizerSteps
 
