@@ -11,6 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from types import FrameType, TracebackType
 from typing import Protocol
 
@@ -60,8 +61,12 @@ def of_exception(error: BaseException) -> str:
 def of_call(frame: FrameType | None) -> str:
     """Return 'file:line' of the innermost call in the user's own code, from a frame outwards; empty if there is none,
     as in the framework's own threads."""
-    frames = traceback.walk_stack(frame) if frame is not None else ()
-    return next((f"{each.f_code.co_filename}:{line}" for each, line in frames if _is_users(each)), "")
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _is_users(file, frame.f_globals.get("__name__", "")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def shortened(text: str) -> str:
@@ -74,13 +79,17 @@ def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
     the innermost outwards."""
     listed = list(frames)
     innermost = listed[0]
-    users = next((each for each in listed if _is_users(each[0])), innermost)
+    users = next(
+        (each for each in listed if _is_users(each[0].f_code.co_filename, each[0].f_globals.get("__name__", ""))),
+        innermost,
+    )
     return _text(users) if users is innermost else f"{_text(users)} (in {_text(innermost)})"
 
 
-def _is_users(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    installed = any(folder in frame.f_code.co_filename for folder in _INSTALLED)
+@lru_cache(maxsize=4096)  # since every operation that is started asks for each frame of its caller
+def _is_users(file: str, module: object) -> bool:
+    package = str(module).partition(".")[0]
+    installed = any(folder in file for folder in _INSTALLED)
     return not installed and package not in _OURS and package not in sys.stdlib_module_names
 
 

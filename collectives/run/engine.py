@@ -51,7 +51,7 @@ class Engine:
     Attributes: rank, size; plans, the programs that it runs; operations, which runs them in turn; messages, between two ranks;
     shares_memory, routes and empty, see Transport; device_types, of the tensors that the engine can move;
     control_device, of the framework's own data (tokens, tables, pickled objects); watch, which exchanges news between ranks
-    beside operations.
+    beside operations; lane, in which operations are recorded, or None.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
         self.messages = Messages(transport, self.operations)
         self.watch = watch
         self.run_now: Callable[..., bool] = self.operations.run_now
-        self._lane: Lane | None = None
+        self.lane: Lane | None = None
         self._transport = transport
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
@@ -89,8 +89,8 @@ class Engine:
         timeout_s: float | None = None,
     ) -> Work | None:
         """Call Operations.submit outside of inference mode, so that tensors that a body keeps can be used in any mode."""
-        if self._lane is not None:
-            body = recorded(self._lane, call, body)
+        if self.lane is not None:
+            body = recorded(self.lane, call, body)
         submit = self.operations.submit
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -100,22 +100,22 @@ class Engine:
     def record(self, lane: Lane | None) -> None:
         """Record later operations in a lane; None stops the recording. While recording, run_now always returns False, since it
         records nothing."""
-        self._lane = lane
+        self.lane = lane
         self.run_now = self.operations.run_now if lane is None else not_now
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return a context manager that records a part of an operation, if operations are recorded."""
-        return _NOT_RECORDED if self._lane is None else self._lane.during(name, **details)
+        return _NOT_RECORDED if self.lane is None else self.lane.during(name, **details)
 
     def _note(self, algorithm: str, nbytes: int, like: torch.Tensor) -> None:
         """Record the algorithm, bytes and device of the running operation. like: a tensor of the operation."""
-        if self._lane is not None:
-            self._lane.note(algorithm, nbytes, "cpu" if self._via_host else like.device.type)
+        if self.lane is not None:
+            self.lane.note(algorithm, nbytes, "cpu" if self._via_host else like.device.type)
 
     def note_codec(self, codec: Codec, nbytes: int) -> None:
         """Record the codec of the running operation, and the bytes of its message before encoding."""
-        if self._lane is not None:
-            self._lane.note_codec(codec.name, nbytes)
+        if self.lane is not None:
+            self.lane.note_codec(codec.name, nbytes)
 
     def whole(
         self,
@@ -193,7 +193,7 @@ class Engine:
     def repeat_later(self, tensor: torch.Tensor, key: Hashable) -> Work | None:
         """Queue a remembered allreduce, as repeat() runs it. Return None, with nothing done, if no equal call is remembered, or
         while operations are recorded."""
-        if self._lane is not None or (known := self._remembered(tensor, key)) is None:
+        if self.lane is not None or (known := self._remembered(tensor, key)) is None:
             return None
         call, _, run = known
         own = kept(tensor)
@@ -296,7 +296,7 @@ class Engine:
                 seed=seed,
                 via_host=self._via_host,
             )
-            traced = self._lane is not None
+            traced = self.lane is not None
             if traced or not self._transport.follow_codes(program, payload, turn.tag, turn.deadline):
                 self._step_through(turn, program, payload)
         if partition.inside_hosts:
@@ -427,11 +427,11 @@ class Engine:
         self._step_through(turn, program, numbers)
 
     def _step_through(self, turn: Turn, program: Program, payload: Payload) -> None:
-        if self._lane is None:
+        if self.lane is None:
             execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
             return
-        traced = TracedTransport(self._transport, self._lane)
-        execute(program, TracedPayload(payload, self._lane), traced, tag=turn.tag, deadline=turn.deadline)
+        traced = TracedTransport(self._transport, self.lane)
+        execute(program, TracedPayload(payload, self.lane), traced, tag=turn.tag, deadline=turn.deadline)
 
     def join(self) -> None:
         """Wait until the connections that operations.part() is closing are closed, and close the transport."""

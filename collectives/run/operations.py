@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident, main_thread
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Call
@@ -109,7 +109,8 @@ class Operations(Supervision):
         arbitrary for calls from several threads. signature: the part of `call` that decides whether the call is known; None
         means all of it. timeout_s: seconds that this operation may take from its start; None: the attribute
         timeout_s."""
-        self._check(call)
+        if self._failure is not None:
+            self._refuse(self._failure, call)
         signature = signature or call
         if not async_op:
             turn = (get_ident(),)
@@ -159,7 +160,8 @@ class Operations(Supervision):
     ) -> Work | None:
         """Run body(deadline), a part of a message's transfer, in its turn. With async_op, return its Work, or None if the body
         has run at once, which at_once=False prevents. The turn has no number, since only `peers` take part in it."""
-        self._check(call)
+        if self._failure is not None:
+            self._refuse(self._failure, call)
         if at_once and self.try_message(call, peers, body):
             return None
         turn_of_queue = partial(self._take_message_turn, call, peers, body)
@@ -215,14 +217,12 @@ class Operations(Supervision):
             self._queue.leave(turn, self._sequence)
         return True
 
-    def _check(self, call: str, *, was_queued: bool = False) -> None:
-        """Raise a CollectiveError of the same kind as the failure if the Communicator is broken."""
-        failure = self._failure
-        if failure is not None:
-            message = f"the Communicator is broken since an earlier failure ({failure}); make a new one"
-            if was_queued:
-                message = f"not run, the Communicator broke before ({failure})"
-            raise failure.again(message, call) from failure
+    def _refuse(self, failure: CollectiveError, call: str, *, was_queued: bool = False) -> NoReturn:
+        """Raise a CollectiveError of the same kind as the failure that has broken the Communicator."""
+        message = f"the Communicator is broken since an earlier failure ({failure}); make a new one"
+        if was_queued:
+            message = f"not run, the Communicator broke before ({failure})"
+        raise failure.again(message, call) from failure
 
     def _take_turn(
         self,
@@ -234,7 +234,8 @@ class Operations(Supervision):
     ) -> None:
         """Run an operation in its turn. where: the place of the call in the user's code, or the thread that makes it. The other
         arguments: see submit()."""
-        self._check(call, was_queued=True)
+        if self._failure is not None:
+            self._refuse(self._failure, call, was_queued=True)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         try:
@@ -244,12 +245,14 @@ class Operations(Supervision):
                 self._agreement.take(signature)
                 is_new = False
             sequence = self._queue.number
-            self.wait_beside_work(_is_beside_work())
+            if (beside_work := get_ident() != main_thread().ident) is not self._beside_work:
+                self.wait_beside_work(beside_work)
             self._where = where
             if not is_new:
                 self._calls[sequence % COMPARED_CALLS] = (sequence, call)
             self._running = self._sequence = sequence
-            self._check_overdue()
+            if self._queue.overdue:
+                raise OverdueError
             if self._watch.has_news:
                 self._check_news(sequence)
             if is_new:
@@ -265,15 +268,17 @@ class Operations(Supervision):
             self._running = -1
 
     def _take_message_turn(self, call: str, peers: frozenset[int], body: Callable[[float], None]) -> None:
-        self._check(call, was_queued=True)
+        if self._failure is not None:
+            self._refuse(self._failure, call, was_queued=True)
         timeout_s = self.timeout_s
         deadline = time.monotonic() + timeout_s
         try:
-            self.wait_beside_work(_is_beside_work())
+            self.wait_beside_work(get_ident() != main_thread().ident)
             self._vain_since = math.inf
             self._message = (call, peers)
             end = deadline
-            self._check_overdue()
+            if self._queue.overdue:
+                raise OverdueError
             if self._watch.has_news:
                 if self._watch.failure:
                     self._check_news(self._sequence)
@@ -287,14 +292,9 @@ class Operations(Supervision):
         finally:
             self._message = None
 
-    def _check_overdue(self) -> None:
-        """Raise LinkError if the operation has waited for its turn for too long."""
-        if self._queue.overdue:
-            raise OverdueError
-
     def wait_beside_work(self, beside_work: bool) -> None:
         """Set whether waits of the current turn leave the cores to other threads, or poll. Each turn sets this again. A thread
-        that waits for the operation needs no core."""
+        that waits for the operation needs no core; the main thread may compute meanwhile."""
         if beside_work is not self._beside_work:
             self._beside_work = beside_work
             self._transport.wait_beside_work(beside_work)
@@ -330,8 +330,3 @@ class Operations(Supervision):
         if not isinstance(error, (Mismatch, PeerJoined)):
             self._break(call, repr(error), self._sequence + bool(peers), whereabouts.of_exception(error))
         return error
-
-
-def _is_beside_work() -> bool:
-    """Return whether a thread other than the main one calls: the main thread may compute meanwhile."""
-    return get_ident() != main_thread().ident

@@ -10,6 +10,7 @@ import torch
 
 from gradwire.collectives.link.base import Whole
 from gradwire.collectives.run.operations import Turn, digest
+from gradwire.collectives.run.staging import kept
 from gradwire.collectives.run.work import Work
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class PreparedOperation:
         self._digest = digest(call)
         self._body = body
         self._whole = whole.run if whole is not None and engine.takes_as_is(tensor, whole) else None
+        self._own = kept(tensor)
         self._work: Work | None = None
 
     def __call__(self) -> None:
@@ -51,9 +53,14 @@ class PreparedOperation:
         """Run the operation in the background. Raises RuntimeError if it is running already, or if the tensor has
         moved to other memory."""
         self._check()
-        self._work = self._engine.submit(self._call, self._body, async_op=True)
+        body = self._body if self._whole is None or self._engine.lane is not None else self._run
+        self._work = self._engine.submit(self._call, body, async_op=True)
         assert self._work is not None
         return self._work
+
+    def _run(self, turn: Turn) -> None:
+        assert self._whole is not None
+        self._whole(self._own, self._own, turn.tag, turn.deadline)
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Wait for the operation that start() began. timeout and errors: see Work.wait. Raises RuntimeError before start()."""

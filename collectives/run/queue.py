@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from threading import get_ident
 
@@ -73,7 +73,7 @@ class WorkQueue:
         with self._changed:
             if self.sealed:
                 raise CollectiveError("the Communicator is closed", rank=work.rank, operation=work.operation)
-            is_inner = self.calls_here()
+            is_inner = self._called is not None and self.calls_here()
             if not is_inner and self._thread is None:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()  # raises RuntimeError if the system allows no more threads; nothing is queued then
@@ -113,21 +113,17 @@ class WorkQueue:
     def check_may_wait(self, rank: int, operation: str) -> None:
         """Raise CollectiveError if the calling thread is inside this queue, where only a signal handler or a finalizer can call:
         it interrupted the thread that must run the awaited operation."""
-        has_turn = self._turn.get("taken", (0,))[0] == get_ident()
-        if has_turn or self._thread is threading.current_thread() or self._is_locked_here():
+        is_here = self._turn.get("taken", (0,))[0] == get_ident() or self._thread is threading.current_thread()
+        with suppress(RuntimeError):  # as this thread does not hold the lock
+            self._changed.notify(0)
+            is_here = True
+        if is_here:
             raise CollectiveError(
                 "called in a signal handler or a finalizer that has interrupted another operation of this Communicator, which "
                 "cannot go on before the handler returns: let the handler set a flag, and call this after the operation",
                 rank=rank,
                 operation=operation,
             )
-
-    def _is_locked_here(self) -> bool:
-        try:
-            self._changed.notify(0)
-        except RuntimeError:  # as this thread does not hold the lock
-            return False
-        return True
 
     def wake(self) -> None:
         """Let the thread run the queued works now, if it is their turn."""
@@ -143,8 +139,9 @@ class WorkQueue:
         is_main = get_ident() == threading.main_thread().ident
         if may_run and is_main and self._last_begun is not None and not (work.is_completed() or self.sealed):
             self._help(work, self._last_begun)
-        while not work.is_completed() and self.calls_here() and (first := self._first_work()) is not None:
-            self._run_here(first, is_queued=True)  # it would wait for the function that waits for it
+        if self._called is not None and self.calls_here():
+            while not work.is_completed() and (first := self._first_work()) is not None:
+                self._run_here(first, is_queued=True)  # it would wait for the function that waits for it
         if not work.is_completed():
             self.wake()
 
@@ -268,38 +265,40 @@ class WorkQueue:
             self._caller.close()
 
     def _next(self, turn: tuple[int]) -> Work | None:
-        """Wait for the next work's turn, and return that work; None once the queue is closed and empty."""
+        """Wait for the next work's turn, take it, and return that work; None once the queue is closed and empty. Let the second
+        thread call a function that comes first."""
         with self._changed:
-            while (work := self._ready(turn)) is None:
-                if self.sealed and not self.busy():
+            while True:
+                if self._called is not None and self._left_s() == 0.0:
+                    self.overdue = True
+                    self._queue.popleft()
+                    self._called, self._calling_thread = None, 0
+                    self._caller = self._new_caller(or_callers=True)  # the other one may never end
+                first = self._queue[0] if self._queue else None
+                if isinstance(first, Work):
+                    if self._turn.setdefault("taken", turn) is turn:
+                        break
+                elif first is not None:
+                    self._begin_call(first)
+                elif self.sealed and not self._turn:
                     return None
                 looks = self._at_once >= _MANY
-                if not self._changed.wait(_LOOK_S if looks else self._left_s()) and looks:
+                wait_s = _LOOK_S if looks else None if self._called is None else self._left_s()
+                if not self._changed.wait(wait_s) and looks:
                     self._looks += 1
                     if self._looks == _MOST_LOOKS:
                         self._at_once = 0
             self._at_once = 0
-            self._queue.remove(work)
-            self.number += work.counted
-            return work
-
-    def _ready(self, turn: tuple[int]) -> Work | None:
-        """Return the first work if its turn has come, and take the turn. Let the second thread call a function that comes
-        first."""
-        left_s = self._left_s()
-        if left_s is not None and left_s <= 0:
-            self.overdue = True
             self._queue.popleft()
-            self._called, self._calling_thread = None, 0
-            self._caller = self._new_caller(or_callers=True)  # the other one may never end
-        if self._queue and isinstance(first := self._queue[0], _Callback):
-            if self._called is None and not self._turn:
-                assert self._caller is not None
-                self._called, self._called_s = first, time.monotonic()
-                self._caller.submit(partial(self._call, first))
-            return None
-        work = self._first_work()
-        return None if work is None or self._turn.setdefault("taken", turn) is not turn else work
+            self.number += first.counted
+            return first
+
+    def _begin_call(self, callback: _Callback) -> None:
+        """Let the second thread call the function that comes first, unless it is called already or a turn is taken."""
+        if self._called is None and not self._turn:
+            assert self._caller is not None
+            self._called, self._called_s = callback, time.monotonic()
+            self._caller.submit(partial(self._call, callback))
 
     def _first_work(self) -> Work | None:
         with self._changed:
@@ -311,7 +310,7 @@ class WorkQueue:
         if self._called is None or (work := self._first_work()) is None:
             return None
         waited_s = time.monotonic() - max(self._called_s, work.queued_s)
-        return 0.0 if self.overdue else min(work.timeout_s - waited_s, threading.TIMEOUT_MAX)
+        return 0.0 if self.overdue else max(0.0, min(work.timeout_s - waited_s, threading.TIMEOUT_MAX))
 
     def _call(self, callback: _Callback) -> None:
         """Call a function, on the second thread."""

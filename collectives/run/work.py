@@ -39,7 +39,7 @@ class Work:
         self._run: Callable[[], None] | None = run
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._issued = _cuda_event()
+        self._issued = _cuda_event() if torch.cuda.is_initialized() else None
         self._finished: torch.cuda.Event | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
@@ -125,6 +125,7 @@ def call_back(operation: str, callback: Callable[[], None]) -> None:
         _log.exception("gradwire: a function that was called after %s has failed", operation)
 
 
-def _cuda_event() -> torch.cuda.Event | None:
-    """Return an event after all work queued on the current stream so far; None in a process that has not used CUDA."""
-    return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+def _cuda_event() -> torch.cuda.Event:
+    """Return an event after all work queued on the current stream so far."""
+    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    return event

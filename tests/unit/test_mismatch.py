@@ -98,7 +98,7 @@ def test_the_place_is_that_of_the_caller_not_of_the_framework(monkeypatch: pytes
 
     here = sys._getframe().f_lineno + 1
     assert called(lambda: whereabouts.of_call(sys._getframe())) == f"{__file__}:{here}"
-    monkeypatch.setattr(whereabouts, "_is_users", lambda frame: False)
+    monkeypatch.setattr(whereabouts, "_is_users", lambda *code: False)
     assert whereabouts.of_call(sys._getframe()) == ""
 
 

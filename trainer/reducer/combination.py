@@ -134,10 +134,12 @@ class Traffic:
         shot_of(). So a codec's savings do not depend on the algorithm that the plain numbers would use. Results are cached by
         the length of the code, since planning takes longer than a small exchange, and a codec may be another at every step.
         """
-        used = Raw() if codec is None else codec.at(step)
-        code_bytes = used.wire_bytes(nbytes // 4)
+        used = None if codec is None else codec.at(step)
+        code_bytes = 0 if used is None or used is codec else used.wire_bytes(nbytes // 4)
         key = (nbytes, codec, code_bytes)
         if key not in self._planned:
+            used = Raw() if used is None else used
+            code_bytes = used.wire_bytes(nbytes // 4)
             if codec is not None and used.summable:  # its codes are summed as numbers
                 self._planned[key] = self.wire_bytes(code_bytes)
             else:
