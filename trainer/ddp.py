@@ -27,10 +27,11 @@ from gradwire.trainer.reducer.arguments import Average, check_named_parameters
 from gradwire.trainer.reducer.buffers import CodedBuffer, PlainBuffer, buffer_for
 from gradwire.trainer.reducer.checkpoint_format import VERSION, check_part
 from gradwire.trainer.reducer.choice import Choice
-from gradwire.trainer.reducer.combination import Combination, ExchangeStats, Traffic
 from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encoding, Policy, encoding_for, wanted
 from gradwire.trainer.reducer.layout import packed
 from gradwire.trainer.reducer.residuals import Residuals
+from gradwire.trainer.reducer.setup import Combination
+from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.world.world import names_rank
 
 UNSETTLED_STEPS = 2

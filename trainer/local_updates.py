@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradwire.trainer import rules
 from gradwire.trainer.optimizer import DistributedOptimizer
-from gradwire.trainer.reducer.combination import ExchangeStats
 from gradwire.trainer.reducer.compression import Compression, Compressor
+from gradwire.trainer.reducer.traffic import ExchangeStats
 from gradwire.trainer.rules.local_steps import LocalSteps
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
 

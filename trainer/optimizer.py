@@ -24,9 +24,9 @@ from gradwire.trainer.reducer.arguments import (
     check_passes,
     warn_of_wrapped,
 )
-from gradwire.trainer.reducer.combination import ExchangeStats, Traffic
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, wanted
 from gradwire.trainer.reducer.setup import Passes, Setup
+from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.reports.metrics import StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.adasum import Adasum as AdasumRule

@@ -11,8 +11,8 @@ import gradwire
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC
 from gradwire.trainer.ddp import UNSETTLED_STEPS
-from gradwire.trainer.reducer.combination import ExchangeStats
 from gradwire.trainer.reducer.compression import Compressor
+from gradwire.trainer.reducer.traffic import ExchangeStats
 from tests.harness import Worlds
 from tests.ranks.training import in_world
 

@@ -106,7 +106,6 @@ class Bucket:
         """Return the buffer if a codec exchanges it; else None."""
         return self.buffer if isinstance(self.buffer, CodedBuffer) else None
 
-    @property
     def is_moved(self) -> bool:
         """Return whether the program has moved any parameter to another dtype or device than the memory's."""
         return [*map(_kind_of, self.parameters)] != self._kinds

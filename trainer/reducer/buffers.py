@@ -16,14 +16,54 @@ from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.trainer.reducer.arguments import Sum
-from gradwire.trainer.reducer.combination import Combination, OperationChain
 from gradwire.trainer.reducer.compression import Encoding
 from gradwire.trainer.reducer.layout import BucketPlan
+from gradwire.trainer.reducer.setup import Combination
 
 Exported: TypeAlias = dict[str, Tensor]
 """The state that moves with a parameter when its buffer changes, the same on all ranks. "residual": the part of its gradients
 that no exchange has returned yet, in the units of the result, flat, in the order of memory. Other names: the codec's state for
 the parameter."""
+
+
+class OperationChain:
+    """Runs operations one after the other.
+
+    chained: whether there may be more than one operation. wait() and complete() wait for one operation before they begin the
+    next, so all ranks must wait for several chains in the same order. seconds: how long the operations of the last finished
+    exchange ran. ended_s: the end of its last operation, by time.perf_counter().
+    """
+
+    chained = True
+
+    def __init__(self) -> None:
+        self.seconds = self.ended_s = self._taken_s = 0.0
+        self._work: Work | None = None
+        self._following: Iterator[Work] = iter(())
+
+    @abstractmethod
+    def start(self, step: int) -> None:
+        """Begin the first operation. step: the number of earlier exchanges."""
+
+    def _begin(self, operations: Iterator[Work]) -> None:
+        """Begin the first of the operations, of which each begins when it is taken."""
+        self._following, self._taken_s = operations, 0.0
+        self._work = next(operations, None)
+
+    def wait(self) -> None:
+        """Wait for the first operation, and begin those that depend on it. Raises its error."""
+        if self._work is not None:
+            self._work.wait()
+            self._taken_s += self._work.seconds
+            self.ended_s = self._work.ended_s
+            self._work = next(self._following, None)
+            if self._work is None:
+                self.seconds = self._taken_s
+
+    def complete(self) -> None:
+        """Wait for the remaining operations. Raises their error."""
+        while self._work is not None:
+            self.wait()
 
 
 class PlainBuffer(OperationChain):
@@ -44,6 +84,7 @@ class PlainBuffer(OperationChain):
         self.combination = combination
         self._cast = codec
         self._prepared: PreparedOperation | None = None
+        self._wire_bytes: int | None = None
 
     @classmethod
     def packed(cls, combination: Combination, gradients: Mapping[int, Tensor]) -> PlainBuffer:
@@ -58,20 +99,19 @@ class PlainBuffer(OperationChain):
 
     def start(self, step: int) -> None:
         """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges."""
-        traffic = self.combination.traffic
-        traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
-        super().start(step)
-
-    def _operations(self, step: int) -> Iterator[Work]:
-        combination = self.combination
+        self._following, self._taken_s = iter(()), 0.0
+        combination, traffic = self.combination, self.combination.traffic
+        if self._wire_bytes is None:
+            self._wire_bytes = traffic.wire_bytes(self.values.nbytes)
         if self._cast is not None:
-            yield combination.start(self.values, self._cast)
+            traffic.count(uncompressed=self._wire_bytes)
+            self._work = combination.start(self.values, self._cast)
             return
-        sent = combination.traffic.wire_bytes(self.values.nbytes)
-        combination.traffic.count(sent=sent // 2 if combination.in_shares else sent)  # shares are half of an allreduce
+        # Shares are half of an allreduce.
+        traffic.count(self._wire_bytes // 2 if combination.in_shares else self._wire_bytes, self._wire_bytes)
         if self._prepared is None:
             self._prepared = combination.prepare(self.values)
-        yield self._prepared.start()
+        self._work = self._prepared.start()
 
 
 class CodedBuffer(PlainBuffer):
@@ -104,11 +144,16 @@ class CodedBuffer(PlainBuffer):
         rehearse(encoding.codec, device, with_feedback=encoding.feedback)  # compiles now, not in the first step
         self.restart()
 
-    def _operations(self, step: int) -> Iterator[Work]:
+    def start(self, step: int) -> None:
         for gap in self._gaps:  # the last result's code may have changed them
             gap.zero_()
         warmup = self._encoding.warmup_steps
-        return super()._operations(step) if step < warmup else self._codes(step - warmup)
+        if step < warmup:
+            super().start(step)
+            return
+        traffic = self.combination.traffic
+        traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))
+        self._begin(self._codes(step - warmup))
 
     @abstractmethod
     def _codes(self, step: int) -> Iterator[Work]:

@@ -14,8 +14,8 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.plan.trial import CLOSE, COUNTED, HOPELESS, SKIPPED
-from gradwire.trainer.reducer.combination import Combination
 from gradwire.trainer.reducer.compression import Auto, Cast, Compression, Encoding, encoding_for
+from gradwire.trainer.reducer.setup import Combination
 
 Size: TypeAlias = tuple[int, torch.dtype]
 """The number of elements of a bucket, and their dtype."""

@@ -115,7 +115,6 @@ class DeferredWait:
                 parameter.grad = awaited
         self.waiting = [*self.order]
         self.is_pending = bool(buckets)
-        reducer.reset_launched()
         reducer.close_window()
         return True
 

@@ -16,9 +16,8 @@ from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.agreement import agree_on_parameters
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.buffers import CodedBuffer, PlainBuffer
+from gradwire.trainer.reducer.buffers import CodedBuffer, OperationChain, PlainBuffer
 from gradwire.trainer.reducer.choice import Choice
-from gradwire.trainer.reducer.combination import Combination, OperationChain, Traffic
 from gradwire.trainer.reducer.compression import AUTO, Cast, Encoding
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
 from gradwire.trainer.reducer.layout import (
@@ -29,8 +28,9 @@ from gradwire.trainer.reducer.layout import (
     lay_out,
     plan_buckets,
 )
-from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.setup import Combination, Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
+from gradwire.trainer.reducer.traffic import Traffic
 from gradwire.trainer.world.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -151,10 +151,11 @@ class BucketPlanner:
         self._is_stale |= known != self._known_sparse
         self._known_sparse = known
 
-    def follow(self, step: int, exchange_s: float, *, counts: bool) -> None:
-        """Correct the choice of codecs by the time of the last exchange. Collective in some steps. Arguments: see
-        Choice.follow()."""
+    def follow_choice(self, layout: BucketLayout, step: int, *, counts: bool) -> None:
+        """Let compression="auto" correct its choice by the times of the last exchange. Collective in some steps. step, counts:
+        see Choice.follow()."""
         if self.choice is not None:
+            exchange_s = sum(bucket.buffer.seconds for bucket in layout.buckets)
             self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
 
     @property
@@ -175,7 +176,11 @@ class BucketPlanner:
         agreed(), or have been moved to another dtype or device since; None if there are none. Sends nothing: if ranks differ in
         them, the exchange or the next agreed() raises an error."""
         buckets, sparse = layout.buckets, layout.sparse.items
-        if moved := [bucket for bucket in buckets if bucket.is_moved]:
+        moved = []
+        for bucket in buckets:
+            if bucket.is_moved():
+                moved.append(bucket)
+        if moved:
             self._is_stale = True
             order = [index for bucket in moved for index in bucket.items]
             buckets = [*(bucket for bucket in buckets if bucket not in moved), *self._made(order, len(buckets))]

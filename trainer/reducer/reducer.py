@@ -112,7 +112,7 @@ class Reducer:
         self._arrived: dict[int, None] = {}
         # Parameters with hooks that run after this one, so that their gradients may change.
         self._overtaken: list[int] = []
-        self._launched, self._all_launched = 0, False
+        self._launched, self._all_launched, self._is_incomplete = 0, False, False
         self._found: SparseGradients | None = None
         self._completing: Work | None = None
         self._thread: DaemonThread | None = None
@@ -167,12 +167,19 @@ class Reducer:
 
     # Layouts
 
-    def rebuild(self) -> None:
-        """Replace the layout if that is due, and move the gradients and residuals. Collective when due. Raises ValueError on
-        all ranks if they have different parameters."""
+    def rebuild(self, *, counts: bool = True) -> None:
+        """Replace the layout if that is due, and begin a new window. Collective in some steps. Raises ValueError on all ranks if
+        they have different parameters. counts: False on a rank that has joined, whose steps compression="auto" does not
+        measure."""
+        if self.planner.is_due:
+            self._rebuild()
+        if self.planner.choice is not None:
+            self.planner.follow_choice(self.layout, self.step, counts=counts)
+        self.open_window()
+
+    def _rebuild(self) -> None:
+        """Replace the layout, and move the gradients and residuals. Collective."""
         planner = self.planner
-        if not planner.is_due:
-            return
         before, layout = self.layout, planner.agreed(self.layout)
         for buffer in before.coded:
             self.residuals.export(buffer)
@@ -184,12 +191,6 @@ class Reducer:
             if result is not None and result is self.parameters[index].grad:
                 bucket, slot = layout.places[index]
                 bucket.copy_slots([slot])
-
-    def follow_choice(self, *, counts: bool) -> None:
-        """Let compression="auto" correct its choice by the times of the last exchange. Collective in some steps. counts: see
-        Choice.follow()."""
-        if self.planner.choice is not None:
-            self.planner.follow(self.step, sum(bucket.buffer.seconds for bucket in self.buckets), counts=counts)
 
     def _extend(self) -> None:
         """Add buckets for parameters that were unfrozen or moved. Sends nothing."""
@@ -389,6 +390,7 @@ class Reducer:
                 self._prepare_results(bucket)
             self.times.bucket_ready(bucket.number, bucket.buffer.values.nbytes)
             bucket.launch(self.step, self.residuals)
+            self._is_incomplete |= bool(bucket.absent)
             self._launched += 1
             if self._launched == len(order):
                 for presence in layout.presence:
@@ -412,7 +414,7 @@ class Reducer:
         if layout.sparse.items:
             layout.sparse.start(self.step)
         self._all_launched = True
-        if layout.is_chained or any(bucket.absent for bucket in layout.buckets):  # other ranks may find sparse ones
+        if layout.is_chained or self._is_incomplete:  # other ranks may find sparse ones
             self._thread = self._thread or DaemonThread("gradwire-exchange")
             work = Work(self.setup.communicator.rank, "exchange of gradients", self._complete)
             self._thread.submit(work.run)
@@ -431,12 +433,15 @@ class Reducer:
         if layout.is_chained:
             for each in layout.operations:
                 each.complete()
-        if found := [index for bucket in layout.buckets if bucket.absent for index in bucket.found_sparse()]:
-            self._found = self.planner.sparse_gradients(found)
-            self._found.start(self.step)
-            self._found.complete()
-        if found or layout.sparse.found_dense:
-            self.planner.learn_sparse(found, layout.sparse.found_dense)
+        if self._is_incomplete:
+            found = [index for bucket in layout.buckets for index in bucket.found_sparse()]
+            if found:
+                self._found = self.planner.sparse_gradients(found)
+                self._found.start(self.step)
+                self._found.complete()
+            self.planner.learn_sparse(found, ())
+        if layout.sparse.found_dense:
+            self.planner.learn_sparse((), layout.sparse.found_dense)
 
     def wait(self) -> None:
         """Wait for the exchange of all buckets, assign the gradients, and close the window."""
@@ -452,25 +457,28 @@ class Reducer:
             if self.setup.in_shares:
                 for bucket in layout.buckets:
                     bucket.record_versions()
-            for sparse in (layout.sparse, *filter(None, [self._found])):
-                sparse.finish()
+            if layout.sparse.items:
+                layout.sparse.finish()
+            if self._found is not None:
+                self._found.finish()
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
             for bucket in layout.buckets:
                 bucket.in_flight = False
             layout.sparse.in_flight = False
             self._completing = self._found = None
-            self.reset_launched()
+            self._reset()
         self.times.exchange_ends(begin_ns)
         self.close_window()
 
-    def reset_launched(self) -> None:
+    def _reset(self) -> None:
         """Begin the next window with nothing launched."""
-        self._launched, self._all_launched = 0, False
+        self._launched, self._all_launched, self._is_incomplete = 0, False, False
         self.setup.passes.ended = 0
 
     def close_window(self) -> None:
-        """Record that all gradients are exchanged."""
+        """Record that all gradients are exchanged, or will be when they are used."""
+        self._reset()
         self.step += 1
         self.setup.traffic.count(exchanges=1)
         self.has_unreduced = False

@@ -1,4 +1,4 @@
-"""The arguments of a DistributedOptimizer, for its rule and the exchange of gradients."""
+"""How gradients are exchanged: the ranks, the op, and the other arguments of a DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,65 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradwire.trainer.reducer.combination import Combination
+from gradwire.collectives import Communicator, PreparedOperation, Work
+from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.feedback import Feedback
+from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.compression import Cast, Encoding, Policy
+from gradwire.trainer.reducer.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The Communicator and the op, "sum" or "average", that combine numbers. The numbers are divided by `predivide` before the
+    operation, and multiplied by it afterwards. in_shares: whether each rank needs only its share of the result, see
+    Communicator.shares(). traffic: counts the bytes sent; replace() keeps it."""
+
+    communicator: Communicator
+    op: str
+    predivide: float = 1.0
+    in_shares: bool = False
+    traffic: Traffic = field(kw_only=True, compare=False)
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of ranks over which the result is a mean; 1 if the result is a sum."""
+        return self.communicator.size if self.op == Average else 1
+
+    @property
+    def share(self) -> float:
+        """Return the factor by which each rank must multiply equal numbers so that the result is these numbers."""
+        return self.inputs / self.communicator.size
+
+    def start(
+        self,
+        values: Tensor,
+        codec: Codec | None = None,
+        feedback: Feedback | None = None,
+        step: int = 0,
+        seed: int = 0,
+        *,
+        divided: bool = False,
+    ) -> Work:
+        """Begin to combine values, in place. divided: whether they have been divided by `predivide` already."""
+        nbytes = values.nbytes if codec is None else 4 * values.numel()
+        self.traffic.count(sent=self.traffic.wire_bytes(nbytes, codec, step))
+        return self.communicator.allreduce(
+            values,
+            self.op,
+            prescale=1.0 if divided else 1 / self.predivide,
+            postscale=self.predivide,
+            codec=codec,
+            feedback=feedback,
+            step=step,
+            seed=seed,
+            async_op=True,
+        )
+
+    def prepare(self, values: Tensor) -> PreparedOperation:
+        """Return a prepared operation that combines values in place, uncompressed, any number of times."""
+        prepare = self.communicator.prepare_reduce_shares if self.in_shares else self.communicator.prepare_allreduce
+        return prepare(values, self.op, prescale=1 / self.predivide, postscale=self.predivide)
 
 
 @dataclass

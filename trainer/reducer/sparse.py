@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from gradwire.collectives import Work
 from gradwire.collectives.sparse import begin_sum
 from gradwire.trainer.reducer.arguments import Sum
-from gradwire.trainer.reducer.combination import Combination, OperationChain
+from gradwire.trainer.reducer.buffers import OperationChain
 from gradwire.trainer.reducer.compression import Cast, Encoding
 from gradwire.trainer.reducer.dtensors import shard_of
+from gradwire.trainer.reducer.setup import Combination
 
 ABSENT = -1
 
@@ -76,7 +77,7 @@ class SparseGradients(OperationChain):
 
     def start(self, step: int) -> None:
         self.in_flight = True
-        super().start(step)
+        self._begin(self._operations())
 
     def is_result(self, item: int, gradient: Tensor | None) -> bool:
         """Return whether a parameter's gradient is the result of an exchange, even if more was added to it."""
@@ -92,7 +93,7 @@ class SparseGradients(OperationChain):
             if item in self._results:
                 parameter.grad = self._results[item]
 
-    def _operations(self, step: int) -> Iterator[Work]:
+    def _operations(self) -> Iterator[Work]:
         if not self.items:
             return
         communicator = self._combination.communicator

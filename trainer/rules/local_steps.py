@@ -22,9 +22,9 @@ from gradwire.collectives import CollectiveError, Communicator, Work
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.reducer.agreement import check_settings, on_all_ranks
 from gradwire.trainer.reducer.arguments import Average
-from gradwire.trainer.reducer.combination import ExchangeStats, Traffic
 from gradwire.trainer.reducer.compression import Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
+from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous

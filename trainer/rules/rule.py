@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.combination import ExchangeStats
 from gradwire.trainer.reducer.compression import AUTO
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.times import ExchangeTimes
+from gradwire.trainer.reducer.traffic import ExchangeStats
 from gradwire.trainer.world.world import here
 
 _SWITCHES = ("train", "eval")

@@ -48,33 +48,25 @@ class Synchronous(Rule):
         self.reducer.add(names, parameters)
 
     def start(self) -> None:
-        self._start(counts=True)
-
-    def _start(self, *, counts: bool) -> None:
         self.reducer.rebuild()
-        self.reducer.follow_choice(counts=counts)
-        self.reducer.open_window()
 
     def synchronize(self) -> None:
         self.reducer.flush()
 
     def stepping(self) -> AbstractContextManager[None]:
-        return self.sparse_again(self.reducer.parameters) if self._makes_sparse else nullcontext()
-
-    @property
-    def _makes_sparse(self) -> bool:
-        """Return whether the optimizer needs sparse gradients where dense ones were exchanged."""
-        return bool(self.reducer.planner.densified) and isinstance(self.setup.optimizer, torch.optim.SparseAdam)
+        return self.sparse_again(self.reducer.parameters) if self.reducer.planner.densified else nullcontext()
 
     @contextmanager
     def sparse_again(self, parameters: Collection[Tensor]) -> Iterator[None]:
         """Give those of the parameters whose sparse gradients were exchanged as dense ones sparse gradients in the with block,
         if the optimizer accepts no others."""
-        found = (
-            [self.reducer.parameters[index] for index in self.reducer.planner.densified] if self._makes_sparse else []
-        )
-        wanted = set(parameters)
-        dense = {each: each.grad for each in found if each.grad is not None and each in wanted}
+        dense: dict[Tensor, Tensor] = {}
+        if isinstance(self.setup.optimizer, torch.optim.SparseAdam):
+            wanted, found = (
+                set(parameters),
+                [self.reducer.parameters[index] for index in self.reducer.planner.densified],
+            )
+            dense = {each: each.grad for each in found if each.grad is not None and each in wanted}
         for parameter, gradient in dense.items():
             parameter.grad = gradient.to_sparse(1)
         try:
@@ -117,7 +109,7 @@ class Synchronous(Rule):
     def stand_in(self, verb: str, numel: int) -> bool:
         """Take part in the agreement on new buckets, or in an exchange: with accumulated gradients if any, else with zeros."""
         if verb == "allgather" and self.buckets:  # without buckets, an exchange begins with an allgather
-            self._start(counts=False)
+            self.reducer.rebuild(counts=False)
             return True
         if verb != "allgather" and numel <= 1:  # a loss; a bucket has at least a gradient and its count
             return False

@@ -12,8 +12,8 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.combination import Combination
 from gradwire.trainer.reducer.compression import Cast, Compressor, Encoding, encoding_for, encoding_of
+from gradwire.trainer.reducer.setup import Combination
 from gradwire.trainer.reducer.shards.ranges import Piece, in_place, memory_of, parts_of, split
 
 _SHOT = 2
