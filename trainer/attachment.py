@@ -20,7 +20,7 @@ from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.sharded import Sharded
 from gradwire.trainer.rules.superseded import Superseded
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import current_world, here, is_initialized, record_in_timelines
+from gradwire.trainer.world.world import current_world, is_initialized, names_rank, record_in_timelines
 
 
 class Attachment:
@@ -80,7 +80,7 @@ class Attachment:
             outside = isinstance(process_set, ProcessSet) and not process_set.included()
             made = Rule(setup) if outside else self._make_rule(setup)
             if not isinstance(made, Rule):
-                raise TypeError(f"{here()}rule returned {made!r}; a Rule is needed")
+                raise TypeError(f"rank {self.communicator.rank}: rule returned {made!r}; a Rule is needed")
             self.rule = made
             self.add_new()
             made.start()
@@ -172,6 +172,7 @@ class Attachment:
     def _in_groups(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    @names_rank
     def add_new(self) -> None:
         """Add the parameters that are not known yet to the exchange."""
         now = self._in_groups()
@@ -179,7 +180,7 @@ class Attachment:
         new = [parameter for parameter in places if parameter not in self.called]
         if self.parameters and (others := self._others_with(new)):
             raise ValueError(
-                f"{here()}{others[0][1]!r} is a parameter of another DistributedOptimizer: the gradients of a parameter can be "
+                f"{others[0][1]!r} is a parameter of another DistributedOptimizer: the gradients of a parameter can be "
                 "exchanged by one only. close() the other one before"
             )
         called = {parameter: name for parameter, name in self.called.items() if parameter in places}

@@ -284,6 +284,7 @@ class DistributedOptimizer(WrappingOptimizer):
         return self._rule.clip_grad_norm_(max_norm, norm_type)
 
     @uncompiled
+    @names_rank
     def _before_method(self, name: str) -> None:
         """See Rule.before_method()."""
         self._rule.before_method(name)

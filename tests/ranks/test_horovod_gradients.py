@@ -59,8 +59,8 @@ def turned(rows: list[list[int]]) -> Lists:
 
 
 def reductions(size: int, process_set: Any) -> list[Case]:
-    """Allreduce: with g(r) for the gradient of rank r's result, allreduce(g) with the same op and factors. Reducescatter: all g(r)
-    one after the other, times the factors; times the number of ranks under Sum. Of 5 rows, the first ranks get more."""
+    """Allreduce: with g(r) for the gradient of rank r's result, allreduce(g) with the same op and factors. Reducescatter: all
+    g(r) one after the other, times the factors; times the number of ranks under Sum. Of 5 rows, the first ranks get more."""
     inputs = [values(rank, 5, 2) for rank in range(size)]
     rows = [(5 + size - 1 - rank) // size for rank in range(size)]
     cases: list[Case] = []

@@ -79,7 +79,7 @@ class LocalSteps(Rule):
     def __init__(self, setup: Setup, locality: Locality) -> None:
         super().__init__(setup)
         if setup.op != Average:
-            raise ValueError(f"{here()}LocalUpdates averages, and does not support op={setup.op!r}")
+            raise ValueError(f"LocalUpdates averages, and does not support op={setup.op!r}")
         self._locality = locality
         inner = locality.inner
         self.can_move = inner is None
@@ -122,7 +122,7 @@ class LocalSteps(Rule):
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         if self._fragments or self._averaging is not None:
-            raise ValueError(f"{here()}parameters cannot be added to or removed from an optimizer with local updates")
+            raise ValueError("parameters cannot be added to or removed from an optimizer with local updates")
         self._names += names
         self._parameters += parameters
 
@@ -249,7 +249,7 @@ class LocalSteps(Rule):
         try:
             self._settle()
         except CollectiveError as error:
-            _log.warning("gradwire: %sthe last exchange of local updates has failed: %s", here(), error)
+            _log.warning("gradwire: the last exchange of local updates has failed: %s", error)
         finally:
             self._close_rules()
             if self._thread is not None:

@@ -28,15 +28,15 @@ from gradwire.trainer.reducer.reducer import Weakly
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
-from gradwire.trainer.world.world import here
+from gradwire.trainer.world.world import names_rank
 
 _READ_BEFORE = (
-    "{}a gradient of {!r} arrived, and the parameter has not been updated by the step() before: it does not belong to a module "
-    "whose forward was called since. With rules.NextForward, call settle() of the distributed optimizer before "
+    "rank {}: a gradient of {!r} arrived, and the parameter has not been updated by the step() before: it does not belong to a "
+    "module whose forward was called since. With rules.NextForward, call settle() of the distributed optimizer before "
     "parameters are used outside of their module's forward"
 )
 _TWICE = (
-    "{}a gradient of {!r} arrived while that of the backward() before was being exchanged: with rules.NextForward, call "
+    "rank {}: a gradient of {!r} arrived while that of the backward() before was being exchanged: with rules.NextForward, call "
     "settle() of the distributed optimizer between two calls of backward(), or accumulate by backward_passes_per_step or "
     "no_sync()"
 )
@@ -55,10 +55,11 @@ class NextForward:
 
     model: nn.Module
 
+    @names_rank
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise TypeError(
-                f"{here()}model must be the torch.nn.Module whose forward() the updates precede, not {self.model!r}"
+                f"model must be the torch.nn.Module whose forward() the updates precede, not {self.model!r}"
             )
 
     def __call__(self, setup: Setup) -> DeferredSteps:
@@ -85,17 +86,17 @@ class DeferredSteps(Synchronous):
     def __init__(self, setup: Setup, model: nn.Module) -> None:
         if isinstance(setup.optimizer, torch.optim.LBFGS):
             raise ValueError(
-                f"{here()}rules.NextForward is for optimizers that update each parameter by itself; LBFGS does not: leave out "
+                "rules.NextForward is for optimizers that update each parameter by itself; LBFGS does not: leave out "
                 "rule="
             )
         if not runs_hooks(setup.optimizer):
             raise ValueError(
-                f"{here()}rules.NextForward needs torch's optimizer hooks, which {type(setup.optimizer).__name__} does not "
+                f"rules.NextForward needs torch's optimizer hooks, which {type(setup.optimizer).__name__} does not "
                 "run, as it does not call the __init__ of torch.optim.Optimizer: leave out rule="
             )
         if not setup.gradient_as_bucket_view:
             raise ValueError(
-                f"{here()}rules.NextForward does not support gradient_as_bucket_view=False: gradients are in their buckets until "
+                "rules.NextForward does not support gradient_as_bucket_view=False: gradients are in their buckets until "
                 "the next forward"
             )
         super().__init__(replace(setup, bucket_bytes=setup.bucket_bytes or SMALL_BUCKET_BYTES))
@@ -120,7 +121,7 @@ class DeferredSteps(Synchronous):
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
-                raise ValueError(f"{here()}rules.NextForward needs whole parameters, and {name!r} is sharded")
+                raise ValueError(f"rules.NextForward needs whole parameters, and {name!r} is sharded")
         super().add(names, parameters)
         forward, reads = Weakly.of(self._before_forward), Weakly.of(self.settle)
         loads = Weakly.of(self._before_load)
@@ -143,9 +144,9 @@ class DeferredSteps(Synchronous):
             result = super().take_step()
             if before != ([dict(group) for group in groups], _numbers(self.setup.optimizer)):
                 raise TypeError(
-                    f"{here()}rules.NextForward is for optimizers that keep what changes in a step in the state of each "
-                    f"parameter; {type(self.setup.optimizer).__name__} changes its param groups or attributes: leave "
-                    "out rule="
+                    f"rank {self.communicator.rank}: rules.NextForward is for optimizers that keep what changes in a step in the "
+                    f"state of each parameter; {type(self.setup.optimizer).__name__} changes its param groups or attributes: "
+                    "leave out rule="
                 )
             return result
         self._find_needed()
@@ -238,7 +239,7 @@ class DeferredSteps(Synchronous):
         with self._lock:
             if self.reducer.layout.places.get(index, (None,))[0] in self._wait.waiting:
                 message = _TWICE if self._settings is None else _READ_BEFORE
-                raise RuntimeError(message.format(here(), self.reducer.names[index]))
+                raise RuntimeError(message.format(self.communicator.rank, self.reducer.names[index]))
             self.settle()
 
     def _before_load(self, *_: object) -> None:

@@ -15,7 +15,6 @@ from gradwire.trainer.reducer.compression import AUTO
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.times import ExchangeTimes
 from gradwire.trainer.reducer.traffic import ExchangeStats
-from gradwire.trainer.world.world import here
 
 _SWITCHES = ("train", "eval")
 """The methods of an optimizer that change parameters for evaluation, and back, as those of Schedule-Free do."""
@@ -54,7 +53,7 @@ class Rule:
         self.setup = setup
         if setup.policy.auto is not None and type(self) is not Rule and not self.supports_auto:
             raise ValueError(
-                f"{here()}compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
+                f"compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
                 f"for {type(self).__name__}: name a codec"
             )
 
@@ -128,7 +127,7 @@ class Rule:
     def _refused(self, name: str, why: str) -> RuntimeError:
         """Return the error for a call of a method of the wrapped optimizer."""
         optimizer = self.setup.optimizer
-        return RuntimeError(f"{here()}{name}() of the wrapped {type(optimizer).__name__} is not supported here: {why}")
+        return RuntimeError(f"{name}() of the wrapped {type(optimizer).__name__} is not supported here: {why}")
 
     def after_step(self) -> None:
         """Do the rule's work that follows a step of the optimizer."""

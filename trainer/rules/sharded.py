@@ -93,10 +93,10 @@ class ShardedSteps(Synchronous):
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
             if shard_of(parameter):
-                raise ValueError(f"{here()}rules.Sharded needs whole parameters, and {name!r} is sharded already")
+                raise ValueError(f"rules.Sharded needs whole parameters, and {name!r} is sharded already")
             if parameter.stride() != dense_strides(parameter):
                 raise ValueError(
-                    f"{here()}rules.Sharded needs parameters without gaps in memory, and {name!r} has shape "
+                    f"rules.Sharded needs parameters without gaps in memory, and {name!r} has shape "
                     f"{list(parameter.shape)} and strides {list(parameter.stride())}"
                 )
         self._try(parameters)
@@ -116,7 +116,7 @@ class ShardedSteps(Synchronous):
         for rank, fault in enumerate(on_all_ranks(self.communicator, attempt, failed="rules.Sharded: rank {}: {}")):
             if fault is not None:
                 raise ValueError(
-                    f"{here()}rules.Sharded is for optimizers that update every element independently; {fault} (on rank "
+                    f"rules.Sharded is for optimizers that update every element independently; {fault} (on rank "
                     f"{rank}). Leave out rule="
                 )
         tried.update(new)
@@ -131,7 +131,9 @@ class ShardedSteps(Synchronous):
         self._pieces.cut(self.buckets)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        raise ValueError(f"{here()}rules.Sharded does not support step(closure): call backward(), then step()")
+        raise ValueError(
+            f"rank {self.communicator.rank}: rules.Sharded does not support step(closure): call backward(), then step()"
+        )
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -139,7 +141,7 @@ class ShardedSteps(Synchronous):
         backward()."""
         for bucket in self.buckets:
             if (name := bucket.changed()) is not None:
-                raise RuntimeError(here() + _CHANGED.format(name))
+                raise RuntimeError(f"rank {self.communicator.rank}: {_CHANGED.format(name)}")
             bucket.copy_slots(bucket.own_grads)
         self._pieces.fill()
         with self._pieces.in_place_of_parameters():

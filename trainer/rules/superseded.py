@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.world.world import here
 
 
 class Superseded(Rule):
@@ -20,9 +19,10 @@ class Superseded(Rule):
 
     def synchronize(self) -> None:
         raise RuntimeError(
-            f"{here()}this optimizer was closed when another DistributedOptimizer with its {self._name!r} was made, because the "
-            "gradients of a parameter can be exchanged by one only. If both are to step it: move the parameters that they share "
-            "into a DistributedOptimizer of their own, or make one optimizer with several param groups"
+            f"rank {self.communicator.rank}: this optimizer was closed when another DistributedOptimizer with its "
+            f"{self._name!r} was made, because the gradients of a parameter can be exchanged by one only. If both are to step "
+            "it: move the parameters that they share into a DistributedOptimizer of their own, or make one optimizer with "
+            "several param groups"
         )
 
     def state_dict(self) -> dict[str, Any]:

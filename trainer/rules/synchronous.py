@@ -28,9 +28,7 @@ class Synchronous(Rule):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         if setup.op == Adasum:
-            raise ValueError(
-                f"{here()}a rule that exchanges gradients does not support op={Adasum!r}: leave out one of both"
-            )
+            raise ValueError(f"a rule that exchanges gradients does not support op={Adasum!r}: leave out one of both")
         self.reducer = Reducer(setup)
         self.times = self.reducer.times
         self._within_step = ExitStack()
