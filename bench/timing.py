@@ -38,37 +38,43 @@ class Protocol:
     check_iters: int = 1
 
 
-@dataclass(frozen=True)
-class RankWaits:
-    """Waits of a rank: barrier for all ranks, synchronize for its device."""
-
-    barrier: Callable[[], object]
-    synchronize: Callable[[], None]
+Timer = Callable[[Callable[[], object]], float]
+"""Runs a competitor, and returns the seconds that it took."""
 
 
-def distributed_waits(device: torch.device, meet: Callable[[], object] = dist.barrier) -> RankWaits:
-    """Return the RankWaits of the default process group. meet: the barrier of ranks without GPUs. If it ends later on
-    some ranks, the difference adds to the time of the turn."""
-    if device.type == "cuda":
+def meeting(device: torch.device, meet: Callable[[], object] = dist.barrier) -> Timer:
+    """Return a Timer by the clock that begins when all ranks of the default process group have met.
 
-        def barrier() -> None:
+    meet: the barrier of ranks without GPUs. If it ends later on some ranks, the difference adds to the time of the turn.
+    """
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def seconds(competitor: Callable[[], object]) -> float:
+        synchronize()
+        if device.type == "cuda":
             dist.barrier(device_ids=[device.index])
-            torch.cuda.synchronize()
+            synchronize()
+        else:
+            meet()
+        start = time.perf_counter()
+        competitor()
+        synchronize()
+        return time.perf_counter() - start
 
-        return RankWaits(barrier, torch.cuda.synchronize)
-    return RankWaits(meet, lambda: None)
+    return seconds
 
 
 def take_turns(
     competitors: Sequence[Callable[[], object]],
-    reset: Callable[[], None],
-    wrong: Callable[[], int],
-    waits: RankWaits,
+    timer: Timer,
     protocol: Protocol,
+    reset: Callable[[], object] = lambda: None,
+    *wrong: Callable[[], int],
 ) -> tuple[Times, list[int]]:
     """Time `competitors` on this rank, and count the wrong elements in the checked turns.
 
-    reset: restores the buffers before a turn. wrong: counts the wrong elements of the last result.
+    reset: restores the buffers before a turn. wrong: counts the wrong elements of the last result; one function for all
+    competitors, or one for each.
 
     Returns:
         the seconds, float64 of shape (competitors, iters), and the sum of `wrong()` for each competitor.
@@ -76,28 +82,21 @@ def take_turns(
     seconds = np.zeros((len(competitors), protocol.iters))
     wrong_elements = [0] * len(competitors)
 
-    def turn(competitor: Callable[[], object]) -> float:
+    def turn(index: int, *, checked: bool = False) -> float:
         reset()
-        waits.synchronize()
-        waits.barrier()
-        start = time.perf_counter()
-        competitor()
-        waits.synchronize()
-        return time.perf_counter() - start
+        taken = timer(competitors[index])
+        if checked and wrong:
+            wrong_elements[index] += wrong[index % len(wrong)]()
+        return taken
 
-    for _ in range(protocol.warmup_iters):
-        for competitor in competitors:
-            turn(competitor)
-    for _ in range(protocol.check_iters):
-        for index, competitor in enumerate(competitors):
-            turn(competitor)
-            wrong_elements[index] += wrong()
+    for number in range(protocol.warmup_iters + protocol.check_iters):
+        for index in range(len(competitors)):
+            turn(index, checked=number >= protocol.warmup_iters)
     same_on_all_ranks = np.random.default_rng(0)
     for iteration in range(protocol.iters):
+        is_checked = iteration == protocol.iters - 1 and protocol.check_iters > 0
         for index in same_on_all_ranks.permutation(len(competitors)):
-            seconds[index, iteration] = turn(competitors[index])
-            if iteration == protocol.iters - 1 and protocol.check_iters > 0:
-                wrong_elements[index] += wrong()
+            seconds[index, iteration] = turn(index, checked=is_checked)
     return seconds, wrong_elements
 
 

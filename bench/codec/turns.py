@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.bench import timing
 from gradwire.bench.codec.checks import count_outside, count_unequal, relative_error
 from gradwire.bench.codec.peers import PEERS, Contender
-from gradwire.bench.timing import RankWaits, Times, median_and_p99, speedup_interval, take_turns
+from gradwire.bench.timing import Protocol, median_and_p99, speedup_interval, take_turns
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Float8, Int4, Int8
 from gradwire.collectives.compression.registry import CODECS as REGISTRY
@@ -159,62 +158,23 @@ class Turns:
         return wrong + count_unequal(numbers.residual, corrected - out, corrected.abs().add_(out.abs()))
 
 
-class OnCore:
-    """An operation on the CPU, timed in processor time, which excludes other processes."""
-
-    def __init__(self, operation: Callable[[], None]) -> None:
-        self._operation = operation
-        self._seconds: list[float] = []
-
-    def __call__(self) -> None:
-        start = time.process_time()
-        self._operation()
-        self._seconds.append(time.process_time() - start)
-
-    def seconds(self, iters: int) -> list[float]:
-        """Return the seconds of the last `iters` turns."""
-        return self._seconds[-iters:]
+def on_core(operation: Callable[[], object]) -> float:
+    """Run an operation on the CPU, and return its processor time, which excludes other processes."""
+    start = time.process_time()
+    operation()
+    return time.process_time() - start
 
 
-class OnDevice:
-    """An operation on a GPU, timed by the GPU, without the time of the host and the launch."""
-
-    def __init__(self, operation: Callable[[], None]) -> None:
-        self._operation = operation
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def __call__(self) -> None:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(BUSY_CYCLES)
-        start.record()
-        self._operation()
-        end.record()
-        self._events.append((start, end))
-
-    def seconds(self, iters: int) -> list[float]:
-        """Return the seconds of the last `iters` turns."""
-        return [start.elapsed_time(end) / 1e3 for start, end in self._events[-iters:]]
-
-
-def take_all_turns(
-    operations: Sequence[tuple[Callable[[], None], Callable[[], int]]],
-    reset: Callable[[], None],
-    device: torch.device,
-    protocol: timing.Protocol,
-) -> tuple[Times, list[int]]:
-    """Run take_turns, timed by the device. operations: each with a function that counts its wrong elements."""
-    last = 0
-
-    def turn(index: int) -> None:
-        nonlocal last
-        last = index
-        timed[index]()
-
-    timed = [(OnDevice if device.type == "cuda" else OnCore)(operation) for operation, _ in operations]
-    waits = RankWaits(lambda: None, torch.cuda.synchronize if device.type == "cuda" else lambda: None)
-    competitors = [partial(turn, index) for index in range(len(operations))]
-    _, wrong = take_turns(competitors, reset, lambda: operations[last][1](), waits, protocol)
-    return np.array([operation.seconds(protocol.iters) for operation in timed]), wrong
+def on_device(operation: Callable[[], object]) -> float:
+    """Run an operation on a GPU, and return the GPU's time, without the time of the host and the launch."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(BUSY_CYCLES)
+    start.record()
+    operation()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def moved_bytes(codec: Codec, operation: str, numel: int) -> float:
@@ -238,7 +198,7 @@ def error_of(codec: Codec, values: Tensor) -> tuple[float, int]:
     return relative_error(values, decoded), count_outside(codec, values, decoded)
 
 
-def measure(name: str, numbers: CodecInputs, protocol: timing.Protocol) -> tuple[list[CodecRow], float]:
+def measure(name: str, numbers: CodecInputs, protocol: Protocol) -> tuple[list[CodecRow], float]:
     """Measure a codec. Return its rows, and the median seconds of a copy."""
     codec, values = CODECS[name], numbers.values
     peer = PEERS[codec.name]
@@ -249,16 +209,13 @@ def measure(name: str, numbers: CodecInputs, protocol: timing.Protocol) -> tuple
         for turn in turns:
             turn.restart()
 
-    def copy() -> None:
-        numbers.out.copy_(values)
-
-    def copy_is_wrong() -> int:
-        return int((numbers.out != values).sum())
-
-    operations: list[tuple[Callable[[], None], Callable[[], int]]] = [
-        (turn.operations[operation], partial(turn.wrong, operation)) for turn in turns for operation in OPERATIONS
-    ]
-    seconds, wrong = take_all_turns([(copy, copy_is_wrong), *operations], reset, values.device, protocol)
+    operations: list[Callable[[], object]] = [partial(numbers.out.copy_, values)]
+    checks: list[Callable[[], int]] = [lambda: int((numbers.out != values).sum())]
+    for turn in turns:
+        operations += [turn.operations[name] for name in OPERATIONS]
+        checks += [partial(turn.wrong, name) for name in OPERATIONS]
+    timer = on_device if values.device.type == "cuda" else on_core
+    seconds, wrong = take_turns(operations, timer, protocol, reset, *checks)
     copy_s = median_and_p99(seconds[0])[0]
     (gaussian_error, _), (laplace_error, laplace_wrong) = error_of(codec, values), error_of(codec, numbers.laplace)
     ours, torchs, plains = seconds[1:].reshape(3, len(OPERATIONS), -1)

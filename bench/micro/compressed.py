@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,112 +17,60 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.bench.codec.checks import relative_error
-from gradwire.bench.micro.cases import CASES, IN_PLACE, BenchJob, Buffers
-from gradwire.bench.micro.table import (
-    MeasuredRow,
-    Row,
-    Speedup,
-    compare,
-    format_comparison,
-    format_heading,
-    format_row,
-    format_trailer,
-    measured_row,
-)
-from gradwire.bench.timing import (
-    Protocol,
-    distributed_waits,
-    every_rank,
-    most_bytes,
-    over_ranks,
-    slowest_rank,
-    take_turns,
-)
+from gradwire.bench.micro.cases import BenchJob, Buffers
+from gradwire.bench.timing import Protocol, Timer, slowest_rank, take_turns
 from gradwire.collectives import Communicator
-from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec, State
 
 Codecs = Mapping[str, tuple[Codec, bool]]
+"""By its name on the command line, each codec, and whether it has error feedback."""
 Call = Callable[[], object]
-NONE, TORCH, AUTO = "none", "torch", "auto"
-ALLREDUCE = CASES["allreduce"]
 
 
 class Clock:
-    """Adds up the seconds of encoding and of decoding since the last reading."""
+    """Adds up the seconds of encoding and of decoding since the last reading. On a GPU, it prevents overlap."""
 
     def __init__(self) -> None:
-        self.encode_s = self.decode_s = 0.0
+        self._seconds = [0.0, 0.0]
 
-    def read(self) -> tuple[float, float]:
-        seen = self.encode_s, self.decode_s
-        self.encode_s = self.decode_s = 0.0
-        return seen
-
-
-def timed(codec: Codec, clock: Clock) -> Codec:
-    """Return the codec with its encodings and decodings timed by `clock`. On a GPU, this prevents overlap."""
-
-    def elapsed(start: float, device: torch.device) -> float:
+    def add(self, part: int, work: Call, device: torch.device) -> None:
+        """Do the work and add its time to that of a part: encoding 0, decoding 1."""
+        start = time.perf_counter()
+        work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        self._seconds[part] += time.perf_counter() - start
 
-    class Timed(_Stand):
-        def at(self, step: int) -> Codec:
-            return Timed(self.real.at(step))
-
-        def _encode(
-            self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None
-        ) -> None:
-            start = time.perf_counter()
-            self.real.encode(values, wire, residual=residual, seed=seed, state=state)
-            clock.encode_s += elapsed(start, values.device)
-
-        def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-            start = time.perf_counter()
-            self.real.decode(wire, out, add=add, scale=scale)
-            clock.decode_s += elapsed(start, out.device)
-
-    return Timed(codec)
+    def read(self) -> tuple[float, float]:
+        encode_s, decode_s = self._seconds
+        self._seconds = [0.0, 0.0]
+        return encode_s, decode_s
 
 
-def blank(codec: Codec) -> Codec:
-    """Return a codec that does no work and has codes of the same length, so that only the wire's time is left."""
+class StandIn(Codec):
+    """Stands in for a codec, with codes of the same length: it times the codec by a clock or, without a clock, does no work, so
+    that only the wire's time is left. Two are equal only if they are the same object, as caches require."""
 
-    class Blank(_Stand):
-        def at(self, step: int) -> Codec:
-            return Blank(self.real.at(step))
+    name = "stand-in"
 
-        def _encode(self, *tensors_and_settings: object) -> None:
-            pass
-
-        def _decode(self, *tensors_and_settings: object) -> None:
-            pass
-
-    return Blank(codec)
-
-
-class _Stand(Codec):
-    """A stand-in for a codec. Two stand-ins are equal only if they are the same object, as caches require."""
-
-    name = "stand"
-
-    def __init__(self, real: Codec) -> None:
-        self.real = real
+    def __init__(self, real: Codec, clock: Clock | None = None) -> None:
+        self.real, self._clock = real, clock
         # Codecs have these constants in their class, but stand-ins differ.
         vars(self).update(name=real.name, summable=real.summable, wire_dtype=real.wire_dtype)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.real!r})"
+        return f"{'Timed' if self._clock else 'Blank'}({self.real!r})"
 
     @property
     def identity(self) -> str:
-        return f"{type(self).__name__}({self.real.identity})"
+        return f"{'Timed' if self._clock else 'Blank'}({self.real.identity})"
 
     @property
     def alignment(self) -> int:
         return self.real.alignment
+
+    def at(self, step: int) -> Codec:
+        return StandIn(self.real.at(step), self._clock)
 
     def wire_bytes(self, numel: int) -> int:
         return self.real.wire_bytes(numel)
@@ -130,21 +78,31 @@ class _Stand(Codec):
     def new_state(self, numel: int, device: torch.device) -> State | None:
         return self.real.new_state(numel, device)
 
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        if self._clock is not None:
+            encode = self.real.encode
+            self._clock.add(0, lambda: encode(values, wire, residual=residual, seed=seed, state=state), values.device)
+
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        if self._clock is not None:
+            self._clock.add(1, lambda: self.real.decode(wire, out, add=add, scale=scale), out.device)
+
 
 def contribution(rank: int, job: BenchJob) -> Tensor:
     generator = torch.Generator(job.device).manual_seed(rank)
     return torch.randn(job.count, generator=generator, device=job.device)
 
 
-def exact(job: BenchJob) -> Tensor:
-    """Return the sum or average of all contributions, float64, (count,)."""
+def prepare(job: BenchJob) -> Buffers:
+    """Return the buffers of a job in place. `expected` is the sum or average of all contributions, float64."""
     total = torch.zeros(job.count, dtype=torch.float64, device=job.device)
     for rank in range(job.size):
         total += contribution(rank, job)
-    return total / job.size if job.op == "average" else total
+    mine = contribution(job.rank, job)
+    return Buffers(mine, output := torch.empty_like(mine), total / job.size if job.op == "average" else total, output)
 
 
-def compressed(comm: Communicator, job: BenchJob, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
+def call_of(comm: Communicator, job: BenchJob, output: Tensor, codec: Codec, with_feedback: bool) -> Call:
     """Return a function that calls allreduce with a codec, and keeps the state of error feedback from call to call."""
     feedback = comm.new_feedback(codec, job.count, job.device) if with_feedback else None
     steps = itertools.count()
@@ -162,104 +120,34 @@ def differing(output: Tensor) -> int:
     return int((first.view(torch.int32) != output.view(torch.int32)).sum())
 
 
-def measure(
-    jobs: Sequence[BenchJob], comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
-) -> list[MeasuredRow]:
-    """Return the rows of all jobs, the same on every rank. For each job: torch's, ours, ours with each codec."""
-    in_place = [job for job in jobs if job.place == IN_PLACE]
-    return [one for job in in_place for one in _measure(job, comm, codecs, protocol, device)]
+def error_of(call: Call, buffers: Buffers) -> float:
+    """Return the relative error of a first call, while error feedback is still zero."""
+    buffers.reset()
+    call()
+    return relative_error(buffers.expected, buffers.output)
 
 
-def _measure(
-    job: BenchJob, comm: Communicator, codecs: Codecs, protocol: Protocol, device: torch.device
-) -> list[MeasuredRow]:
-    waits, initial = distributed_waits(device, comm.barrier), contribution(comm.rank, job)
-    buffers = Buffers(initial, torch.empty_like(initial), initial, initial)
-    makers: list[Callable[[], Call]] = [
-        lambda: partial(ALLREDUCE.run_torch, buffers, job),
-        lambda: partial(ALLREDUCE.run, comm, buffers, job, AUTO),
-        *(partial(compressed, comm, job, buffers.output, *codec) for codec in codecs.values()),
-    ]
-    expected, errors = exact(job), []
-    for maker in makers:
-        buffers.reset()
-        maker()()  # a first call, while error feedback is still zero
-        errors.append(relative_error(expected, buffers.output))
-    seconds, wrong = take_turns(
-        [maker() for maker in makers], buffers.reset, partial(differing, buffers.output), waits, protocol
-    )
-    everyones, wrong_anywhere = every_rank(seconds, device), over_ranks(np.array(wrong), device)
-
-    names = [(TORCH, NONE), (AUTO, NONE), *((AUTO, label) for label in codecs)]
-    measured: list[MeasuredRow] = []
-    for index, (algorithm, label) in enumerate(names):
-        codec, with_feedback = codecs.get(label, (None, False))
-        parts = _parts(comm, job, buffers, codec, with_feedback, protocol, device) if codec is not None else {}
-        sent = comm.wire_bytes("allreduce", 4 * job.count, codec=codec) if algorithm != TORCH else None
-        most = most_bytes(sent, device)
-        known = {
-            "codec": label,
-            "wire_bytes": most,
-            "wrong": int(wrong_anywhere[index]) if protocol.check_iters > 0 else None,
-            "ratio": ALLREDUCE.busbw_factor(job.size) * 4 * job.count / most if most else None,
-            "relative_error": errors[index],
-            **parts,
-        }
-        measured.append(measured_row(ALLREDUCE, job, algorithm, everyones[:, index], **known))
-    return measured
-
-
-def _parts(
+def parts(
     comm: Communicator,
     job: BenchJob,
     buffers: Buffers,
     codec: Codec,
     with_feedback: bool,
     protocol: Protocol,
-    device: torch.device,
-) -> dict[str, float]:
+    timer: Timer,
+) -> dict[str, Any]:
     """Return the microseconds of encoding, decoding and the wire, measured in separate turns, by the names of the row's
     fields."""
     clock, readings = Clock(), list[tuple[float, float]]()
-    whole = compressed(comm, job, buffers.output, timed(codec, clock), with_feedback)
+    whole = call_of(comm, job, buffers.output, StandIn(codec, clock), with_feedback)
 
     def read() -> None:
         whole()
         readings.append(clock.read())
 
-    wire = compressed(comm, job, buffers.output, blank(codec), with_feedback)
+    wire = call_of(comm, job, buffers.output, StandIn(codec), with_feedback)
     unchecked = Protocol(protocol.iters, max(1, protocol.warmup_iters), check_iters=0)
-    seconds, _ = take_turns([read, wire], buffers.reset, lambda: 0, distributed_waits(device, comm.barrier), unchecked)
+    seconds, _ = take_turns([read, wire], timer, unchecked, buffers.reset)
     of_codec = np.array(readings[-protocol.iters :]).T
-    medians_s = np.median(slowest_rank(np.stack([*of_codec, seconds[1]]), device), axis=1)
+    medians_s = np.median(slowest_rank(np.stack([*of_codec, seconds[1]]), job.device), axis=1)
     return dict(zip(("encode_us", "decode_us", "wire_us"), (medians_s * 1e6).tolist(), strict=True))
-
-
-def report(comm: Communicator, measured: Sequence[MeasuredRow], codecs: Codecs) -> tuple[list[Row], list[Speedup]]:
-    """Print a block for each codec, and its speed over torch.distributed's. Return rows and speedups in this order."""
-    rows: list[Row] = []
-    for label in (NONE, *codecs):
-        block = [one for one in measured if one[1].codec == label]
-        print(f"# Codec {label}{f': {codecs[label][0]!r}' if label in codecs else ''}")
-        print("\n".join(format_heading([IN_PLACE], codecs=True)))
-        print("\n".join(format_row([row], job.count, job.root) + f"  {row.algorithm}" for job, row, _ in block))
-        print("\n".join(format_trailer([row for _, row, _ in block])))
-        rows += [row for _, row, _ in block]
-    torchs = [one for one in measured if one[1].algorithm == TORCH]
-    device = measured[0][0].device.type
-    speedups = []
-    for label in (NONE, *codecs):
-        ours = [one for one in measured if one[1].algorithm == AUTO and one[1].codec == label]
-        compared = compare([*ours, *torchs], AUTO, TORCH, partial(_ridden, comm, label, codecs, device))
-        print("\n".join(format_comparison(compared)))
-        speedups += compared
-    return rows, speedups
-
-
-def _ridden(comm: Communicator, label: str, codecs: Codecs, device: str, nbytes: int) -> str:
-    """Return the codec and algorithm that a line of a comparison names."""
-    if label == NONE:
-        return comm.chosen("allreduce", nbytes, device=device)
-    codec = codecs[label][0]
-    summed = comm.chosen("allreduce", codec.wire_bytes(nbytes // 4), device=device)
-    return f"{label}, {summed if codec.summable else shot_of(codec)}"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.micro import compressed, mpi
-from gradwire.bench.micro.cases import BARRIER, CASES, BenchJob, Buffers, Case, torch_takes
+from gradwire.bench.micro.cases import BARRIER, CASES, IN_PLACE, BenchJob, Buffers, Case, torch_takes
 from gradwire.bench.micro.options import DTYPES, parse_arguments
 from gradwire.bench.micro.point_to_point import POINT_TO_POINT
 from gradwire.bench.micro.table import (
@@ -36,19 +36,21 @@ from gradwire.bench.results import device_name, software_and_machine, write_csv,
 from gradwire.bench.timing import (
     TURNS,
     Protocol,
-    Times,
-    distributed_waits,
     every_rank,
+    meeting,
     most_bytes,
     over_ranks,
     take_turns,
 )
 from gradwire.collectives import Communicator
+from gradwire.collectives.compression.algorithms_for import shot_of
+from gradwire.collectives.compression.codec import Codec
 from gradwire.trainer.world.launch import read_launch
 from gradwire.trainer.world.world import start_torch_distributed
 
 TORCH = "torch"
 """The competitor that calls torch.distributed without a Communicator."""
+NONE = "none"
 PEERS = ("native", TORCH, mpi.MPI)
 MEANINGS = {
     "barrier": "A barrier has no data: only the times of its tables have a meaning.",
@@ -101,7 +103,12 @@ def plan_jobs(case: Case, chosen: argparse.Namespace, rank: int, size: int, devi
     return list(jobs)
 
 
-def competitor(case: Case, comm: Communicator, buffers: Buffers, job: BenchJob, algorithm: str) -> Callable[[], object]:
+def competitor(
+    case: Case, comm: Communicator, buffers: Buffers, job: BenchJob, algorithm: str, codec: tuple[Codec, bool] | None
+) -> Callable[[], object]:
+    """Return a call of a competitor. codec: and whether it has error feedback; None for none."""
+    if codec is not None:
+        return compressed.call_of(comm, job, buffers.output, *codec)
     if algorithm == TORCH:
         return partial(case.run_torch, buffers, job)
     if algorithm == mpi.MPI:
@@ -121,39 +128,56 @@ def measure(
     comm: Communicator,
     algorithms: Sequence[str],
     protocol: Protocol,
-    device: torch.device,
     *,
+    codecs: compressed.Codecs,
     shared: bool = False,
 ) -> list[MeasuredRow]:
-    """Return the rows of all jobs, the same on every rank. shared: use Communicator.empty() for in-place buffers."""
-    waits = distributed_waits(device, comm.barrier)
-    turns: list[tuple[BenchJob, str]] = []
-    seconds: list[Times] = []
-    wrong: list[int] = []
+    """Return the rows of all jobs, the same on every rank. codecs: 'auto' also runs with each of them. shared: use
+    Communicator.empty() for in-place buffers."""
+    device = jobs[0].device
+    timer = meeting(device, comm.barrier)
+    measured: list[MeasuredRow] = []
     for job in jobs:
-        buffers = case.prepare(job)
+        buffers = compressed.prepare(job) if codecs else case.prepare(job)
         if shared and buffers.input is buffers.output and device.type == "cpu":
             output = comm.empty(buffers.output.numel(), dtype=job.dtype)
             buffers = Buffers(buffers.initial, output, buffers.expected, output)
-        present = [algorithm for algorithm in algorithms if has(algorithm, job)]
-        competitors = [competitor(case, comm, buffers, job, algorithm) for algorithm in present]
-        check = partial(count_wrong, buffers.output, buffers.expected)
-        job_seconds, job_wrong = take_turns(competitors, buffers.reset, check, waits, protocol)
-        turns += [(job, algorithm) for algorithm in present]
-        seconds += list(job_seconds)
-        wrong += job_wrong
-    everyones, wrong_anywhere = every_rank(np.stack(seconds), device), over_ranks(np.array(wrong), device)
+        entrants = [(algorithm, NONE) for algorithm in algorithms if has(algorithm, job)]
+        entrants += [("auto", label) for label in codecs]
 
-    measured: list[MeasuredRow] = []
-    for (job, algorithm), times, wrong_elements in zip(turns, everyones.swapaxes(0, 1), wrong_anywhere, strict=True):
-        sent, nbytes = None, case.nbytes(job)
-        if case.has_algorithms and case.sized and algorithm not in (TORCH, mpi.MPI):
-            runs = comm.chosen(case.name, nbytes, device=device.type) if algorithm == "auto" else algorithm
-            sent = comm.wire_bytes(case.name, nbytes, runs)
-        wrong_seen = int(wrong_elements) if protocol.check_iters > 0 else None
-        known = {"codec": "none", "wire_bytes": most_bytes(sent, device), "wrong": wrong_seen}
-        measured.append(measured_row(case, job, algorithm, times, **known))
+        def make(algorithm: str, label: str, buffers: Buffers = buffers, job: BenchJob = job) -> Callable[[], object]:
+            return competitor(case, comm, buffers, job, algorithm, codecs.get(label))
+
+        known = [_known(case, comm, job, *entrant, codecs) for entrant in entrants]
+        if codecs:
+            for fields, (algorithm, label) in zip(known, entrants, strict=True):
+                fields["relative_error"] = compressed.error_of(make(algorithm, label), buffers)
+        expected = () if codecs else (buffers.expected,)
+        check = partial(compressed.differing if codecs else count_wrong, buffers.output, *expected)
+        competitors = [make(*entrant) for entrant in entrants]
+        seconds, wrong = take_turns(competitors, timer, protocol, buffers.reset, check)
+        everyones, wrong_anywhere = every_rank(seconds, device), over_ranks(np.array(wrong), device)
+        for index, (fields, (algorithm, label)) in enumerate(zip(known, entrants, strict=True)):
+            fields["wrong"] = int(wrong_anywhere[index]) if protocol.check_iters > 0 else None
+            if label in codecs:
+                fields |= compressed.parts(comm, job, buffers, *codecs[label], protocol, timer)
+            measured.append(measured_row(case, job, algorithm, everyones[:, index], **fields))
     return measured
+
+
+def _known(
+    case: Case, comm: Communicator, job: BenchJob, algorithm: str, label: str, codecs: compressed.Codecs
+) -> dict[str, Any]:
+    """Return the fields of a row that are known before it is measured: what the ranks send. Collective."""
+    sent, nbytes = None, case.nbytes(job)
+    if label in codecs:
+        sent = comm.wire_bytes(case.name, nbytes, codec=codecs[label][0])
+    elif case.has_algorithms and case.sized and algorithm not in (TORCH, mpi.MPI):
+        runs = comm.chosen(case.name, nbytes, device=job.device.type) if algorithm == "auto" else algorithm
+        sent = comm.wire_bytes(case.name, nbytes, runs)
+    most = most_bytes(sent, job.device)
+    ratio = case.busbw_factor(job.size) * nbytes / most if codecs and most else None
+    return {"codec": label, "wire_bytes": most, "ratio": ratio}
 
 
 def describe_run(chosen: argparse.Namespace, comm: Communicator, device: torch.device) -> dict[str, Any]:
@@ -189,14 +213,19 @@ def format_header(name: str, chosen: argparse.Namespace, meta: dict[str, Any], r
     ]
 
 
-def format_block(case: Case, algorithm: str, measured: Sequence[MeasuredRow]) -> list[str]:
-    lines: dict[BenchJob, list[Row]] = {}
+def format_block(case: Case, name: str, measured: Sequence[MeasuredRow], codecs: compressed.Codecs) -> list[str]:
+    """Return the table of an algorithm or, with codecs, of a codec, in place only and with the algorithm of each row."""
+    lines: dict[tuple[BenchJob, str], list[Row]] = {}
     for job, row, _ in measured:
-        lines.setdefault(replace(job, place=""), []).append(row)
+        lines.setdefault((replace(job, place=""), row.algorithm), []).append(row)
+    described = f": {codecs[name][0]!r}" if name in codecs else ""
     return [
-        f"# Algorithm {algorithm}",
-        *format_heading(case.places),
-        *(format_row(rows, job.count, job.root) for job, rows in lines.items()),
+        f"# {'Codec' if codecs else 'Algorithm'} {name}{described}",
+        *format_heading([IN_PLACE] if codecs else case.places, codecs=bool(codecs)),
+        *(
+            format_row(rows, job.count, job.root) + (f"  {algorithm}" if codecs else "")
+            for (job, algorithm), rows in lines.items()
+        ),
         *format_trailer([row for _, row, _ in measured]),
     ]
 
@@ -214,8 +243,10 @@ def plan(
     if not case.has_algorithms and comm.size < 2:
         raise ValueError("a message needs two ranks")
     legal = comm.algorithms(case.name) if case.has_algorithms else ()
-    algorithms = choose_algorithms(chosen.algorithm, legal, peers=chosen.peers)
+    algorithms = choose_algorithms([TORCH, "auto"] if chosen.codec else chosen.algorithm, legal, peers=chosen.peers)
     jobs = plan_jobs(case, chosen, comm.rank, comm.size, device)
+    if chosen.codec:
+        jobs = [job for job in jobs if job.place == IN_PLACE]
     jobs = [job for job in jobs if any(has(algorithm, job) for algorithm in algorithms)]
     if not jobs:
         raise ValueError("these dtypes and ops leave nothing to measure")
@@ -226,22 +257,32 @@ def plan(
 
 
 def report(
-    case: Case, comm: Communicator, measured: Sequence[MeasuredRow], algorithms: Sequence[str], device: torch.device
+    case: Case, comm: Communicator, measured: Sequence[MeasuredRow], codecs: compressed.Codecs
 ) -> tuple[list[Row], list[Speedup]]:
-    """Print a block for each algorithm, then the comparisons. Return the rows and speedups in this order."""
-    rows: list[Row] = []
-    for algorithm in algorithms:
-        block = [one for one in measured if one[1].algorithm == algorithm]
-        if block:
-            print("\n".join(format_block(case, algorithm, block)))
-            rows += [row for _, row, _ in block]
-    runs = partial(comm.chosen, case.name, device=device.type) if case.has_algorithms else lambda nbytes: ""
+    """Print a block for each algorithm or codec, then the comparisons. Return the rows and speedups in this order."""
+    device = measured[0][0].device.type
+    blocks: dict[str, list[MeasuredRow]] = {}
+    for one in measured:
+        blocks.setdefault(one[1].codec if codecs else one[1].algorithm, []).append(one)
+    for name, block in blocks.items():
+        print("\n".join(format_block(case, name, block, codecs)))
+
+    def runs(label: str, nbytes: int) -> str:
+        if not case.has_algorithms:
+            return ""
+        if label not in codecs:
+            return comm.chosen(case.name, nbytes, device=device)
+        codec = codecs[label][0]
+        summed = comm.chosen(case.name, codec.wire_bytes(nbytes // 4), device=device)
+        return f"{label}, {summed if codec.summable else shot_of(codec)}"
+
     speedups = []
-    for peer in PEERS:
-        compared = compare(measured, "auto", peer, runs)
+    for label, peer in itertools.product((NONE, *codecs), PEERS):
+        pair = [one for one in measured if one[1].algorithm == peer or one[1].codec == label]
+        compared = compare(pair, "auto", peer, partial(runs, label))
         print("".join(f"{line}\n" for line in format_comparison(compared)), end="")
         speedups += compared
-    return rows, speedups
+    return [row for block in blocks.values() for _, row, _ in block], speedups
 
 
 def save(chosen: argparse.Namespace, rows: Sequence[Row], speedups: Sequence[Speedup], meta: dict[str, Any]) -> None:
@@ -274,14 +315,10 @@ def main(name: str, arguments: Sequence[str]) -> int:
             if comm.rank == 0:
                 print("\n".join(format_header(name, chosen, meta, ranks)), flush=True)
             protocol = Protocol(chosen.iters, chosen.warmup_iters, chosen.check)
-            if chosen.codec:
-                measured = compressed.measure(jobs, comm, chosen.codec, protocol, device)
-                tables = partial(compressed.report, comm, measured, chosen.codec)
-            else:
-                measured = measure(case, jobs, comm, algorithms, protocol, device, shared=chosen.shared)
-                tables = partial(report, case, comm, measured, algorithms, device)
+            codecs = chosen.codec or {}
+            measured = measure(case, jobs, comm, algorithms, protocol, codecs=codecs, shared=chosen.shared)
             if comm.rank == 0:
-                save(chosen, *tables(), meta)
+                save(chosen, *report(case, comm, measured, codecs), meta)
             return 1 if any(row.wrong for _, row, _ in measured) else 0
     finally:
         dist.destroy_process_group()

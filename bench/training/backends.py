@@ -33,9 +33,9 @@ from gradwire.bench.timing import (
     TURNS,
     Protocol,
     Times,
-    distributed_waits,
     format_interval,
     median_and_p99,
+    meeting,
     slowest_rank,
     speedup_interval,
     take_turns,
@@ -215,7 +215,7 @@ def measure(chosen: argparse.Namespace, program: str) -> list[BackendRow]:
     competitors = {backend: build(chosen, backend) for backend in backends}
     cpu = torch.device("cpu")
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
-    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_waits(cpu), protocol)
+    turns, _ = take_turns(list(competitors.values()), meeting(cpu), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, cpu), strict=True))
     return [
         BackendRow(

@@ -33,9 +33,9 @@ from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import (
     TURNS,
     Protocol,
-    distributed_waits,
     format_interval,
     median_and_p99,
+    meeting,
     slowest_rank,
     speedup_interval,
     take_turns,
@@ -175,7 +175,7 @@ def measure(
         for _ in range(-(-AUTO_STEPS * (1 + len(chosen.compression)) // chosen.steps)):
             competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
     protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
-    turns, _ = take_turns(list(competitors.values()), lambda: None, lambda: 0, distributed_waits(device), protocol)
+    turns, _ = take_turns(list(competitors.values()), meeting(device), protocol)
     seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
     beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from gradwire.bench.micro.compressed import Clock, blank, timed
+from gradwire.bench.micro.compressed import Clock, StandIn
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.registry import CODECS
@@ -23,7 +23,7 @@ def encoded(codec: Codec) -> torch.Tensor:
 @pytest.mark.parametrize("name", CODECS)
 def test_a_timed_codec_is_that_codec(name: str) -> None:
     real, clock = CODECS[name](), Clock()
-    stand = timed(real, clock)
+    stand = StandIn(real, clock)
     for step in (0, 3):
         assert torch.equal(encoded(stand.at(step)), encoded(real.at(step)))
     out, expected = torch.ones(NUMEL), torch.ones(NUMEL)
@@ -39,8 +39,8 @@ def test_a_timed_codec_is_that_codec(name: str) -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_a_blank_goes_the_same_way_and_touches_nothing(name: str) -> None:
     real = CODECS[name]()
-    stand = blank(real)
-    for one in (stand, timed(real, Clock())):
+    stand = StandIn(real)
+    for one in (stand, StandIn(real, Clock())):
         assert (one.summable, one.wire_dtype, one.alignment) == (real.summable, real.wire_dtype, real.alignment)
         assert [one.wire_bytes(n) for n in (0, 1, NUMEL)] == [real.wire_bytes(n) for n in (0, 1, NUMEL)]
         assert (one.new_state(1, VALUES.device) is None) == (real.new_state(1, VALUES.device) is None)
@@ -52,4 +52,4 @@ def test_a_blank_goes_the_same_way_and_touches_nothing(name: str) -> None:
 
 def test_ranks_say_the_same_of_a_stand() -> None:
     """Look into the text of the call, which ranks compare."""
-    assert repr(timed(Int8(), Clock())) == repr(timed(Int8(), Clock())) != repr(timed(Int8(block=64), Clock()))
+    assert repr(StandIn(Int8(), Clock())) == repr(StandIn(Int8(), Clock())) != repr(StandIn(Int8(block=64), Clock()))

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
-from gradwire.bench.timing import Protocol, RankWaits, median_and_p99, take_turns
+from gradwire.bench.timing import Protocol, median_and_p99, meeting, take_turns
 
 
 class Recorder:
@@ -13,16 +14,19 @@ class Recorder:
         self.events: list[str] = []
         self.now = 0.0
         monkeypatch.setattr("gradwire.bench.timing.time.perf_counter", lambda: self.now)
-        self.waits = RankWaits(lambda: self.events.append("barrier"), lambda: self.events.append("synchronize"))
+        self.timer = meeting(torch.device("cpu"), lambda: self.events.append("barrier"))
 
     def competitor(self, name: str, seconds: float) -> None:
         self.events.append(name)
         self.now += seconds
 
     def take_turns(self, protocol: Protocol) -> tuple[np.ndarray, list[int]]:
+        wrong = [lambda count=count: count for count in (2, 3, 4)]
         names = {"a": 1.0, "b": 10.0, "c": 100.0}
         competitors = [lambda n=name, s=seconds: self.competitor(n, s) for name, seconds in names.items()]
-        return take_turns(competitors, lambda: self.events.append("reset"), lambda: 2, self.waits, protocol)
+        return take_turns(
+            competitors, self.timer, protocol, lambda: self.events.append("reset"), lambda index: 2 + index
+        )
 
     @property
     def order(self) -> str:
@@ -51,7 +55,7 @@ def test_orders_are_the_same_on_every_rank(recorder: Recorder, monkeypatch: pyte
 
 def test_buffers_are_filled_and_ranks_meet_outside_the_clock(recorder: Recorder) -> None:
     recorder.take_turns(Protocol(iters=1, warmup_iters=0, check_iters=0))
-    assert recorder.events[:5] == ["reset", "synchronize", "barrier", recorder.order[0], "synchronize"]
+    assert recorder.events[:3] == ["reset", "barrier", recorder.order[0]]
 
 
 def test_times_belong_to_their_competitor(recorder: Recorder) -> None:
@@ -62,7 +66,7 @@ def test_times_belong_to_their_competitor(recorder: Recorder) -> None:
 @pytest.mark.parametrize(("check_iters", "wrong"), [(0, 0), (1, 4), (3, 8)])
 def test_checked_turns_and_the_last_timed_one_are_counted(recorder: Recorder, check_iters: int, wrong: int) -> None:
     _, counted = recorder.take_turns(Protocol(iters=5, check_iters=check_iters))
-    assert counted == [wrong] * 3
+    assert counted == [wrong, 1.5 * wrong, 2 * wrong]
 
 
 def test_p99_is_a_turn_that_happened() -> None:
