@@ -34,34 +34,38 @@ MOST_MESSAGES = 1_000_000
 _FLOAT32 = 4
 
 
-def described(
-    ranks: int,
-    ranks_per_host: int,
-    between: LinkCost,
-    inside: LinkCost,
-    uplink_byte_s: float,
-    known: Costs | None = None,
-) -> Costs:
-    """Return the costs of a world of identical hosts. Calls, sums and codecs take the times of `known`, or none without it.
-    uplink_byte_s: the seconds per byte of a host's uplink. Raises ValueError if the ranks do not fill their hosts."""
-    local = min(ranks, ranks_per_host)
-    if ranks < 1 or ranks_per_host < 1 or ranks % local:
-        raise ValueError(
-            f"{ranks} ranks with {ranks_per_host} a host: the ranks must be 1, fewer than a host has, or a multiple of that"
+@dataclass(frozen=True)
+class Network:
+    """The network between the ranks of identical hosts. uplink_byte_s: the seconds per byte of a host's link, each way. known:
+    measured costs of calls, sums and codecs; without it, these take no time."""
+
+    between: LinkCost
+    inside: LinkCost
+    uplink_byte_s: float
+    ranks_per_host: int = 1
+    known: Costs | None = None
+
+    def costs(self, ranks: int) -> Costs:
+        """Return the costs of a world of `ranks` ranks. Raises ValueError if the ranks do not fill their hosts."""
+        local, known = min(ranks, self.ranks_per_host), self.known
+        if ranks < 1 or local < 1 or ranks % local:
+            raise ValueError(
+                f"{ranks} ranks with {self.ranks_per_host} a host: the ranks must be 1, fewer than a host has, or a multiple of "
+                "that"
+            )
+        hosts = tuple(tuple(range(first, first + local)) for first in range(0, ranks, local))
+        return Costs(
+            hosts=hosts,
+            machines=("described",) * len(hosts),
+            inside=self.inside,
+            between=self.between,
+            uplinks=(self.uplink_byte_s,) * len(hosts),
+            cores=(),
+            slowness=(1.0,) * ranks,
+            call_s=known.call_s if known else 0.0,
+            reduce_byte_s=known.reduce_byte_s if known else 0.0,
+            codecs=known.codecs if known else (),
         )
-    hosts = tuple(tuple(range(first, first + local)) for first in range(0, ranks, local))
-    return Costs(
-        hosts=hosts,
-        machines=("described",) * len(hosts),
-        inside=inside,
-        between=between,
-        uplinks=(uplink_byte_s,) * len(hosts),
-        cores=(),
-        slowness=(1.0,) * ranks,
-        call_s=known.call_s if known else 0.0,
-        reduce_byte_s=known.reduce_byte_s if known else 0.0,
-        codecs=known.codecs if known else (),
-    )
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@ is chosen to match the rows that are marked as fitted, so these rows predict not
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gradwire.bench.simulate.exchange import Network
 from gradwire.bench.simulate.models import MODELS
-from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Scenario, predict
-from gradwire.bench.simulate.training import Device
+from gradwire.bench.simulate.scenario import TCP_SHARE, Device, Scenario, predict
 from gradwire.collectives.plan.cost import LinkCost
 
 #: The latency of a message between hosts and inside a host: the greatest and the least of a network hop in NCCL 2.30's model.
@@ -43,7 +44,7 @@ class Preset:
 
     source: str
     inputs: str
-    rows: tuple[PublishedFigure, ...]
+    rows: Sequence[PublishedFigure]
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,24 @@ def compare(name: str) -> list[Compared]:
     for row in PRESETS[name].rows:
         point = predict(row.scenario, row.ranks)
         predicted = point.efficiency if row.published <= 1 else point.samples_per_s
-        error = predicted / row.published - 1
-        found.append(
-            Compared(name, row.scenario.model, row.ranks, row.label, row.published, predicted, error, row.fitted)
-        )
+        told = (name, row.scenario.model, row.ranks, row.label, row.published)
+        found.append(Compared(*told, predicted, predicted / row.published - 1, row.fitted))
     return found
+
+
+def _runs(
+    model: str,
+    device: Device,
+    links: Network,
+    method: tuple[str, str, str],
+    published: Mapping[int, float],
+    fitted: Sequence[int] = (),
+) -> list[PublishedFigure]:
+    """Return the figures of one method. method: its name, exchange and algorithm. published: by the number of ranks. fitted: the
+    numbers of ranks whose figures an input was chosen to match."""
+    label, exchange, algorithm = method
+    scenario = Scenario(model, device, links, exchange, algorithm, steps=1)
+    return [PublishedFigure(scenario, ranks, label, figure, ranks in fitted) for ranks, figure in published.items()]
 
 
 _HKBU = "HKBU-HPML/ddl-benchmarks, results/2020-05-29 (2020)"
@@ -82,38 +96,31 @@ DEVICES = {
 }
 #: Fitted: GB/s between the GPUs of a host, and the latency of a message over TCP.
 _PCIE_GBYTES, _TCP_HOP_S = 4.57, 70e-6
+_BSP = ("BSP-A2A", "bsp", "ring")
 
 
-def _hkbu_10gbe() -> tuple[PublishedFigure, ...]:
-    table = {
-        ("resnet50", "BSP-A2A", "bsp", "ring"): (925.0, 1282.3, 2485.1, 4920.8),
-        ("resnet50", "WFBP-A2A", "wfbp", "ring"): (1015.4, 1795.7, 3146.8, 5113.2),
-        ("resnet50", "MG-WFBP", "mg-wfbp", "ring"): (1003.2, 1980.6, 3785.0, 6883.6),
-        ("resnet50", "WFBP-PS", "wfbp", "hierarchical(direct)"): (1017.3, 2021.4, 3812.0, 6945.4),
-        ("bert-base", "BSP-A2A", "bsp", "ring"): (555.5, 518.9, 984.9, 1926.6),
-        ("bert-large", "BSP-A2A", "bsp", "ring"): (53.04, 28.96, 54.30, 105.1),
-    }
-    links = network(10, _PCIE_GBYTES, 4, hop_s=_TCP_HOP_S)
-    return tuple(
-        PublishedFigure(
-            Scenario(model, DEVICES[model], links, exchange, algorithm, steps=1),
-            ranks,
-            label,
-            published,
-            fitted=(model, label, ranks) in (("bert-large", "BSP-A2A", 4), ("resnet50", "WFBP-A2A", 16)),
-        )
-        for (model, label, exchange, algorithm), figures in table.items()
-        for ranks, published in zip((4, 8, 16, 32), figures, strict=True)
+def _hkbu_10gbe() -> list[PublishedFigure]:
+    table = (
+        ("resnet50", _BSP, (925.0, 1282.3, 2485.1, 4920.8), ()),
+        ("resnet50", ("WFBP-A2A", "wfbp", "ring"), (1015.4, 1795.7, 3146.8, 5113.2), (16,)),
+        ("resnet50", ("MG-WFBP", "mg-wfbp", "ring"), (1003.2, 1980.6, 3785.0, 6883.6), ()),
+        ("resnet50", ("WFBP-PS", "wfbp", "hierarchical(direct)"), (1017.3, 2021.4, 3812.0, 6945.4), ()),
+        ("bert-base", _BSP, (555.5, 518.9, 984.9, 1926.6), ()),
+        ("bert-large", _BSP, (53.04, 28.96, 54.30, 105.1), (4,)),
     )
+    links = network(10, _PCIE_GBYTES, 4, hop_s=_TCP_HOP_S)
+    runs = (
+        _runs(model, DEVICES[model], links, method, dict(zip((4, 8, 16, 32), figures, strict=True)), fitted)
+        for model, method, figures, fitted in table
+    )
+    return [figure for each in runs for figure in each]
 
 
-def _hkbu_100gib() -> tuple[PublishedFigure, ...]:
+def _hkbu_100gib() -> list[PublishedFigure]:
     links = network(100, _PCIE_GBYTES, 4, share=1.0)
     figures = {"resnet50": 7126.5, "bert-base": 4184.4, "bert-large": 375.2}
-    return tuple(
-        PublishedFigure(Scenario(model, DEVICES[model], links, "bsp", "ring", steps=1), 32, "BSP-A2A", published)
-        for model, published in figures.items()
-    )
+    runs = (_runs(model, DEVICES[model], links, _BSP, {32: published}) for model, published in figures.items())
+    return [figure for each in runs for figure in each]
 
 
 #: The images per second of one K80, by model (TensorFlow benchmarks, 2017).
@@ -122,66 +129,42 @@ _K80 = {"inception3": 29.7, "resnet50": 52.4, "resnet152": 19.4}
 _K80_GBYTES, _K80_GBIT, _K80_BATCH = 0.192, 5.77, 64
 
 
-def _tensorflow_k80() -> tuple[PublishedFigure, ...]:
+def _tensorflow_k80() -> list[PublishedFigure]:
     """Return rows of synchronous servers that are spread over the hosts. Each host pushes to all hosts and pulls from all."""
     table = {
-        "inception3": (229, 459, 902, 1783),
-        "resnet50": (378, 751, 1388, 2744),
-        "resnet152": (146, 291, 565, 981),
+        "inception3": {8: 229, 16: 459, 32: 902, 64: 1783},
+        "resnet50": {8: 378, 16: 751, 32: 1388, 64: 2744},
+        "resnet152": {8: 146, 16: 291, 32: 565, 64: 981},
     }
-    links = network(_K80_GBIT, _K80_GBYTES, 8)
-    source = "TensorFlow benchmarks (2017)"
-    return tuple(
-        PublishedFigure(
-            Scenario(model, Device(_K80_BATCH, _K80[model], source), links, "bsp", "hierarchical(direct)", steps=1),
-            ranks,
-            "servers",
-            published,
-            fitted=model == "resnet50" and ranks in (8, 64),
-        )
-        for model, figures in table.items()
-        for ranks, published in zip((8, 16, 32, 64), figures, strict=True)
-    )
+    links, method = network(_K80_GBIT, _K80_GBYTES, 8), ("servers", "bsp", "hierarchical(direct)")
+    rows: list[PublishedFigure] = []
+    for model, figures in table.items():
+        device = Device(_K80_BATCH, _K80[model], "TensorFlow benchmarks (2017)")
+        rows += _runs(model, device, links, method, figures, fitted=(8, 64) if model == "resnet50" else ())
+    return rows
 
 
 #: Fitted: the time of a step on a Pascal GPU, over the time of an image on a K80.
 _PASCAL_STEP = 4.0
 
 
-def _horovod_512() -> tuple[PublishedFigure, ...]:
+def _horovod_512() -> list[PublishedFigure]:
     """Return rows in which a GPU is faster than a K80 by the same factor for both models. The K80's table lacks ResNet-101: the
     time of its multiply-add is the mean of the times of ResNet-50 and ResNet-152."""
-    links = network(25, _PCIE_GBYTES, 4, share=1.0)
     operations = {name: sum(weight.operations for weight in weights) for name, weights in MODELS.items()}
     each_s = (1 / (_K80[name] * operations[name]) for name in ("resnet50", "resnet152"))
     images_s = {"inception3": 1 / _K80["inception3"], "resnet101": sum(each_s) / 2 * operations["resnet101"]}
-    return tuple(
-        PublishedFigure(
-            Scenario(model, Device(1, 1 / (_PASCAL_STEP * image_s), "fitted"), links, "buckets", "ring", steps=1),
-            512,
-            "ring",
-            0.90,
-            fitted=model == "inception3",
+    links, rows = network(25, _PCIE_GBYTES, 4, share=1.0), list[PublishedFigure]()
+    for model, image_s in images_s.items():
+        device = Device(1, 1 / (_PASCAL_STEP * image_s), "fitted")
+        rows += _runs(
+            model, device, links, ("ring", "buckets", "ring"), {512: 0.90}, (512,) if model == "inception3" else ()
         )
-        for model, image_s in images_s.items()
-    )
+    return rows
 
 
 #: In Goyal et al. (2017), backward of ResNet-50 takes 120 ms, and forward takes half of that.
-_FACEBOOK_STEP_S = 0.120 * 3 / 2
-
-
-def _facebook_256() -> tuple[PublishedFigure, ...]:
-    scenario = Scenario(
-        "resnet50",
-        Device(1, 1 / _FACEBOOK_STEP_S, "Goyal et al. (2017)"),
-        network(50, 1e3, 1),
-        "mg-wfbp",
-        "ring",
-        steps=1,
-    )
-    return (PublishedFigure(scenario, 256, "ring", 0.90),)
-
+_FACEBOOK = Device(1, 1 / (0.120 * 3 / 2), "Goyal et al. (2017)")
 
 PRESETS = {
     "hkbu-10gbe": Preset(
@@ -205,6 +188,6 @@ PRESETS = {
     "facebook-256": Preset(
         "Goyal et al., Accurate, Large Minibatch SGD (2017): 256 P100, 50 Gbit/s",
         "time of backward, link rate; each GPU as if it had a link to itself",
-        _facebook_256(),
+        _runs("resnet50", _FACEBOOK, network(50, 1e3, 1), ("ring", "mg-wfbp", "ring"), {256: 0.90}),
     ),
 }

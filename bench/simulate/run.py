@@ -16,21 +16,22 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.options import count_from, names_of, picture
+from gradwire.bench.options import add_results, count_from, names_of
 from gradwire.bench.results import write_json
-from gradwire.bench.simulate.exchange import SHIFTED
+from gradwire.bench.simulate.exchange import SHIFTED, Network
 from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.presets import DEVICES, HOP_S, NEAR_HOP_S, PRESETS, Compared, compare
-from gradwire.bench.simulate.scenario import TCP_SHARE, Network, Prediction, Scenario, Servers, predict
-from gradwire.bench.simulate.training import EXCHANGES, Device, FailureModel, Jitter
+from gradwire.bench.simulate.scenario import TCP_SHARE, Device, Prediction, Scenario, predict
+from gradwire.bench.simulate.training import EXCHANGES
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--algorithm", default="auto", help=f"auto, {', '.join(SHIFTED)}; with --codec also two_shot, one_shot")
     add("--codec", choices=tuple(CODECS), help="codec of gradients; its speed is measured here")
     add("--every", type=positive, default=1, help="local updates: steps between two averages (1)")
-    add("--servers", type=positive, help="number of parameter servers, each on its own host")
+    add("--servers", type=positive, default=0, help="number of parameter servers, each on its own host")
     add("--quorum", type=positive, help="number of workers whose gradients make an update (all)")
     add("--groups", type=positive, help="number of groups of ranks, each of which pushes as one worker")
     add("--jitter", type=not_negative, default=0.0, metavar="SIGMA", help="of computing times, lognormal (0)")
@@ -90,8 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--restart-minutes", type=not_negative, default=5.0, help="duration of a restart (5)")
     add("--steps", type=positive, default=100, help="simulated steps (100)")
     add("--seed", type=partial(count_from, 0), default=0, help="seed of jitter and failures (0)")
-    add("-J", "--json", type=Path, metavar="FILE", help="write inputs and results")
-    add("--plot", type=picture, metavar="FILE.png", help="draw the prediction")
+    add_results(parser, drawn="the prediction")
     return parser
 
 
@@ -103,28 +103,15 @@ def _scenario(flags: argparse.Namespace) -> Scenario:
             f"the speed of a rank with {flags.model} is not known (it is for {', '.join(DEVICES)}): give --batch and "
             "--samples-per-s"
         )
-    if flags.servers is None and (flags.quorum or flags.groups):
+    if not flags.servers and (flags.quorum or flags.groups):
         raise ValueError("--quorum and --groups are options of a parameter server: give --servers too")
     device = known or Device(flags.batch, flags.samples_per_s, "given")
     if flags.batch or flags.samples_per_s:
         device = Device(flags.batch or device.batch, flags.samples_per_s or device.samples_per_s, "given")
     codec = CODECS[flags.codec]() if flags.codec else None
-    failures = flags.mtbf_hours and FailureModel(
-        flags.mtbf_hours, flags.checkpoint_minutes * 60, flags.restart_minutes * 60
-    )
-    return Scenario(
-        flags.model,
-        device,
-        _network(flags, codec),
-        flags.exchange,
-        flags.algorithm,
-        codec,
-        flags.every,
-        Servers(flags.servers, flags.quorum, flags.groups) if flags.servers else None,
-        Jitter(flags.jitter, flags.seed),
-        failures or None,
-        flags.steps,
-    )
+    made: dict[str, Any] = {"device": device, "network": _network(flags, codec), "codec": codec}
+    given = {field.name: getattr(flags, field.name) for field in fields(Scenario) if field.name not in made}
+    return Scenario(**given, **made)
 
 
 def _network(flags: argparse.Namespace, codec: Codec | None) -> Network:

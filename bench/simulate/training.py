@@ -19,21 +19,6 @@ EXCHANGES = ("bsp", "wfbp", "buckets", "mg-wfbp")
 Times = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Device:
-    """The computing speed of a rank: samples per batch, and samples per second through forward and backward. source: the source
-    of these figures."""
-
-    batch: int
-    samples_per_s: float
-    source: str
-
-    @property
-    def step_s(self) -> float:
-        """Return the seconds of forward and backward together."""
-        return self.batch / self.samples_per_s
-
-
 #: Backward takes two thirds of the computing: it has two multiplications for each one of the forward pass.
 _BACKWARD = 2 / 3
 
@@ -98,32 +83,23 @@ def step_seconds(computing_s: Times, exchanged: Sequence[SimulatedBucket], secon
     return np.maximum(free_s, computing_s)
 
 
-@dataclass(frozen=True)
-class Jitter:
-    """The variation of a rank's computing time: lognormal, with mean 1; sigma: the standard deviation of the logarithm."""
-
-    sigma: float = 0.0
-    seed: int = 0
-
-    def slowest(self, steps: int, ranks: int, every: int) -> Times:
-        """Return the slowest rank's time for `every` steps, over its mean, of shape (steps,)."""
-        generator = np.random.default_rng(self.seed)
-        draws = (generator.lognormal(-(self.sigma**2) / 2, self.sigma, (every, ranks)) for _ in range(steps))
-        return np.array([each.sum(axis=0).max() / every for each in draws])
+def slowest(sigma: float, seed: int, steps: int, ranks: int, every: int) -> Times:
+    """Return the slowest rank's computing time for `every` steps, over its mean, of shape (steps,). A rank's time in a step is
+    lognormal with mean 1; sigma: the standard deviation of its logarithm."""
+    generator = np.random.default_rng(seed)
+    draws = (generator.lognormal(-(sigma**2) / 2, sigma, (every, ranks)) for _ in range(steps))
+    return np.array([each.sum(axis=0).max() / every for each in draws])
 
 
-@dataclass(frozen=True)
-class FailureModel:
-    """Failures of ranks. rank_hours: the mean time until a rank fails. A failure costs the work since the last checkpoint, and
-    restart_s. Writing a checkpoint takes no time here."""
+def useful_share(
+    rank_hours: float, checkpoint_s: float, restart_s: float, ranks: int, spare: int = 0, seed: int = 0
+) -> float:
+    """Return the share of the time that failures of ranks leave. A failure costs the work since the last checkpoint, and
+    restart_s. Writing a checkpoint takes no time here.
 
-    rank_hours: float
-    checkpoint_s: float = 1800.0
-    restart_s: float = 300.0
-
-    def useful(self, ranks: int, spare: int = 0, seed: int = 0) -> float:
-        """Return the share of the time that is not lost. spare: the number of ranks that may fail without a restart."""
-        draws = np.random.default_rng(seed).exponential(self.rank_hours * 3600, (10_000, spare + 1))
-        lasts_s = (draws / (ranks - np.arange(spare + 1))).sum(axis=1)
-        kept_s = np.floor(lasts_s / self.checkpoint_s) * self.checkpoint_s
-        return float(kept_s.sum() / (lasts_s + self.restart_s).sum())
+    rank_hours: the mean time until a rank fails. spare: the number of ranks that may fail without a restart.
+    """
+    draws = np.random.default_rng(seed).exponential(rank_hours * 3600, (10_000, spare + 1))
+    lasts_s = (draws / (ranks - np.arange(spare + 1))).sum(axis=1)
+    kept_s = np.floor(lasts_s / checkpoint_s) * checkpoint_s
+    return float(kept_s.sum() / (lasts_s + restart_s).sum())

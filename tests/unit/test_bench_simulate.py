@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.bench.simulate import run
-from gradwire.bench.simulate.exchange import AllreducePredictor, described
+from gradwire.bench.simulate.exchange import AllreducePredictor, Network
 from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.presets import DEVICES, compare, network
-from gradwire.bench.simulate.scenario import Scenario, Servers, predict
-from gradwire.bench.simulate.training import EXCHANGES, FailureModel, Jitter
+from gradwire.bench.simulate.scenario import Scenario, predict
+from gradwire.bench.simulate.training import EXCHANGES, useful_share
 from gradwire.collectives.compression.dense import Float16, Int8
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
@@ -26,7 +26,7 @@ LINK, NEAR = LinkCost(14e-6, 8e-10, 1e-6, 1e-11), LinkCost(3e-6, 2e-10, 1e-6, 1e
 
 
 def world(ranks: int, per_host: int) -> Costs:
-    costs = described(ranks, per_host, LINK, NEAR, 8e-10)
+    costs = Network(LINK, NEAR, 8e-10, per_host).costs(ranks)
     speeds = {"int8": 1e-10, "fp16": 1e-10, "none": 1e-11}
     codecs = tuple(CodecCost(make_codec(name).identity, each, each) for name, each in speeds.items())
     return replace(costs, reduce_byte_s=1e-10, codecs=codecs)
@@ -67,7 +67,7 @@ def test_codes_of_one_host_take_as_long_as_those_of_all() -> None:
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_one_rank_waits_for_nobody(exchange: str) -> None:
-    point = predict(scenario(exchange=exchange, jitter=Jitter(0.3, seed=1)), 1)
+    point = predict(scenario(exchange=exchange, jitter=0.3, seed=1), 1)
     assert (point.efficiency, point.exchange_s, point.wire_bytes) == (1.0, 0.0, 0)
 
 
@@ -87,19 +87,18 @@ def test_more_bandwidth_is_never_slower(ranks: int, exchange: str, every: int, g
 
 
 def test_rules_differ_as_they_should() -> None:
-    jitter = Jitter(0.5)
-    slow = scenario(gbit=1, jitter=jitter)
+    slow = scenario(gbit=1, jitter=0.5)
     every_step, every_tenth = (predict(replace(slow, every=every), 16) for every in (1, 10))
     assert every_tenth.step_s < every_step.step_s
     assert every_tenth.wire_bytes == pytest.approx(every_step.wire_bytes / 10, rel=0.01)
-    quick = scenario(gbit=400, jitter=jitter)
-    everyone, most, anyone = (predict(replace(quick, servers=Servers(8, quorum)), 16) for quorum in (None, 14, 1))
+    quick = scenario(gbit=400, jitter=0.5)
+    everyone, most, anyone = (predict(replace(quick, servers=8, quorum=quorum), 16) for quorum in (None, 14, 1))
     assert everyone.step_s > most.step_s > anyone.step_s
-    assert predict(replace(quick, servers=Servers(8, 1, groups=4)), 16).step_s > anyone.step_s
+    assert predict(replace(quick, servers=8, quorum=1, groups=4), 16).step_s > anyone.step_s
 
 
 def test_servers_without_jitter_take_a_step_and_most_of_an_exchange() -> None:
-    described_run = scenario(servers=Servers(4), steps=20)
+    described_run = scenario(servers=4, steps=20)
     point = predict(described_run, 16)
     # Those that have pulled first compute while others still pull.
     computing_s = described_run.device.step_s
@@ -107,11 +106,11 @@ def test_servers_without_jitter_take_a_step_and_most_of_an_exchange() -> None:
 
 
 def test_failures_cost_what_was_computed_since_the_last_checkpoint() -> None:
-    seldom, often = (FailureModel(hours, checkpoint_s=600).useful(100) for hours in (1e6, 1e2))
+    seldom, often = (useful_share(hours, 600, 300, 100) for hours in (1e6, 1e2))
     assert 0.99 < seldom < 1
     # An hour between failures: half of 10 minutes is lost, and 5 minutes for the restart.
     assert often == pytest.approx((60 - 5) / (60 + 5), rel=0.03)
-    assert FailureModel(1e2, checkpoint_s=600).useful(100, spare=5) > often
+    assert useful_share(1e2, 600, 300, 100, spare=5) > often
 
 
 def test_models_have_the_parameters_that_their_authors_say() -> None:

@@ -24,9 +24,7 @@ class Recorder:
         wrong = [lambda count=count: count for count in (2, 3, 4)]
         names = {"a": 1.0, "b": 10.0, "c": 100.0}
         competitors = [lambda n=name, s=seconds: self.competitor(n, s) for name, seconds in names.items()]
-        return take_turns(
-            competitors, self.timer, protocol, lambda: self.events.append("reset"), lambda index: 2 + index
-        )
+        return take_turns(competitors, self.timer, protocol, lambda: self.events.append("reset"), *wrong)
 
     @property
     def order(self) -> str:
