@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from gradwire.bench.micro.options import parse_arguments
 from gradwire.bench.micro.table import Row
 from tests.harness import wide
 from tests.interpreter import python
@@ -113,15 +112,6 @@ def test_codecs_beside_no_compression(tmp_path: Path) -> None:
     assert by_name["auto", "none"]["relative_error"] < 1e-6 < int8["relative_error"] < 0.02 < onebit["relative_error"]
     for line in ("# Out of bounds values : 0 OK", "t_encode", "How many times as fast auto is as torch"):
         assert said.count(line) == 5
-
-
-@pytest.mark.parametrize(
-    "flags", ["int9", "int8+fe", "none", "powersgd", "int8 -d half", "int8 -o max", "int8 --shared"]
-)
-def test_what_codecs_cannot_do_is_refused(flags: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_arguments("allreduce", ["--codec", *flags.split()])
-    assert stop.value.code == 2
 
 
 CORRUPT = """

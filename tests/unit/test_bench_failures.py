@@ -41,11 +41,8 @@ def test_a_run_by_its_log(tmp_path: Path) -> None:
     compare([undisturbed, run])
     assert run.goodput == 0.5
     assert run.loss_over == pytest.approx(0.25)
+    assert described("torchrun", None, tmp_path / "none", BEGAN, 60.0, []).hangs == 1  # a job that does not end
     assert Outcome.from_record(json.loads(json.dumps(asdict(run)))) == run
-
-
-def test_a_job_that_does_not_end_hangs(tmp_path: Path) -> None:
-    assert described("torchrun", None, tmp_path / "none", BEGAN, 60.0, []).hangs == 1
 
 
 def test_ways_of_other_settings_commits_and_machines_are_not_put_into_one_file(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def scenario(model: str = "resnet50", gbit: float = 10, per_host: int = 1, **oth
     return replace(Scenario(model, DEVICES[model], network(gbit, 10, per_host), steps=10), **others)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("ranks", "per_host"), [(8, 1), (16, 1), (32, 1), (16, 4), (32, 4)])
+@pytest.mark.parametrize(("ranks", "per_host"), [(8, 1), (32, 1), (32, 4)])
 @pytest.mark.parametrize(
     ("algorithm", "tolerance"),
     # Spans of blocks that wrap around, and receives in the order of ranks, differ from host to host.
@@ -57,12 +57,9 @@ def test_codes_take_the_bytes_that_the_codec_says(codec: Int8 | Float16) -> None
     call = exchange.call(1 << 22)
     assert call.wire_bytes == pytest.approx(2 * 7 / 8 * codec.wire_bytes(1 << 22), rel=0.01)
     assert call.algorithm == ("two_shot" if isinstance(codec, Int8) else "rsag")
-
-
-def test_codes_of_one_host_take_as_long_as_those_of_all() -> None:
-    exchange = AllreducePredictor(world(8, 1), codec=Int8())
-    everyone = [exchange.legs(rank, "two_shot", 1 << 18) for rank in range(8)]
-    assert exchange.seconds(1 << 18) == pytest.approx(price(exchange.costs, everyone), rel=0.15)
+    if isinstance(codec, Int8):  # of one host's ranks they take as long as those of all
+        everyone = [exchange.legs(rank, call.algorithm, 1 << 18) for rank in range(8)]
+        assert exchange.seconds(1 << 18) == pytest.approx(price(exchange.costs, everyone), rel=0.15)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -156,9 +153,6 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     assert [row["ranks"] for row in rows] == [1, 2, 4, 6]
     assert f"{rows[-1]['samples_per_s']:.1f}" in capsys.readouterr().out
     assert (tmp_path / "x.png").stat().st_size > 10_000
-
-
-def test_a_curve_has_only_numbers_that_can_be_divided_into_the_groups(tmp_path: Path) -> None:
-    servers = ["--servers", "1", "--groups", "6", "--steps", "1"]
+    servers = ["--servers", "1", "--groups", "6", "--steps", "1"]  # only numbers that can be divided into the groups
     assert run.main(["--ranks", "12", *servers, "-J", str(tmp_path / "x.json")]) == 0
     assert [row["ranks"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [1, 2, 4, 12]

@@ -31,13 +31,6 @@ def job(dtype: torch.dtype, op: str, rank: int = 0, size: int = 3, count: int = 
     return BenchJob(rank, size, count, dtype, op, root=0, device=CPU, place=place)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.int8, 127)])
-def test_limit_of_exact_whole_numbers(dtype: torch.dtype, limit: int) -> None:
-    assert exact_limit(dtype) == limit
-    numbers = torch.arange(limit + 1)
-    assert torch.equal(numbers.to(dtype).long(), numbers)
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("op", "dtype"), REDUCTIONS)
 def test_reducing_in_the_dtype_itself_gives_the_expected(op: str, dtype: torch.dtype, size: int) -> None:
@@ -76,21 +69,6 @@ def test_more_ranks_than_the_dtype_can_add_are_refused() -> None:
         assert reduced_tile(128, op, torch.int8).max() <= 127
 
 
-@pytest.mark.parametrize("start", [0, 1, PERIOD - 1, PERIOD, 3 * PERIOD + 7])
-@pytest.mark.parametrize("count", [1, 5, PERIOD, 2 * PERIOD + 3])
-def test_expand_is_a_window_on_the_repeated_tile(start: int, count: int) -> None:
-    tile = torch.arange(PERIOD)
-    expected = (start + torch.arange(count)) % PERIOD
-    assert torch.equal(expand(tile, start, count, torch.int64, CPU), expected)
-
-
-def test_every_wrong_element_is_counted() -> None:
-    expected = torch.tensor([1.0, 2.0, 3.0])
-    assert count_wrong(expected.clone(), expected) == 0
-    assert count_wrong(torch.tensor([1.0, 2.5, 3.0]), expected) == 1
-    assert count_wrong(torch.full((3,), torch.nan), expected) == 3
-
-
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if dtype != torch.bool])
 @each_call
 def test_a_result_that_was_never_written_is_wrong_everywhere(case: Case, place: str, dtype: torch.dtype) -> None:
@@ -100,11 +78,6 @@ def test_a_result_that_was_never_written_is_wrong_everywhere(case: Case, place: 
         assert count_wrong(buffers.output, buffers.expected) > 0
     else:
         assert count_wrong(buffers.output, buffers.expected) == buffers.expected.numel()
-
-
-def test_gloo_is_not_asked_for_dtypes_it_lacks() -> None:
-    assert torch_takes(job(torch.float16, "sum"))
-    assert not torch_takes(job(torch.int16, "sum"))
 
 
 # What the benchmark knows of each collective, in a world that is played by one process
@@ -163,21 +136,6 @@ def test_blocks_in_the_wrong_order_are_counted(name: str) -> None:
     assert count_wrong(output, ranks[0].expected) > 90
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "factor"),
-    [
-        ("allreduce", 1, 0.0),
-        ("allreduce", 4, 1.5),
-        ("reduce_scatter", 4, 0.75),
-        ("allgather", 4, 0.75),
-        ("alltoall", 4, 0.75),
-        ("broadcast", 4, 1.0),
-    ],
-)
-def test_busbw_factors(name: str, size: int, factor: float) -> None:
-    assert CASES[name].busbw_factor(size) == factor
-
-
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("size", [1, 3, 8])
 @each_call
@@ -189,6 +147,15 @@ def test_bytes_are_of_the_whole_array(case: Case, place: str, size: int, dtype: 
     assert case.nbytes(job) == max(buffers.input.nbytes, buffers.output.nbytes)
 
 
-def test_the_least_is_one_element_a_rank() -> None:
-    assert CASES["allgather"].count(8, 5, torch.float32) == 1
-    assert CASES["allreduce"].count(1, 5, torch.float32) == 1
+def test_what_counts() -> None:
+    expected = torch.tensor([1.0, 2.0, 3.0])
+    assert [count_wrong(one, expected) for one in (expected.clone(), expected + 0.5, expected * torch.nan)] == [0, 3, 3]
+    assert [exact_limit(dtype) for dtype in (torch.bfloat16, torch.float16, torch.int8)] == [256, 2048, 127]
+    assert (CASES["allgather"].count(8, 5, torch.float32), CASES["allreduce"].count(1, 5, torch.float32)) == (1, 1)
+    factors = {"allreduce": 1.5, "reduce_scatter": 0.75, "allgather": 0.75, "alltoall": 0.75, "broadcast": 1.0}
+    assert {name: case.busbw_factor(4) for name, case in CASES.items()} == factors
+    assert torch_takes(job(torch.float16, "sum"))
+    assert not torch_takes(job(torch.int16, "sum"))
+    for start, count in ((0, 1), (PERIOD - 1, 5), (3 * PERIOD + 7, 2 * PERIOD + 3)):
+        window = (start + torch.arange(count)) % PERIOD
+        assert torch.equal(expand(torch.arange(PERIOD), start, count, torch.int64, CPU), window)
