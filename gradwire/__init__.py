@@ -108,9 +108,9 @@ from gradwire.trainer.reports.timeline import stop_timeline as stop_timeline
 from gradwire.trainer.rules.rule import Rule as Rule
 from gradwire.trainer.servers import kvstore as kvstore
 from gradwire.trainer.servers.aggregator import ServerReport as ServerReport
-from gradwire.trainer.servers.connection import QuorumLost as QuorumLost
 from gradwire.trainer.servers.hogwild import Hogwild as Hogwild
 from gradwire.trainer.servers.kvstore import KVStore as KVStore
+from gradwire.trainer.servers.messages import QuorumLost as QuorumLost
 from gradwire.trainer.servers.parameter_server import ParameterServer as ParameterServer
 from gradwire.trainer.world.process_sets import ProcessSet as ProcessSet
 from gradwire.trainer.world.process_sets import global_process_set as global_process_set

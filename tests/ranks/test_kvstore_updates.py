@@ -14,8 +14,8 @@ from torch import Tensor
 import gradwire as hvd
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.trainer.reducer.compression import Encoding
-from gradwire.trainer.servers.key_value.compression import codec_of
-from gradwire.trainer.servers.pushed import Packing, Sender
+from gradwire.trainer.servers.packing import Packing, Sender
+from gradwire.trainer.servers.two_bit import codec_of
 from tests.harness import wide
 from tests.ranks.training import on_ranks
 
@@ -163,7 +163,7 @@ def test_pushes_travel_as_codes_with_error_feedback(params: dict[str, Any]) -> N
         kv.pushpull(["w", "n"], [pushed(step, rank), count], out=[out, count])
         total = torch.zeros(numel)
         for other, sender in enumerate(senders):
-            _, wire = sender.encode([pushed(step, other)], step)
+            _, (wire,) = sender.encode([pushed(step, other)])
             codec.at(step).decode(wire, decoded)
             total += decoded
         assert torch.equal(out.flatten(), total)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import gradwire as hvd
-from gradwire.collectives import CollectiveTimeout, PeerLost
+from gradwire.collectives import PeerLost
 from tests.harness import World, meet
 from tests.ranks.training import assert_survived, on_ranks
 
@@ -69,30 +69,6 @@ def test_who_is_done_is_waited_for_no_more() -> None:
     kv.close()
     with pytest.raises(RuntimeError, match="closed"):
         kv.push("w", torch.zeros(2))
-
-
-def wait_in_vain() -> None:
-    """Pull from rank 1, which serves and pushes nothing. Its server alone is impatient, so that it is sure to speak first."""
-    hvd.init(timeout_s=60)
-    kv = hvd.KVStore("dist_sync", servers=[1])
-    kv.init("w", torch.zeros(2))
-    if kv._group.server is not None:
-        kv._group.server._timeout_s = 0.2
-    meet("impatient")
-    if hvd.rank() == 0:
-        kv.push("w", torch.ones(2))
-        with pytest.raises(
-            CollectiveTimeout, match=r"rank 0: pull of key 'w' at the key-value store on rank 1: not done"
-        ) as caught:
-            kv.pull("w", torch.zeros(2))
-        assert (caught.value.waiting_for, caught.value.seconds) == ((1,), 0.2)
-    meet("waited")
-    kv.close(timeout_s=5)
-    hvd.shutdown()
-
-
-def test_a_pull_that_waits_in_vain_says_for_whom(failing_world: Callable[[int], World]) -> None:
-    failing_world(2).run(wait_in_vain)
 
 
 def lose_one(type: Any, dies: int) -> None:

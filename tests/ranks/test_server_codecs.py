@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.trainer.reducer.compression import Compressor, Policy, encoding_for
-from gradwire.trainer.servers.pushed import Packing, Sender
+from gradwire.trainer.servers.packing import Packing, Sender
 from tests.ranks.training import (
     assert_equal,
     assert_goes_on,
@@ -36,8 +36,8 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
         for rank in range(size):
             optimizer.zero_grad()
             loss_of(model, batch_of(step, rank)).backward()
-            pushed = senders[rank].encode([parameter.grad for parameter in parameters], step)
-            for total, gradient in zip(totals, packing.decode(pushed, step), strict=True):
+            pushed = senders[rank].encode([parameter.grad for parameter in parameters])
+            for total, gradient in zip(totals, packing.decode(*pushed, step), strict=True):
                 assert gradient is not None
                 total.add_(gradient, alpha=1 / size)
         for parameter, total in zip(parameters, totals, strict=True):

@@ -20,7 +20,7 @@ from gradwire.collectives.link.handshake import OtherBuild
 from gradwire.collectives.link.paths import LargePacketsLost
 from gradwire.collectives.link.presence import TurnedAway
 from gradwire.collectives.run.supervision import OverdueError
-from gradwire.trainer.servers.connection import QuorumLost
+from gradwire.trainer.servers.messages import QuorumLost
 
 ERRORS = (
     CollectiveError("interrupted", rank=0, operation="first"),

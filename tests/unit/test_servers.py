@@ -1,9 +1,13 @@
-"""What servers tell who waits there, what they do with what no worker says, and how a worker takes leave of them."""
+"""A server and its workers in one process: what pulls wait for, which errors travel, and how a worker takes leave."""
 
+from __future__ import annotations
+
+import queue
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,21 +15,20 @@ from torch import Tensor, nn
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, PeerLost
 from gradwire.trainer.servers.aggregator import Scheme
-from gradwire.trainer.servers.connection import QuorumLost
-from gradwire.trainer.servers.pushed import Packing
+from gradwire.trainer.servers.messages import QuorumLost
+from gradwire.trainer.servers.packing import ABSENT, DENSE, Packing
 from gradwire.trainer.servers.server import Key, Server
-from gradwire.trainer.servers.serving import COUNTS, LEAVE, REFUSE, Client, Serving
-from gradwire.trainer.servers.worker import PushPullWorker
+from gradwire.trainer.servers.serving import Link, LocalLink, serve
+from gradwire.trainer.servers.worker import Worker
 
 FAR_S = 600.0  # longer than a test may take
+ALONE = Scheme(quorum=1, grace_s=0.0, staleness=None, late="next")
 SYNCHRONOUS = Scheme(quorum=3, grace_s=0.0, staleness=None, late="next")
-
-
 STORE = Scheme(quorum=3, grace_s=0.0, staleness=None, late="next", sums=True, reads_own=True)
 
 
 def key_of(*tensors: Tensor) -> Key:
-    return Key("key 'w'", 0, 1, Packing(tensors, [None] * len(tensors)))
+    return Key("key 'w'", 0, 0, Packing(tensors, [None] * len(tensors)))
 
 
 def server_of(
@@ -38,11 +41,15 @@ def server_of(
     return server
 
 
-def exchange(server: Server, worker: int, *pushed: Tensor) -> tuple[int, list[Tensor]]:
-    """Push these tensors, or nothing, and pull."""
-    forms = torch.zeros(1, 2, dtype=torch.int64) if pushed else torch.tensor([[-1, 0]])
-    server.push(worker, 0, [forms, *pushed], 0, 1.0)
-    return server.pull(worker, 0)
+def push(server: Server, worker: int, *pushed: Tensor) -> None:
+    """Push these tensors, or nothing."""
+    server.perform(worker, {"push": [0, 0, 1.0, [DENSE if pushed else ABSENT]]}, pushed)
+
+
+def pull(server: Server, worker: int, rows: Tensor | None = None) -> tuple[int, list[Tensor]]:
+    answer = server.perform(worker, {"pull": [0, rows is not None]}, [] if rows is None else [rows])
+    assert answer is not None
+    return answer()
 
 
 @pytest.mark.parametrize(
@@ -64,8 +71,9 @@ def test_nobody_waits_when_a_serving_rank_is_lost_and_the_first_is_named(scheme:
     thread = threading.Thread(target=lose)
     thread.start()
     begin.wait(FAR_S)
+    push(server, 1)
     with pytest.raises(PeerLost) as caught:
-        exchange(server, 1)
+        pull(server, 1)
     thread.join()
     assert caught.value.ranks == (2,)
 
@@ -74,26 +82,21 @@ def test_nobody_waits_when_a_serving_rank_is_lost_and_the_first_is_named(scheme:
 def test_a_quorum_that_is_lost_is_told_smaller_by_those_that_have_left(has_left: bool) -> None:
     server = server_of(SYNCHRONOUS)
     if has_left:
-        server.leave(2)
+        server.perform(2, {"leave": True}, [])
     server.lose(1, PeerLost([1], rank=0, operation="serving parameters", has_left=False))
-    with pytest.raises(QuorumLost, match=f"fewer than the quorum of {3 - has_left}") as caught:
-        exchange(server, 0)
+    push(server, 0)
+    with pytest.raises(QuorumLost) as caught:
+        pull(server, 0)
     assert (caught.value.ranks, caught.value.quorum) == ((1,), 3 - has_left)
-
-
-def test_who_holds_an_update_up_is_named() -> None:
-    server = server_of(SYNCHRONOUS, timeout_s=0.0)
-    with pytest.raises(CollectiveTimeout) as caught:
-        exchange(server, 1)
-    assert caught.value.waiting_for == (0, 2)
 
 
 def test_an_update_on_the_cpu_is_not_captured_in_a_graph() -> None:
     """As the settings of an optimizer on a GPU may want it, where also the learning rate may be a tensor."""
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.5), capturable=True)
-    alone = Scheme(quorum=1, grace_s=0.0, staleness=None, late="next")
-    version, (values,) = exchange(server_of(alone, optimizer=optimizer, workers=1), 0, torch.ones(3))
+    server = server_of(ALONE, optimizer=optimizer, workers=1)
+    push(server, 0, torch.ones(3))
+    version, (values,) = pull(server, 0)
     assert version == 1
     torch.testing.assert_close(values, torch.full((3,), -0.5))
 
@@ -105,109 +108,214 @@ def test_pushes_without_a_pull_wait_for_their_updates_and_are_summed(scheme: Sch
     """Have worker 0 push twice before the others, and leave; whole numbers are added, too."""
     value = torch.zeros(2, dtype=torch.int64)
     server = Server(0, range(3), scheme, 0.0)
-    server.add(key := key_of(value), [value])
+    server.add(key_of(value), [value])
 
-    def push(worker: int, number: int) -> None:
-        server.push(worker, 0, [key.packing.dense_forms(), torch.tensor([number, 1])], 0, 1.0)
+    def add(worker: int, number: int) -> None:
+        push(server, worker, torch.tensor([number, 1]))
 
-    push(0, 1)
-    push(0, 2)
-    server.leave(0)
+    add(0, 1)
+    add(0, 2)
+    server.perform(0, {"leave": True}, [])
     for worker in (1, 2):
-        push(worker, 10)
+        add(worker, 10)
     if scheme.quorum == 1:
-        assert server.pull(1, 0)[1][0].tolist() == [10, 1]
+        assert pull(server, 1)[1][0].tolist() == [10, 1]
         assert server.counts().updates == 4
         return
-    assert server.pull(1, 0)[1][0].tolist() == [21, 3]
-    push(1, 20)
+    assert pull(server, 1)[1][0].tolist() == [21, 3]
+    add(1, 20)
     with pytest.raises(CollectiveTimeout) as caught:
-        server.pull(1, 0)
+        pull(server, 1)
     assert caught.value.waiting_for == (2,)
-    push(2, 30)
-    version, (newest,) = server.pull(1, 0)
+    add(2, 30)
+    version, (newest,) = pull(server, 1)
     assert (version, newest.tolist()) == (2, [52, 3])
-    push(1, 5)
-    push(2, 6)
-    assert server.pull(2, 0, torch.tensor([0]))[1][0].tolist() == [11]  # of those that remain
+    add(1, 5)
+    add(2, 6)
+    assert pull(server, 2, torch.tensor([0]))[1][0].tolist() == [11]  # of those that remain
 
 
-def pair_of(receives: Any) -> Mock:
-    """Return what stands for a Communicator of a worker and its server. receives: the error that receiving raises, or a function
-    that fills a tensor."""
-    return Mock(**{"recv.side_effect": receives})
+class Pair:
+    """Stands for one end of a Communicator of two ranks in one process. fails: is called before each message."""
+
+    def __init__(self, inbox: queue.Queue[Any], outbox: queue.Queue[Any]) -> None:
+        self.timeout_s = FAR_S
+        self.closed = False
+        self.fails: Callable[[], None] = lambda: None
+        self._inbox, self._outbox = inbox, outbox
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self.fails()
+        self._outbox.put(tensor.clone())
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        self.fails()
+        try:
+            arrived = self._inbox.get(timeout=self.timeout_s)
+        except queue.Empty:
+            raise CollectiveTimeout(self.timeout_s, [src], rank=0, operation="recv") from None
+        if arrived is None:
+            raise PeerLost([src], rank=0, operation="recv", has_left=False)
+        tensor.copy_(arrived)
+
+    def close(self) -> None:
+        self.closed = True
+        self._outbox.put(None)
 
 
-def kinds_sent(pair: Mock) -> list[int]:
-    return [int(call.args[0][0]) for call in pair.send.call_args_list]
+@contextmanager
+def connected(server: Server, worker: int = 1) -> Iterator[tuple[Link, Pair, Pair]]:
+    """Yield the Link of a worker on rank 7 to a server that serves it on another thread, and both ends of their pair."""
+    one, other = queue.Queue[Any](), queue.Queue[Any]()
+    near, far = Pair(one, other), Pair(other, one)
+    thread = threading.Thread(target=serve, args=("the server", server, worker, far))
+    thread.start()
+    yield Link("the server", 7, 0, near), near, far  # type: ignore[arg-type]
+    near.close()
+    thread.join(FAR_S)
+    assert not thread.is_alive()
 
 
-def lost_by(pair: Mock, **methods: Any) -> CollectiveError:
-    """Return the error with which a server removes worker 1."""
-    served = Mock(rank=0, **methods)
-    assert Serving("server", served, {1: pair}).join(time.monotonic() + FAR_S)
-    ((worker, error),) = [call.args for call in served.lose.call_args_list]
-    assert worker == 1
-    return error
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_worker_pushes_and_pulls_here_and_elsewhere(is_local: bool) -> None:
+    """Push what is absent, dense, and more than fits the first part of a message; pull all, and some rows."""
+    values = [torch.zeros(4, 2) for _ in range(200)]
+    server = Server(0, [0], ALONE, FAR_S)
+    server.add(key := key_of(*values), values)
+    with connected(server, worker=0) as (remote, *_):
+        worker = Worker({0: LocalLink(server) if is_local else remote})
+        worker.add(key)
+        for step in (1.0, 2.0, 3.0):
+            gradients: list[Tensor | None] = [torch.full((4, 2), step) for _ in values]
+            if step == 2:
+                gradients[1:] = [None] * (len(values) - 1)
+            worker.push(key, gradients, pulls=step < 3)
+            gradients[0].zero_()  # type: ignore[union-attr]  # it is the caller's again
+            version, newest = worker.pull(key)
+            assert version == step
+            assert [each[0, 0].item() for each in newest] == [step, *[1.0 if step == 2 else step] * (len(values) - 1)]
+        (counts,) = worker.counts()
+        assert (counts.updates, counts.contributions, counts.staleness) == (3, {0: 3}, {0: 3})
+        worker.refuse("because")
+        with pytest.raises(CollectiveError, match="because"):
+            worker.pull(key)
+        remote.leave()
 
 
-def test_a_server_that_fails_lets_its_worker_know_by_closing() -> None:
-    pair = pair_of(lambda tensor, rank: tensor.fill_(COUNTS))
-    pair.send.side_effect = ZeroDivisionError
-    assert isinstance(lost_by(pair).__cause__, ZeroDivisionError)
-    assert pair.close.called
+@pytest.mark.parametrize(
+    ("error", "attributes"),
+    [
+        (CollectiveTimeout(3.0, [2], rank=0, operation="pull"), {"waiting_for": (2,), "seconds": 3.0}),
+        (QuorumLost([1, 2], 3, rank=0, operation="pull"), {"ranks": (1, 2), "quorum": 3}),
+        (
+            PeerLost([2], rank=0, operation="pull", has_left=True, reasons={2: "it says so"}),
+            {"ranks": (2,), "has_left": True},
+        ),
+        (MemoryError("no room"), {}),
+    ],
+)
+def test_a_worker_raises_the_error_of_its_server_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, attributes: dict[str, Any]
+) -> None:
+    server = server_of(ALONE, workers=2)
+
+    def fail() -> None:
+        raise error
+
+    with connected(server) as (link, near, far):
+        with monkeypatch.context() as patched:
+            patched.setattr(server, "counts", fail)
+            link.request("report", {"counts": True})
+            with pytest.raises(CollectiveError, match=r"^rank 7: report at the server on rank 0") as caught:
+                link.answer("report")
+        assert {name: getattr(caught.value, name) for name in attributes} == attributes
+        assert isinstance(caught.value, type(error) if attributes else CollectiveError)
+        link.request("report", {"counts": True})
+        assert link.answer("report")[0]["lost"] == []
+        link.leave()
+        assert not near.closed
+        assert not far.closed
 
 
-def test_a_kind_that_nobody_says_is_not_taken_for_another() -> None:
-    pair = pair_of(lambda tensor, rank: tensor.fill_(REFUSE + 1))
-    assert isinstance(lost_by(pair).__cause__, ValueError)
-    assert not pair.send.called
+def fail_by(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
-def test_a_server_that_loses_a_worker_keeps_the_error_of_their_communicator() -> None:
-    late = CollectiveTimeout(3.0, [0], rank=1, operation="recv", detail="rank 0 is in load()")
-    error = lost_by(pair_of(late))
-    assert isinstance(error, CollectiveTimeout)
-    assert (error.waiting_for, error.__cause__) == ((1,), late)
-
-
-def test_a_worker_says_that_it_leaves() -> None:
-    client = Client("the server", 3, 1, pair := pair_of(RuntimeError()))
-    key = key_of(torch.zeros(2))
-    client.push(key, [key.packing.dense_forms(), torch.ones(2)], 0)
-    client.leave()
-    assert (kinds_sent(pair)[-1], pair.close.called) == (LEAVE, False)
-
-
-def test_all_servers_together_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the first of two servers answer when almost all time has passed."""
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    given: list[float] = []
-    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    clients = []
-    for number, parameter in enumerate(parameters):
-        pair = Mock(timeout_s=FAR_S)
-
-        def receive(tensor: Tensor, rank: int, pair: Mock = pair) -> None:
-            nonlocal now
-            given.append(pair.timeout_s)
-            tensor.zero_()
-            now += 3.0
-
-        pair.recv.side_effect = receive
-        clients.append((Client("the server", 2, number, pair), key_of(parameter), [number]))
-    PushPullWorker(2, parameters, clients, timeout_s=8.0).step([None, None], 1.0, None)
-    assert given == [8.0, 8.0, 2.0, 2.0]  # the head of each answer, and the parameters
-    assert pair.timeout_s == FAR_S
+@pytest.mark.parametrize(
+    "request_", [{"push": [5, 0, 1.0, None]}, {"push": [0, 0, 1.0, None]}], ids=["an unknown key", "no tensors"]
+)
+def test_a_server_that_fails_without_an_answer_due_loses_its_worker_and_closes(request_: dict[str, Any]) -> None:
+    server = server_of(ALONE, workers=2)
+    with connected(server) as (link, _, far):
+        link.request("push", request_)
+        link.request("report", {"counts": True})
+        with pytest.raises(PeerLost):
+            link.answer("report")
+        assert far.closed
+        assert server.counts().lost == (1,)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PeerLost([1], rank=0, operation="recv", has_left=False)])
-def test_the_communicator_ends_where_an_answer_was_broken_off(error: BaseException) -> None:
-    client = Client("the server", 3, 1, pair := pair_of(error))
-    with pytest.raises(type(error)) as caught:
-        client.counts()
-    client.leave()
-    assert (LEAVE in kinds_sent(pair), pair.close.called) == (False, True)
-    if isinstance(caught.value, PeerLost):
-        assert "rank 3: report at the server on rank 1: lost rank 1" in str(caught.value)
+def test_the_communicator_ends_where_a_message_was_broken_off(error: BaseException) -> None:
+    server = server_of(ALONE, workers=2)
+    with connected(server) as (link, near, _):
+        link.request("report", {"counts": True})
+        near.fails = fail_by(error)
+        with pytest.raises(type(error)) as caught:
+            link.answer("report")
+        if isinstance(caught.value, PeerLost):
+            assert caught.value.ranks == (0,)
+        near.fails = lambda: None
+        link.leave()
+        assert near.closed
+    assert server.counts().lost == (1,)
+
+
+def test_an_answer_that_is_due_is_not_waited_for_beyond_the_deadline() -> None:
+    server = server_of(SYNCHRONOUS)
+    with connected(server) as (link, near, _):
+        link.request("push", {"push": [0, 0, 1.0, None], "pull": [0, False]}, [torch.ones(3)])
+        assert link.is_answer_due
+        link.leave(time.monotonic() + 0.1)
+        assert near.closed
+        server.perform(0, {"leave": True}, [])
+        server.perform(2, {"leave": True}, [])  # so that the update is made, and the thread ends
+
+
+def test_all_messages_of_a_step_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = server_of(ALONE, workers=2)
+    now, given = 100.0, list[float]()
+    with connected(server) as (link, near, _), monkeypatch.context() as patched:
+        link.request("report", {"counts": True})
+        patched.setattr(time, "monotonic", lambda: now)
+        near.fails = lambda: given.append(near.timeout_s)
+        link.answer("report", deadline=102.0)
+        now = 101.5
+        link.request("report", {"counts": True}, deadline=102.0)
+        now = 103.0
+        link.answer("report", deadline=102.0)  # what has arrived by then
+        assert given[0] == 2.0
+        assert given[1] == 0.5
+        assert 0 < given[-1] < 0.1
+        assert near.timeout_s == FAR_S
+
+
+def test_settings_of_a_worker_are_used_from_the_next_update_on() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    server = server_of(ALONE, optimizer=optimizer, workers=2)
+    with connected(server) as (link, *_):
+        mine = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=torch.tensor(1.0), weight_decay=0.0)
+        worker, key = Worker({0: link}, {0: mine}), key_of(parameter)
+        worker.add(key)
+        for lr, wanted in ((1.0, -1.0), (1.0, -2.0), (0.5, -2.5)):
+            mine.param_groups[0]["lr"] = torch.tensor(lr)
+            worker.push(key, [torch.ones(3)], pulls=True)
+            assert worker.pull(key)[1][0].tolist() == [wanted] * 3
+        mine.param_groups[0]["lr"] = [torch.zeros(2)]
+        with pytest.raises(TypeError):
+            worker.push(key, [torch.ones(3)])
+        link.leave()

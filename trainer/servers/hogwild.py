@@ -16,7 +16,7 @@ from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settin
 from gradwire.trainer.reducer.arguments import check_named_parameters, check_optimizer
 from gradwire.trainer.reducer.bucket import dense_strides
 from gradwire.trainer.world.process_sets import ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import communicator_of, here, names_rank
+from gradwire.trainer.world.world import communicator_of, names_rank
 
 _LINE_BYTES = 64
 """The size of a cache line. Each parameter begins on a new cache line."""
@@ -57,7 +57,7 @@ class Hogwild(WrappingOptimizer):
     ) -> None:
         check_optimizer(optimizer)
         if isinstance(optimizer, WrappingOptimizer):
-            raise TypeError(f"{here()}optimizer is distributed already: it is a {type(optimizer).__name__}")
+            raise TypeError(f"optimizer is distributed already: it is a {type(optimizer).__name__}")
         parameters = tensors_of(optimizer.param_groups)
         named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         self._parameters = {
@@ -103,20 +103,22 @@ class Hogwild(WrappingOptimizer):
         self._before_method("step")
         return self.optimizer.step(closure)
 
+    @names_rank
     def _before_method(self, name: str) -> None:
         """Raise RuntimeError if a parameter is no longer in the shared memory."""
         if self._is_closed:
-            raise RuntimeError(f"{here()}this optimizer is closed")
+            raise RuntimeError("this optimizer is closed")
         for name, parameter in self._parameters.items():
             if parameter.data_ptr() != self._addresses[name]:
                 raise RuntimeError(
-                    f"{here()}{name!r} is no longer in the memory that the ranks share: something, such as model.to() or "
+                    f"{name!r} is no longer in the memory that the ranks share: something, such as model.to() or "
                     "parameter.data = ..., has given it memory of its own. Copy into it instead, by copy_()"
                 )
 
+    @names_rank
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: the shared memory is laid out when the optimizer is made."""
-        raise ValueError(f"{here()}parameters cannot be added to a Hogwild optimizer once it is made")
+        raise ValueError("parameters cannot be added to a Hogwild optimizer once it is made")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank's wrapped optimizer."""
@@ -142,6 +144,6 @@ class Hogwild(WrappingOptimizer):
 def _check(name: str, parameter: Tensor) -> None:
     """Raise TypeError or ValueError for a parameter that shared memory cannot hold."""
     if parameter.device.type != "cpu":
-        raise ValueError(f"{here()}{name!r} is on {parameter.device}; Hogwild trains parameters on the CPU")
+        raise ValueError(f"{name!r} is on {parameter.device}; Hogwild trains parameters on the CPU")
     if reason := refusal(parameter):
-        raise TypeError(f"{here()}{name!r} cannot be trained by Hogwild: {reason}")
+        raise TypeError(f"{name!r} cannot be trained by Hogwild: {reason}")

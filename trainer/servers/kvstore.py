@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import rehearse
-from gradwire.trainer.servers.aggregator import Counts
-from gradwire.trainer.servers.key_value.catalogue import (
+from gradwire.trainer.reducer.agreement import check_settings
+from gradwire.trainer.servers.aggregator import Counts, Scheme
+from gradwire.trainer.servers.keys import (
     Catalogue,
     Factory,
-    KeySpec,
     Name,
+    agreed,
     check_updatable,
     dense,
     described,
@@ -27,13 +27,20 @@ from gradwire.trainer.servers.key_value.catalogue import (
     lists_of_rows,
     rows_of,
 )
-from gradwire.trainer.servers.key_value.compression import codec_of
-from gradwire.trainer.servers.key_value.group import KeyGroup
-from gradwire.trainer.servers.key_value.state_files import read_states, write_states
-from gradwire.trainer.servers.pushed import Sender
-from gradwire.trainer.servers.rows import weighted_sum
+from gradwire.trainer.servers.packing import weighted_sum
+from gradwire.trainer.servers.roles import checked_ranks
 from gradwire.trainer.servers.server import Entry
-from gradwire.trainer.world.world import here
+from gradwire.trainer.servers.serving import Servers, Timeouts
+from gradwire.trainer.servers.state_files import read_states, write_states
+from gradwire.trainer.servers.two_bit import codec_of
+from gradwire.trainer.servers.worker import Worker
+from gradwire.trainer.trees import broadcast
+from gradwire.trainer.world.process_sets import global_process_set
+from gradwire.trainer.world.world import current_settings, names_rank
+
+_SPEAKS_FIRST = 0.9
+"""The fraction of timeout_s for which a server waits for other workers. The server then times out before the worker that waits
+for it, and its error names the missing workers."""
 
 Type = Literal["local", "device", "dist_sync", "dist_device_sync", "dist_async"]
 TYPES = get_args(Type)
@@ -66,17 +73,33 @@ class KVStore:
     Raises ValueError for another type, and for servers that are not ranks.
     """
 
+    @names_rank
     def __init__(self, type: Type = "local", *, servers: Sequence[int] | None = None) -> None:
         if type not in TYPES:
-            raise ValueError(f"{here()}type must be one of {', '.join(map(repr, TYPES))}, not {type!r}")
+            raise ValueError(f"type must be one of {', '.join(map(repr, TYPES))}, not {type!r}")
         self._type = type
         self._factory: Factory | None = None
         self._optimizer_name = ""
         self._is_compressed = False
-        self._senders: dict[int, Sender] = {}
-        self._steps: Counter[int] = Counter()  # the pushes to each key since its Sender was made
-        self._group = KeyGroup(alone=type in ("local", "device"), asynchronous=type == "dist_async", servers=servers)
-        self._catalogue = Catalogue(self._group.clients)
+        timeout_s = current_settings().timeout_s
+        self._servers = Servers("the key-value store", timeout_s)
+        self._is_alone = type in ("local", "device")
+        open_alone, open_all = self._servers.open_alone, self._servers.open
+        self._communicator = communicator = open_alone() if self._is_alone else open_all(global_process_set)
+        try:
+            everyone = range(communicator.size)
+            listed = checked_ranks("servers", servers, communicator.size) or list(everyone)
+            quorum = 1 if type == "dist_async" else communicator.size
+            given = {"asynchronous": repr(type == "dist_async"), "servers": repr(listed)}
+            check_settings(communicator, "KVStore", given)
+            scheme = Scheme(quorum, grace_s=0.0, staleness=None, late="next", sums=True, reads_own=True)
+            timeouts = Timeouts(server=timeout_s, update=_SPEAKS_FIRST * timeout_s, worker=timeout_s)
+            self._servers.connect(communicator, listed, everyone, scheme, timeouts)
+        except BaseException:
+            self._servers.break_off()
+            raise
+        self._worker = Worker(self._servers.links)
+        self._catalogue = Catalogue(listed)
 
     @property
     def type(self) -> str:
@@ -86,13 +109,14 @@ class KVStore:
     @property
     def rank(self) -> int:
         """Return this worker's number, 0 <= rank < num_workers."""
-        return self._group.rank
+        return self._communicator.rank
 
     @property
     def num_workers(self) -> int:
         """Return the number of workers, which are the ranks; 1 for "local" and "device"."""
-        return self._group.size
+        return self._communicator.size
 
+    @names_rank
     def init(self, key: Key, value: Any) -> None:
         """Add new keys, with the values of rank 0. Collective.
 
@@ -108,14 +132,16 @@ class KVStore:
                     check_updatable(name, tensor.shape, tensor.dtype, self._factory)
             return named, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
 
-        named = self._group.agreed(given)
-        for name, first in zip(named, self._group.share(list(named.values())), strict=True):
+        named = agreed(self._communicator, given)
+        for name, first in broadcast(named, 0, self._communicator).items():
             spec = self._catalogue.add(name, first)
-            if spec.server == self._group.rank and self._group.server is not None:
-                held = first.clone()
-                self._group.server.add(spec, [held], None if self._factory is None else self._factory([held]))
-        self._group.meet()  # no rank pushes before all servers hold the keys
+            self._worker.add(spec, rank=self.rank, number=spec.number)
+            if spec.server == self.rank and self._servers.server is not None:
+                held = first.clone()  # on rank 0, the caller's
+                self._servers.server.add(spec, [held], None if self._factory is None else self._factory([held]))
+        self._communicator.barrier()  # no rank pushes before all servers hold the keys
 
+    @names_rank
     def push(self, key: Key, value: Any, priority: int = 0) -> None:
         """Send values to the servers. The server of a key steps its optimizer with the sum over all ranks; without an
         optimizer, it sets the value of the key to the sum.
@@ -127,19 +153,14 @@ class KVStore:
         sent. Raises PeerLost if the rank that holds a key is lost.
         """
         self._check(priority)
-        given = self._catalogue.tensors(key, value, "value")
-        pushes = [(spec, self._summed(spec, tensors)) for spec, tensors in given]
+        pushes = [
+            (spec, weighted_sum([(dense(tensor).cpu(), 1.0) for tensor in tensors], spec.dtype))
+            for spec, tensors in self._catalogue.tensors(key, value, "value")
+        ]
         for spec, total in pushes:
-            if spec.number not in self._senders:
-                self._senders[spec.number] = Sender(spec.packing, 0, self.rank, spec.number)
-            client, step = self._group.clients[spec.server], self._steps[spec.number]
-            self._steps[spec.number] += 1
-            client.push(spec, self._senders[spec.number].encode([total], step), step)
+            self._worker.push(spec, [total])
 
-    @staticmethod
-    def _summed(spec: KeySpec, tensors: Sequence[Tensor]) -> Tensor | None:
-        return weighted_sum([(dense(tensor).cpu(), 1.0) for tensor in tensors], spec.dtype)
-
+    @names_rank
     def pull(self, key: Key, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Copy the newest values into tensors. The values contain all earlier pushes of this rank.
 
@@ -152,15 +173,16 @@ class KVStore:
         wanted = []
         for spec, tensors in self._catalogue.tensors(key, out, "out"):
             if not ignore_sparse and any(is_sparse(tensor) for tensor in tensors):
-                raise ValueError(f"{here()}out of key {spec.name!r} is sparse: row_sparse_pull() is for that")
+                raise ValueError(f"out of key {spec.name!r} is sparse: row_sparse_pull() is for that")
             wanted.append((spec, [tensor for tensor in tensors if not is_sparse(tensor)]))
         for spec, tensors in wanted:
             if tensors:
-                _, (value,) = self._group.clients[spec.server].pull(spec)
+                _, (value,) = self._worker.pull(spec)
                 with torch.no_grad():
                     for tensor in tensors:
-                        tensor.copy_(value.view(spec.shape))
+                        tensor.copy_(value)
 
+    @names_rank
     def pushpull(self, key: Key, value: Any, out: Any = None, priority: int = 0) -> None:
         """Push values, then pull into out, or into the values themselves if out is None."""
         self._check(priority)
@@ -169,12 +191,14 @@ class KVStore:
         self.push(key, value)
         self.pull(key, out)
 
+    @names_rank
     def broadcast(self, key: Key, value: Any, out: Any, priority: int = 0) -> None:
         """Add new keys with the values of rank 0, and copy these values into out. Collective."""
         self._check(priority)
         self.init(key, value)
         self.pull(key, out)
 
+    @names_rank
     def row_sparse_pull(self, key: Key, out: Any, priority: int = 0, row_ids: Any = None) -> None:
         """Fetch some rows of values; only these rows are sent.
 
@@ -194,9 +218,10 @@ class KVStore:
             for tensor, rows in zip(tensors, ids, strict=True)
         ]
         for spec, tensor, rows in wanted:
-            _, (values,) = self._group.clients[spec.server].pull(spec, rows)
+            _, (values,) = self._worker.pull(spec, rows)
             fill_rows(tensor, rows, values)
 
+    @names_rank
     def set_optimizer(self, optimizer: Factory) -> None:
         """Make an optimizer for every key, present and future, on the key's server. Collective.
 
@@ -215,12 +240,13 @@ class KVStore:
             return name, f"{name} {settings}"
 
         self.barrier()  # the earlier optimizers apply all earlier pushes
-        self._optimizer_name = self._group.agreed(given)
+        self._optimizer_name = agreed(self._communicator, given)
         self._factory = optimizer
         for entry in self._entries():
             entry.set_optimizer(optimizer(entry.tensors))
-        self._group.meet()
+        self._communicator.barrier()
 
+    @names_rank
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Compress the values that push() sends from now on. Collective; only once.
 
@@ -232,27 +258,28 @@ class KVStore:
         Raises ValueError for other types and settings; if ranks differ; and for "local" and "device", which send nothing.
         """
         self._check()
-        if self._group.communicator is None:
-            raise ValueError(f"{here()}type {self._type!r} sends nothing that could be compressed")
+        if self._is_alone:
+            raise ValueError(f"type {self._type!r} sends nothing that could be compressed")
         if self._is_compressed:
-            raise ValueError(f"{here()}gradient compression is set already, and cannot be changed")
+            raise ValueError("gradient compression is set already, and cannot be changed")
 
         def given() -> tuple[Codec, Any]:
             try:
                 codec = codec_of(compression_params)
                 return codec, codec.identity
             except Exception as error:
-                raise ValueError(f"{here()}gradient compression by {compression_params!r}: {error}") from error
+                raise ValueError(f"gradient compression by {compression_params!r}: {error}") from error
 
         self.barrier()  # all earlier pushes have arrived, as they were sent
-        codec = self._group.agreed(given)
+        codec = agreed(self._communicator, given)
         rehearse(codec, torch.device("cpu"), with_feedback=codec.needs_feedback)  # compiles now, not in the first push
         self._catalogue.compress(codec)
         self._is_compressed = True
-        self._senders.clear()
-        self._steps.clear()
-        self._group.meet()
+        for spec in self._catalogue:
+            self._worker.add(spec, rank=self.rank, number=spec.number)
+        self._communicator.barrier()
 
+    @names_rank
     def save_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Write the states of all optimizers to one file on rank 0, with torch.save. Collective.
 
@@ -262,8 +289,9 @@ class KVStore:
         """
         path = self._agreed_path("save_optimizer_states", fname)
         self.barrier()  # the states then contain all earlier pushes
-        write_states(path, self._optimizer_name, self._states(), self._group.communicator)
+        write_states(path, self._optimizer_name, self._states(), self._communicator)
 
+    @names_rank
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Load the states that save_optimizer_states() wrote, on any number of ranks and servers. Only rank 0 reads the file.
         Collective.
@@ -273,40 +301,40 @@ class KVStore:
         """
         path = self._agreed_path("load_optimizer_states", fname)
         self.barrier()
-        states = read_states(path, self._optimizer_name, self._group.communicator)
+        states = read_states(path, self._optimizer_name, self._communicator)
         if missing := [spec.name for spec in self._catalogue if spec.name not in states]:
-            raise ValueError(
-                f"{here()}{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}"
-            )
+            raise ValueError(f"{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}")
         before = self._states()
 
         def load() -> tuple[None, Any]:
             try:
                 self._load(states)
             except Exception as error:
-                message = f"{here()}{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
+                message = f"{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
                 raise ValueError(message) from error
             return None, None
 
         try:
-            self._group.agreed(load)
+            agreed(self._communicator, load)
         except ValueError:
             self._load(before)
-            self._group.meet()  # no rank pushes before all servers have loaded
+            self._communicator.barrier()  # no rank pushes before all servers have loaded
             raise
 
     @staticmethod
+    @names_rank
     def is_capable(capability: str) -> bool:
         """Return True for "optimizer", the only capability that MXNet asks for. Raises ValueError for any other."""
         if not isinstance(capability, str) or capability.lower() != "optimizer":
-            raise ValueError(f"{here()}capability must be 'optimizer', not {capability!r}")
+            raise ValueError(f"capability must be 'optimizer', not {capability!r}")
         return True
 
     def barrier(self) -> None:
         """Wait until all ranks have called this and all their pushes have arrived at the servers. Collective."""
         self.report()
-        self._group.meet()
+        self._communicator.barrier()
 
+    @names_rank
     def report(self) -> Counts:
         """Return the counts of all pushes so far, summed over keys: updates, pushes by rank, and pushes by age. The age of
         a push is the number of updates of the key between the pushing rank's last pull of this key and the update that uses
@@ -315,7 +343,7 @@ class KVStore:
         Returns after all pushes of this rank have arrived at the servers.
         """
         self._check()
-        return Counts.total([client.counts() for client in self._group.clients.values()])
+        return Counts.total(self._worker.counts())
 
     def close(self, timeout_s: float | None = None) -> None:
         """Announce that this rank sends nothing more, serve the others until they announce the same or are lost, and end the
@@ -324,11 +352,11 @@ class KVStore:
         timeout_s: how long to wait for the others; default: the timeout_s of gradwire.init(). After that, logs a warning and
         stops serving them. Further calls do nothing.
         """
-        self._group.part.close(timeout_s)
+        self._servers.close(timeout_s)
 
     def _entries(self) -> list[Entry]:
         """Return the entries of this rank's server."""
-        return [] if self._group.server is None else self._group.server.entries
+        return [] if self._servers.server is None else list(self._servers.server.entries.values())
 
     def _states(self) -> dict[Name, Any]:
         """Return the states of the optimizers of this rank's server, by key."""
@@ -343,11 +371,11 @@ class KVStore:
 
     def _check(self, priority: int = 0) -> None:
         """Raise RuntimeError if the store is closed, and ValueError for a priority other than 0."""
-        if self._group.part.is_closed:
-            raise RuntimeError(f"{here()}this key-value store is closed")
+        if self._servers.is_closed:
+            raise RuntimeError("this key-value store is closed")
         if priority != 0:
             raise ValueError(
-                f"{here()}priority={priority!r}: only 0 is allowed; every call is done when it returns, so the queue is empty "
+                f"priority={priority!r}: only 0 is allowed; every call is done when it returns, so the queue is empty "
                 "and priority has no effect"
             )
 
@@ -355,19 +383,19 @@ class KVStore:
         """Return the path given to a method of optimizer states, if all ranks have passed a valid one. Collective."""
         self._check()
         if self._factory is None:
-            raise ValueError(f"{here()}{method}() needs an optimizer: call set_optimizer() first")
+            raise ValueError(f"{method}() needs an optimizer: call set_optimizer() first")
 
         def given() -> tuple[Path, Any]:
             try:
                 return Path(fname), None
             except TypeError:
-                message = f"{here()}{method}() needs the path of a file, a str or os.PathLike, not {fname!r}"
+                message = f"{method}() needs the path of a file, a str or os.PathLike, not {fname!r}"
                 raise TypeError(message) from None
 
-        return self._group.agreed(given)
+        return agreed(self._communicator, given)
 
     def __repr__(self) -> str:
-        return f"KVStore({self._type!r}), rank {self._group.rank} of {self._group.size}, {len(self._catalogue)} keys"
+        return f"KVStore({self._type!r}), rank {self.rank} of {self.num_workers}, {len(self._catalogue)} keys"
 
 
 def create(name: Type = "local", *, servers: Sequence[int] | None = None) -> KVStore:

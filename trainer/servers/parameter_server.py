@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.optimizers.copies import copied_attributes, of_copies
@@ -20,14 +23,15 @@ from gradwire.trainer.reducer.arguments import check_named_parameters, check_opt
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, encoding_for
 from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.servers.aggregator import Late, Scheme, ServerReport
-from gradwire.trainer.servers.connection import text_of
-from gradwire.trainer.servers.pushed import Packing, encodings_of
-from gradwire.trainer.servers.roles import checked_ranks, checked_scheme, cut, roles_of
-from gradwire.trainer.servers.server import Key, Server
-from gradwire.trainer.servers.serving import ServerAndClients
-from gradwire.trainer.servers.worker import Member, PushPullWorker
+from gradwire.trainer.servers.messages import text_of
+from gradwire.trainer.servers.packing import Packing
+from gradwire.trainer.servers.push_pull import GroupPushPull, Part, PushPull
+from gradwire.trainer.servers.roles import Roles, checked_ranks, checked_scheme, cut, roles_of
+from gradwire.trainer.servers.server import Entry, Key, Server
+from gradwire.trainer.servers.serving import Servers, Timeouts
+from gradwire.trainer.servers.worker import Worker
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
-from gradwire.trainer.world.world import current_world, here, names_rank
+from gradwire.trainer.world.world import current_world, names_rank
 
 KEY = "gradwire_server"
 """The key of the parameter server's entry in state_dict()."""
@@ -39,10 +43,10 @@ for their first rank, which wait for timeout_s. The shortest wait raises first, 
 answer."""
 
 _SLICE_S = 1.0
-
-#: A parameter with fewer elements is hashed together with others.
-_SMALL_NUMEL = 1 << 14
 """How many seconds Ctrl-C takes at most to interrupt serve()."""
+
+_SMALL_NUMEL = 1 << 14
+"""A parameter with fewer elements is hashed together with others."""
 
 
 class ParameterServer(WrappingOptimizer):
@@ -112,108 +116,103 @@ class ParameterServer(WrappingOptimizer):
         copied_attributes(optimizer)  # checked before ranks connect
         for each in (process_set, inner):
             if isinstance(each, ProcessSet) and each.included() is False:
-                raise ValueError(f"{here()}this process is not part of {each!r}, which alone may make this optimizer")
+                raise ValueError(f"this process is not part of {each!r}, which alone may make this optimizer")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         named = {} if named_parameters is None else check_named_parameters(named_parameters, parameters)
         names = [named.get(parameter, f"parameter {number}") for number, parameter in enumerate(parameters)]
-        encodings = encodings_of(compression)
+        policy = Policy(compression)
+        for encoding in policy.encodings:
+            if isinstance(encoding.codec, MatrixCodec):
+                raise ValueError(
+                    f"compression={encoding.codec.name!r} compresses sums over all ranks, but what a rank pushes to a "
+                    f"server is its own gradient: give a codec of buffers ({', '.join(CODECS)})"
+                )
         self._timeout_s = current_world().settings.timeout_s
-        self._part = ServerAndClients(self._timeout_s)
-        self._communicator = self._open(process_set)
-        self._server: Server | None = None
+        self._servers = Servers("the parameter server", self._timeout_s)
         self._held: list[Tensor] = []  # the parameters of which this rank's server has copies
-        self._worker: PushPullWorker | Member | None = None
+        self._push_pull: PushPull | None = None
         self._failure: BaseException | None = None
         self._hashes: list[int] = []  # of the parameters that this rank's servers have last copied or sent
         self.optimizer = optimizer
         share_hooks(self, optimizer)
         try:
-            size = self._communicator.size
-            asked = {
-                name: checked_ranks(name, given, size) for name, given in (("servers", servers), ("workers", workers))
-            }
-            described = {name: repr(ranks) for name, ranks in asked.items()}
-            check_settings(self._communicator, "ParameterServer", {**described, "compression": encodings.described[0]})
-            group = None if inner is None else self._open(inner)
-            self._roles = roles_of(
-                asked["servers"], asked["workers"], self._communicator.allgather_record(self._numbers(group))
-            )
-            count = len(self._roles.groups)
-            scheme = Scheme(count if quorum is None else quorum, grace_s, staleness, late)
-            described = {name: repr(value) for name, value in vars(scheme).items()}
-            check_settings(self._communicator, "ParameterServer", described)
-            self._scheme = checked_scheme(scheme, count)
+            self._communicator = communicator = self._servers.open(process_set)
+            group = None if inner is None else self._servers.open(inner)
+
+            def scheme_of(count: int) -> Scheme:
+                return Scheme(count if quorum is None else quorum, grace_s, staleness, late)
+
+            self._roles, self._scheme = self._agree(servers, workers, group, scheme_of, policy)
             mine = dict(zip(names, parameters, strict=True))
-            by_name = {name: mine[name] for name in agree_on_parameters(self._communicator, names, parameters)}
+            by_name = {name: mine[name] for name in agree_on_parameters(communicator, names, parameters)}
             self._trained = {name: parameter for name, parameter in by_name.items() if parameter.requires_grad}
             self._frozen = {name: parameter for name, parameter in by_name.items() if not parameter.requires_grad}
-            self._connect(list(self._trained), list(self._trained.values()), encodings, group)
-            place = [self._communicator.rank, size]
-            self._layout = [*place, self._roles.servers, self._roles.groups, encodings.described[0], len(self._trained)]
+            self._connect(policy, group)
             self._hashes = self._hashed()
         except BaseException:
-            self._part.break_off()
+            self._servers.break_off()
             raise
+        place = [communicator.rank, communicator.size, self._roles.servers, self._roles.groups]
+        self._layout = [*place, policy.described[0], len(self._trained)]
 
-    def _open(self, process_set: ProcessSetLike) -> Communicator:
-        """Return the Communicator of a process set."""
-        if isinstance(process_set, Communicator):
-            return process_set
-        self._part.communicators.append(current_world().open_communicator(process_set))
-        return self._part.communicators[-1]
+    def _agree(
+        self,
+        servers: Sequence[int] | None,
+        workers: Sequence[int] | None,
+        group: Communicator | None,
+        scheme_of: Callable[[int], Scheme],
+        policy: Policy,
+    ) -> tuple[Roles, Scheme]:
+        """Return the roles of all ranks, and the Scheme; equal on all ranks. Raises ValueError if arguments are invalid or
+        differ. group: joins this rank's group. scheme_of: returns the Scheme of a number of groups."""
+        communicator = self._communicator
+        serving, training = (
+            checked_ranks(name, given, communicator.size)
+            for name, given in (("servers", servers), ("workers", workers))
+        )
+        settings = {"servers": repr(serving), "workers": repr(training), "compression": policy.described[0]}
+        check_settings(communicator, "ParameterServer", settings)
+        members = None
+        if group is not None:
+            place = {launched: number for number, launched in enumerate(communicator.global_ranks)}
+            if not all(launched in place for launched in group.global_ranks):
+                raise ValueError("inner must be ranks of the process_set")
+            members = [place[launched] for launched in group.global_ranks]
+        roles = roles_of(serving, training, communicator.allgather_record(members))
+        scheme = scheme_of(len(roles.groups))
+        check_settings(communicator, "ParameterServer", {name: repr(value) for name, value in vars(scheme).items()})
+        return roles, checked_scheme(scheme, len(roles.groups))
 
-    def _numbers(self, group: Communicator | None) -> list[int] | None:
-        """Return a group's ranks, numbered as in the process set. Raises ValueError if one is not in the process set."""
-        if group is None:
-            return None
-        place = {launched: number for number, launched in enumerate(self._communicator.global_ranks)}
-        if not all(launched in place for launched in group.global_ranks):
-            raise ValueError(f"{here()}inner must be ranks of the process_set")
-        return [place[launched] for launched in group.global_ranks]
-
-    def _connect(
-        self, names: Sequence[str], parameters: Sequence[Tensor], encodings: Policy, group: Communicator | None
-    ) -> None:
+    def _connect(self, policy: Policy, group: Communicator | None) -> None:
         """Make the servers, and this rank's connections to them."""
-        rank, roles = self._communicator.rank, self._roles
-        ranks = [place for place in current_world().ranks_of(self._communicator) if place is not None]
-        if len(ranks) != self._communicator.size:
-            raise ValueError(f"{here()}process_set is a Communicator of ranks that are not in this world")
+        rank, roles, parameters = self._communicator.rank, self._roles, list(self._trained.values())
         chosen = [
-            encoding_for(encodings.encoding(name, parameter), parameter.dtype)
-            for name, parameter in zip(names, parameters, strict=True)
+            encoding_for(policy.encoding(name, parameter), parameter.dtype) for name, parameter in self._trained.items()
         ]
         for encoding in filter(None, dict.fromkeys(chosen)):  # compiles now, not in the first step
             rehearse(encoding.codec, torch.device("cpu"), with_feedback=encoding.feedback)
-        shares = cut(parameters, roles.servers)
-        keys = {}
-        for server, numbers in shares.items():
+        parts = {}
+        for place, (server, numbers) in enumerate(cut(parameters, roles.servers).items()):
             packing = Packing([parameters[number] for number in numbers], [chosen[number] for number in numbers])
-            keys[server] = Key("the parameters", 0, server, packing)
-        report_s = min(_REPORT_S, _REPORT * self._timeout_s)
-        if rank in shares:
-            self._server = Server(rank, roles.workers, self._scheme, self._timeout_s - 2 * report_s, needed=shares)
-            self._held = [parameters[number] for number in shares[rank]]
+            parts[server] = Part(Key("the parameters", place, server, packing), numbers)
+
+        def add(server: Server) -> None:
+            key, numbers = parts[rank]
+            self._held = [parameters[number] for number in numbers]
             held = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in self._held]
             optimizer = of_copies(self.optimizer, dict(zip(self._held, held, strict=True)))
-            self._server.add(keys[rank], held, optimizer, users=self.optimizer)
+            server.add(key, held, optimizer, users=self.optimizer)
+
+        report_s = min(_REPORT_S, _REPORT * self._timeout_s)
+        timeouts = Timeouts(*(self._timeout_s - times * report_s for times in (3, 2, 1)))
+        self._servers.connect(self._communicator, parts, roles.workers, self._scheme, timeouts, add, needed=parts)
         trains = {member for members in roles.groups for member in members}
-        self._part.connect(
-            "the parameter server",
-            self._server,
-            shares,
-            roles.workers,
-            self._communicator,
-            world_ranks=ranks,
-            server_s=self._timeout_s - 3 * report_s,
-            worker_s=self._timeout_s - report_s,
-            settings={server: self.optimizer for server in shares if server not in trains},
-        )
-        worker_here = None
+        worker = None
         if rank in roles.workers:
-            parts = [(client, keys[server], shares[server]) for server, client in self._part.clients.items()]
-            worker_here = PushPullWorker(rank, parameters, parts, self._timeout_s - report_s)
-        self._worker = worker_here if group is None else Member(rank, group, parameters, worker_here, len(shares))
+            worker = Worker(self._servers.links, {server: self.optimizer for server in parts if server not in trains})
+        if rank in trains:
+            make = PushPull if group is None else partial(GroupPushPull, group=group)
+            self._push_pull = make(rank, parameters, list(parts.values()), worker, timeouts.worker)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -237,38 +236,41 @@ class ParameterServer(WrappingOptimizer):
         error or Ctrl-C, every further call raises CollectiveError. Raises ValueError if a parameter requires a gradient now but
         did not when this optimizer was made.
         """
-        worker = self._training()
-        self._check_unbroken()
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"{here()}weight must be a finite number > 0, not {weight!r}")
+        with names_rank:
+            push_pull = self._training()
+            self._check_unbroken()
+            if not (math.isfinite(weight) and weight > 0):
+                raise ValueError(f"weight must be a finite number > 0, not {weight!r}")
+            for name, parameter in self._frozen.items():
+                if parameter.requires_grad:
+                    raise ValueError(
+                        f"{name!r} requires a gradient, and did not when this optimizer was made, whose servers do not have "
+                        "it: make a new one"
+                    )
         refusal = self._changes()
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ValueError(
-                    f"{here()}{name!r} requires a gradient, and did not when this optimizer was made, whose servers do not have "
-                    "it: make a new one"
-                )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         gradients, weight = self._unscaled([parameter.grad for parameter in self._trained.values()], weight)
         try:
-            worker.step(gradients, weight, refusal)
+            push_pull.step(gradients, weight, refusal)
             self._hashes = self._hashed()
         except BaseException as error:  # also Ctrl-C, after which a server's answer may be due
             self._failure = error
             raise
         return loss
 
+    @names_rank
     def _before_method(self, name: str) -> None:
         """Raise RuntimeError: the servers step copies of the wrapped optimizer."""
         raise RuntimeError(
-            f"{here()}{name}() of the wrapped {type(self.optimizer).__name__} would have no effect on the servers, which step "
+            f"{name}() of the wrapped {type(self.optimizer).__name__} would have no effect on the servers, which step "
             f"copies of it. Call it before making the {type(self).__name__}; optimizer.optimizer.{name}() calls it on the "
             "optimizer of this rank alone"
         )
 
+    @names_rank
     def serve(self) -> None:
         """Serve until all workers have left or are lost, on a rank that does not train.
 
@@ -277,29 +279,32 @@ class ParameterServer(WrappingOptimizer):
         parameters have changed since this optimizer was made, and the workers then raise CollectiveError.
         """
         self._check_open()
-        if self._worker is not None:
-            raise ValueError(f"{here()}serve() is for ranks that serve only; this one is one of workers=, and trains")
+        if self._push_pull is not None:
+            raise ValueError("serve() is for ranks that serve only; this one is one of workers=, and trains")
         if (refusal := self._changes()) is not None:
-            if self._server is not None:
-                self._server.refuse(refusal)
+            if self._servers.server is not None:
+                self._servers.server.refuse(refusal)
             raise RuntimeError(refusal)
-        while (server := self._part.serving) is not None and not server.join(time.monotonic() + _SLICE_S):
+        while not self._servers.join(time.monotonic() + _SLICE_S):
             pass
 
+    @names_rank
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: the parameters are divided among the servers when the optimizer is made."""
-        raise ValueError(f"{here()}parameters cannot be added to an optimizer at a parameter server once it is made")
+        raise ValueError("parameters cannot be added to an optimizer at a parameter server once it is made")
 
+    @names_rank
     def report(self) -> ServerReport:
         """Return the counts of all contributions so far; on a rank that serves only, those at this server.
 
         A rank may call it at any time except during its step(). In a group, only the first rank may call it.
         """
         self._check_open()
-        if self._worker is not None:
-            return ServerReport.of(self._worker.counts())
-        return ServerReport.of([] if self._server is None else [self._server.counts()])
+        if self._push_pull is not None:
+            return ServerReport.of(self._push_pull.counts())
+        return ServerReport.of([] if self._servers.server is None else [self._servers.server.counts()])
 
+    @names_rank
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank and its server. Every rank saves its own, after the same step, together with the
         model.
@@ -310,11 +315,17 @@ class ParameterServer(WrappingOptimizer):
         """
         self._check_synchronous("state_dict")
         self._check_unbroken()
-        mine = None if self._server is None else self._server.entries[0].state_dict()
-        worker = self._training()
-        at = {"layout": self._layout, "version": worker.versions[0], "updater": mine, "worker": worker.state_dict()}
+        push_pull = self._training()
+        mine = None if (entry := self._entry) is None else entry.state_dict()
+        at = {
+            "layout": self._layout,
+            "version": push_pull.versions[0],
+            "updater": mine,
+            "worker": push_pull.state_dict(),
+        }
         return {**self.optimizer.state_dict(), KEY: at}
 
+    @names_rank
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, to resume training bit for bit on the same number of ranks with the same servers. Collective.
 
@@ -331,7 +342,7 @@ class ParameterServer(WrappingOptimizer):
         wrong = [rank for rank, (fits, other) in enumerate(gathered) if not fits or other != gathered[0][1]]
         if wrong:
             raise ValueError(
-                f"{here()}load_state_dict needs the state_dict() of this rank, from the same number of ranks, the same servers "
+                f"load_state_dict needs the state_dict() of this rank, from the same number of ranks, the same servers "
                 f"and parameters, after the same step; this is not so on {', '.join(f'rank {rank}' for rank in wrong)}"
             )
         before = self.state_dict()
@@ -347,8 +358,8 @@ class ParameterServer(WrappingOptimizer):
         """Load a state on this rank and at its server. Raises the errors of their load_state_dict()."""
         saved = state_dict[KEY]
         self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
-        if self._server is not None:
-            self._server.entries[0].load_state_dict(saved["updater"], self._held)
+        if (entry := self._entry) is not None:
+            entry.load_state_dict(saved["updater"], self._held)
         self._training().load_state_dict(saved["worker"], saved["version"])
         self._hashes = self._hashed()
 
@@ -359,17 +370,22 @@ class ParameterServer(WrappingOptimizer):
         timeout_s: how long to wait for the others; default: the timeout_s of init(). After that, logs a warning and stops
         serving them. The parameters and the wrapped optimizer remain usable. Further calls do nothing.
         """
-        self._part.close(timeout_s)
+        self._servers.close(timeout_s)
+
+    @property
+    def _entry(self) -> Entry | None:
+        """Return what this rank's server holds; None if it does not serve."""
+        return None if self._servers.server is None else next(iter(self._servers.server.entries.values()))
 
     def _check_open(self) -> None:
-        if self._part.is_closed:
-            raise RuntimeError(f"{here()}this optimizer is closed")
+        if self._servers.is_closed:
+            raise RuntimeError("this optimizer is closed")
 
     def _check_unbroken(self) -> None:
         """Raise CollectiveError after a step() that has failed."""
         if self._failure is not None:
             message = f"this optimizer is broken by an earlier failure: {text_of(self._failure)}"
-            raise CollectiveError(f"{here()}{message}") from self._failure
+            raise CollectiveError(f"rank {self._communicator.rank}: {message}") from self._failure
 
     @torch.no_grad()
     def _hashed(self) -> list[int]:
@@ -389,9 +405,9 @@ class ParameterServer(WrappingOptimizer):
         if self._hashed() == self._hashes:
             return None
         return (
-            f"{here()}this rank's parameters have changed since the servers copied or sent them, and the next pull would undo "
-            "the change. Load or broadcast parameters before you make this optimizer or load its state; let step() of the "
-            "wrapped optimizer, which the servers call, make changes such as clamp_()"
+            f"rank {self._communicator.rank}: this rank's parameters have changed since the servers copied or sent them, and "
+            "the next pull would undo the change. Load or broadcast parameters before you make this optimizer or load its "
+            "state; let step() of the wrapped optimizer, which the servers call, make changes such as clamp_()"
         )
 
     def _unscaled(self, gradients: list[Tensor | None], weight: float) -> tuple[list[Tensor | None], float]:
@@ -407,18 +423,18 @@ class ParameterServer(WrappingOptimizer):
                         gradient.mul_(factor)
         return gradients, weight
 
-    def _training(self) -> PushPullWorker | Member:
-        """Return this rank's PushPullWorker or Member. Raises RuntimeError on a rank that only serves, and after
+    def _training(self) -> PushPull:
+        """Return this rank's PushPull. Raises RuntimeError on a rank that only serves, and after
         close()."""
         self._check_open()
-        if self._worker is None:
-            raise RuntimeError(f"{here()}this rank serves only: call serve(), then close()")
-        return self._worker
+        if self._push_pull is None:
+            raise RuntimeError("this rank serves only: call serve(), then close()")
+        return self._push_pull
 
     def _check_synchronous(self, verb: str) -> None:
         count, trained = len(self._roles.groups), sum(map(len, self._roles.groups))
         if self._scheme.quorum < count or trained < self._communicator.size:
             raise ValueError(
-                f"{here()}{verb} needs quorum={count}, all that push, not {self._scheme.quorum}, and no ranks that serve only: "
+                f"{verb} needs quorum={count}, all that push, not {self._scheme.quorum}, and no ranks that serve only: "
                 "otherwise no step leaves all ranks with the same state. Save the model of one rank, and begin with new servers"
             )

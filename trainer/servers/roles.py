@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.servers.aggregator import LATE, Scheme
-from gradwire.trainer.world.world import here
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def checked_ranks(name: str, ranks: Sequence[int] | None, size: int) -> list[int
     if not all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size for rank in listed):
         listed = []
     if not listed or len(set(listed)) < len(listed):
-        raise ValueError(f"{here()}{name} must be ranks from 0 to {size - 1}, each once, at least one, not {ranks!r}")
+        raise ValueError(f"{name} must be ranks from 0 to {size - 1}, each once, at least one, not {ranks!r}")
     return sorted(listed)
 
 
@@ -55,12 +54,12 @@ def roles_of(
     found: list[tuple[int, ...]] = []
     for rank, given in enumerate(groups):
         if given is not None and rank not in training:
-            raise ValueError(f"{here()}rank {rank} has inner= but is not one of workers={training}: it does not train")
+            raise ValueError(f"rank {rank} has inner= but is not one of workers={training}: it does not train")
         group = (rank,) if given is None else tuple(given)
         for other in group:
             if groups[other] != given:
                 raise ValueError(
-                    f"{here()}inner= must name the same ranks on all of them, which train: it is {ranks_text(group)} on "
+                    f"inner= must name the same ranks on all of them, which train: it is {ranks_text(group)} on "
                     f"rank {rank}, and {_shown(groups[other])} on rank {other}"
                 )
         if rank in training and group[0] == rank:
@@ -68,22 +67,20 @@ def roles_of(
     idle = [rank for rank in range(len(groups)) if rank not in training]
     serving = sorted(servers if servers is not None else idle or [group[0] for group in found])
     if neither := [rank for rank in idle if rank not in serving]:
-        raise ValueError(f"{here()}{ranks_text(neither)} neither trains (workers=) nor serves (servers=)")
+        raise ValueError(f"{ranks_text(neither)} neither trains (workers=) nor serves (servers=)")
     return Roles(tuple(serving), tuple(found))
 
 
 def checked_scheme(scheme: Scheme, size: int) -> Scheme:
     """Return the scheme. Raises ValueError for an invalid one."""
     if not isinstance(scheme.quorum, int) or not 1 <= scheme.quorum <= size:
-        raise ValueError(
-            f"{here()}quorum must be a whole number from 1 to {size}, of ranks or groups, not {scheme.quorum!r}"
-        )
+        raise ValueError(f"quorum must be a whole number from 1 to {size}, of ranks or groups, not {scheme.quorum!r}")
     if not (isinstance(scheme.grace_s, (int, float)) and math.isfinite(scheme.grace_s) and scheme.grace_s >= 0):
-        raise ValueError(f"{here()}grace_s must be a finite number of seconds >= 0, not {scheme.grace_s!r}")
+        raise ValueError(f"grace_s must be a finite number of seconds >= 0, not {scheme.grace_s!r}")
     if scheme.staleness is not None and (not isinstance(scheme.staleness, int) or scheme.staleness < 0):
-        raise ValueError(f"{here()}staleness must be a whole number >= 0, or None, not {scheme.staleness!r}")
+        raise ValueError(f"staleness must be a whole number >= 0, or None, not {scheme.staleness!r}")
     if scheme.late not in LATE:
-        raise ValueError(f"{here()}late must be one of {', '.join(map(repr, LATE))}, not {scheme.late!r}")
+        raise ValueError(f"late must be one of {', '.join(map(repr, LATE))}, not {scheme.late!r}")
     return scheme
 
 

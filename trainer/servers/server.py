@@ -6,8 +6,9 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout
 from gradwire.trainer.servers.aggregator import Aggregator, Counts, Scheme
-from gradwire.trainer.servers.connection import QuorumLost
-from gradwire.trainer.servers.pushed import Packing
-from gradwire.trainer.servers.rows import weighted_sum
+from gradwire.trainer.servers.messages import QuorumLost
+from gradwire.trainer.servers.packing import Packing, weighted_sum
 
 Pushed: TypeAlias = "list[Tensor | None]"
 """What a worker pushes to a key: a tensor or None for each of its tensors."""
+
+Answer: TypeAlias = "tuple[Any, list[Tensor]]"
+"""A record and tensors: the version and the tensors of a pull, or the Counts as a record."""
 
 
 @dataclass
@@ -220,26 +223,28 @@ class Entry:
 
 
 class Server:
-    """Holds the keys of one rank. Attribute rank: the server's rank.
+    """Holds the keys of one rank, and does what workers request. Attributes: rank, the server's rank; entries, by the number of
+    the key.
 
-    workers: the ranks that push and pull. timeout_s: how long pull() waits before it raises CollectiveTimeout. needed: the
+    workers: the ranks that push and pull. timeout_s: how long a pull waits before it raises CollectiveTimeout. needed: the
     workers without which no rank can continue, since they also serve.
+
+    A request is a dict that JSON can hold, with one or more of these, which are done in this order, and tensors. "settings": the
+    settings of the worker's param groups. "refuse": why no rank can continue. "push": the number of a key, the step, the weight
+    and the forms of gradients that Sender.encode() returned in this step; its buffers are the tensors. "pull": the number of a
+    key, and whether only rows are wanted; their numbers are the only tensor. "counts": for Server.counts(). "leave": the worker
+    sends nothing more.
     """
 
     def __init__(
         self, rank: int, workers: Sequence[int], scheme: Scheme, timeout_s: float, needed: Collection[int] = ()
     ) -> None:
         self.rank = rank
+        self.entries: dict[int, Entry] = {}
         self._workers = list(workers)
         self._scheme = scheme
         self._timeout_s = timeout_s
         self._needed = needed
-        self._entries: dict[int, Entry] = {}
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Return the Entries of all keys."""
-        return list(self._entries.values())
 
     def add(
         self,
@@ -249,48 +254,46 @@ class Server:
         users: torch.optim.Optimizer | None = None,
     ) -> None:
         """Add a key, as Entry describes."""
-        self._entries[key.number] = Entry(
-            self.rank, key, tensors, self._workers, self._scheme, optimizer=optimizer, users=users
-        )
+        self.entries[key.number] = Entry(self.rank, key, tensors, self._workers, self._scheme, optimizer, users)
 
-    def packing(self, number: int) -> Packing:
-        """Return how pushes to a key are sent."""
-        return self._entries[number].key.packing
-
-    def push(self, worker: int, number: int, pushed: Sequence[Tensor], step: int, weight: float) -> None:
-        """Add a worker's push to a key: what Sender.encode() returned in its step."""
-        entry = self._entries[number]
-        entry.push(worker, weight, entry.key.packing.decode(pushed, step))
-
-    def pull(self, worker: int, number: int, rows: Tensor | None = None) -> tuple[int, list[Tensor]]:
-        """Wait until a worker may continue, and return the version and the tensors of a key: see Entry.pull()."""
-        return self._entries[number].pull(worker, rows, self._timeout_s)
-
-    def take_settings(self, worker: int, settings: list[dict[str, Any]]) -> None:
-        """Keep the settings of a worker's param groups for all updates: see Entry.take_settings()."""
-        for entry in self.entries:
-            entry.take_settings(worker, settings)
+    def perform(
+        self, worker: int, request: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> Callable[[], Answer] | None:
+        """Do what a worker requests. Return a function that waits for the answer and returns it; None if none is due."""
+        if "settings" in request:
+            for entry in list(self.entries.values()):
+                entry.take_settings(worker, request["settings"])
+        if "refuse" in request:
+            self.refuse(request["refuse"])
+        if "push" in request:
+            number, step, weight, forms = request["push"]
+            entry = self.entries[number]
+            entry.push(worker, weight, entry.key.packing.decode(forms, tensors, step))
+        if "pull" in request:
+            number, wants_rows = request["pull"]
+            return partial(self.entries[number].pull, worker, tensors[0] if wants_rows else None, self._timeout_s)
+        if "counts" in request:
+            return lambda: (self.counts().to_record(), [])
+        if "leave" in request:
+            for entry in list(self.entries.values()):
+                entry.leave(worker)
+        return None
 
     def refuse(self, reason: str) -> None:
-        """Let pull() raise CollectiveError from now on, since a rank cannot continue."""
-        for entry in self.entries:
+        """Let pulls raise CollectiveError from now on, since a rank cannot continue."""
+        for entry in list(self.entries.values()):
             entry.fail(CollectiveError(reason, rank=self.rank, operation=f"update of {entry.key.title}"))
 
-    def leave(self, worker: int) -> None:
-        """Remove a worker that has finished."""
-        for entry in self.entries:
-            entry.leave(worker)
-
     def lose(self, worker: int, error: CollectiveError) -> None:
-        """Remove a worker that has failed with this error. If it is needed, pull() raises the error from now on."""
-        for entry in self.entries:
+        """Remove a worker that has failed with this error. If it is needed, pulls raise the error from now on."""
+        for entry in list(self.entries.values()):
             if worker in self._needed:
                 entry.fail(error)
             entry.lose(worker)
 
     def counts(self) -> Counts:
         """Return the Counts of all pushes so far."""
-        return Counts.total([entry.counts() for entry in self.entries])
+        return Counts.total([entry.counts() for entry in list(self.entries.values())])
 
 
 def _on_cpu(settings: dict[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
 from gradwire.trainer.reducer.compression import Encoding
-from gradwire.trainer.servers.pushed import Packing
+from gradwire.trainer.servers.packing import Packing
 from gradwire.trainer.servers.server import Key
-from gradwire.trainer.world.world import here
+
+_Result = TypeVar("_Result")
 
 Name: TypeAlias = int | str
 
@@ -70,9 +72,9 @@ class Catalogue:
         named = {}
         for name, tensor in pairs_of(key, value, "value"):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"{here()}value of key {name!r} must be a tensor, not {tensor!r}")
+                raise TypeError(f"value of key {name!r} must be a tensor, not {tensor!r}")
             if name in self._specs:
-                raise ValueError(f"{here()}key {name!r} has been given to init() before; push() changes it")
+                raise ValueError(f"key {name!r} has been given to init() before; push() changes it")
             named[name] = tensor
         return named
 
@@ -83,18 +85,46 @@ class Catalogue:
         """
         found = []
         for name, each in pairs_of(key, given, what):
-            spec = self._spec(name)
-            tensors = tensors_of(name, each, what)
+            if name not in self._specs:
+                known = ", ".join(map(repr, list(self._specs)[:10])) + (", ..." if len(self._specs) > 10 else "")
+                raise KeyError(f"key {name!r} was never given to init(); known are {known or 'none'}")
+            spec = self._specs[name]
+            tensors = list(each) if isinstance(each, (list, tuple)) else [each]
+            if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+                raise TypeError(f"{what} of key {name!r} must be a tensor or a list of tensors, not {each!r}")
             for tensor in tensors:
-                check_tensor(spec, tensor, what)
+                if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+                    raise ValueError(
+                        f"{what} of key {name!r} must have shape {list(spec.shape)} and dtype {spec.dtype}, as init() was "
+                        f"given, not {list(tensor.shape)} and {tensor.dtype}"
+                    )
             found.append((spec, tensors))
         return found
 
-    def _spec(self, name: Name) -> KeySpec:
-        if name not in self._specs:
-            known = ", ".join(map(repr, list(self._specs)[:10])) + (", ..." if len(self._specs) > 10 else "")
-            raise KeyError(f"{here()}key {name!r} was never given to init(); known are {known or 'none'}")
-        return self._specs[name]
+
+def agreed(communicator: Communicator, compute: Callable[[], tuple[_Result, Any]]) -> _Result:
+    """Call compute(), which returns a result and a record that JSON can hold. Return the result if all ranks have the same
+    record. Collective.
+
+    If compute() fails on a rank, raises its error on that rank and ValueError on the others. Raises ValueError on all ranks if
+    the records differ.
+    """
+    result, record, error = None, None, None
+    try:
+        result, record = compute()
+    except Exception as caught:  # the other ranks wait for this rank's record
+        error = caught
+    everyones = communicator.allgather_record([None if error is None else str(error), record])
+    if error is not None:
+        raise error
+    for rank, (fault, theirs) in enumerate(everyones):
+        if fault is not None:
+            raise ValueError(f"no rank did anything, because rank {rank} cannot: {fault}")
+        if theirs != everyones[0][1]:
+            raise ValueError(
+                f"the arguments differ between ranks: {everyones[0][1]} on rank 0; {theirs} on rank {rank}"
+            )
+    return cast(_Result, result)
 
 
 def pairs_of(key: Any, values: Any, what: str) -> list[tuple[Name, Any]]:
@@ -106,48 +136,29 @@ def pairs_of(key: Any, values: Any, what: str) -> list[tuple[Name, Any]]:
         pairs = [(key, values)]
     elif not isinstance(values, (list, tuple)) or len(values) != len(key):
         given = f"{len(values)} of them" if isinstance(values, (list, tuple)) else type(values).__name__
-        raise ValueError(f"{here()}{what} must be a list as long as that of the keys, {len(key)}, not {given}")
+        raise ValueError(f"{what} must be a list as long as that of the keys, {len(key)}, not {given}")
     else:
         pairs = list(zip(key, values, strict=True))
     names: set[Name] = set()
     for name, _ in pairs:
         if isinstance(name, bool) or not isinstance(name, (int, str)):
-            raise TypeError(f"{here()}a key must be an int or a str, not {name!r}")
+            raise TypeError(f"a key must be an int or a str, not {name!r}")
         if name in names:
-            raise ValueError(f"{here()}key {name!r} is given twice in one call; one key takes a list of tensors")
+            raise ValueError(f"key {name!r} is given twice in one call; one key takes a list of tensors")
         names.add(name)
     return pairs
-
-
-def tensors_of(name: Name, value: Any, what: str) -> list[Tensor]:
-    """Return the tensors given for one key. Raises TypeError for anything but a tensor or a list of them."""
-    tensors = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise TypeError(f"{here()}{what} of key {name!r} must be a tensor or a list of tensors, not {value!r}")
-    return tensors
-
-
-def check_tensor(spec: KeySpec, tensor: Tensor, what: str) -> None:
-    """Raise ValueError for a tensor that does not match the value of the key."""
-    if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
-        raise ValueError(
-            f"{here()}{what} of key {spec.name!r} must have shape {list(spec.shape)} and dtype {spec.dtype}, as init() was "
-            f"given, not {list(tensor.shape)} and {tensor.dtype}"
-        )
 
 
 def rows_of(spec: KeySpec, row_ids: Any) -> Tensor:
     """Return the row numbers, sorted and without duplicates, on the CPU. Raises ValueError or TypeError for invalid ones."""
     if not isinstance(row_ids, Tensor) or row_ids.is_floating_point() or row_ids.dtype == torch.bool:
-        raise TypeError(f"{here()}row_ids of key {spec.name!r} must be a tensor of whole numbers, not {row_ids!r}")
+        raise TypeError(f"row_ids of key {spec.name!r} must be a tensor of whole numbers, not {row_ids!r}")
     if not spec.shape:
-        raise ValueError(f"{here()}key {spec.name!r} has no rows: its value is a single number")
+        raise ValueError(f"key {spec.name!r} has no rows: its value is a single number")
     rows: Tensor = row_ids.detach().to("cpu", torch.int64).unique()
     wrong = rows[(rows < 0) | (rows >= spec.shape[0])]
     if len(wrong):
-        raise ValueError(
-            f"{here()}row_ids of key {spec.name!r} must be from 0 to {spec.shape[0] - 1}, and {wrong[0]} is not"
-        )
+        raise ValueError(f"row_ids of key {spec.name!r} must be from 0 to {spec.shape[0] - 1}, and {wrong[0]} is not")
     return rows
 
 
@@ -162,7 +173,7 @@ def lists_of_rows(key: Any, outs: Sequence[list[Tensor]], row_ids: Any) -> list[
     if not isinstance(key, (list, tuple)) and len(given) == len(outs[0]):
         return [given]
     raise ValueError(
-        f"{here()}row_ids must be one tensor, or as many as there are keys, or tensors in out for a single key, not "
+        f"row_ids must be one tensor, or as many as there are keys, or tensors in out for a single key, not "
         f"{len(given)}"
     )
 
@@ -173,29 +184,25 @@ def described(factory: Factory) -> tuple[str, str]:
         "set_optimizer needs a function that makes an optimizer of a list of tensors, such as "
         "functools.partial(torch.optim.SGD, lr=0.1)"
     )
-    if isinstance(factory, torch.optim.Optimizer) or not callable(factory):
-        raise TypeError(f"{here()}{wanted}, not {factory!r}")
     probe = torch.zeros(1, dtype=torch.float32, device="cpu")
     try:
         made = factory([probe])
     except Exception as error:
-        raise TypeError(f"{here()}{wanted}; {factory!r} raised {error!r}") from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"{here()}{wanted}; {factory!r} returned {made!r}")
-    groups = made.param_groups
-    if len(groups) != 1 or len(groups[0]["params"]) != 1 or groups[0]["params"][0] is not probe:
-        raise TypeError(f"{here()}{wanted}; {factory!r} returned an optimizer of other tensors: {made!r}")
+        raise TypeError(f"{wanted}; {factory!r} raised {error!r}") from error
+    groups = made.param_groups if isinstance(made, torch.optim.Optimizer) else []
+    if [parameter is probe for group in groups for parameter in group["params"]] != [True]:
+        raise TypeError(f"{wanted}; {factory!r} returned {made!r}")
     return type(made).__name__, str({name: value for name, value in groups[0].items() if name != "params"})
 
 
 def check_updatable(name: Name, shape: torch.Size, dtype: torch.dtype, factory: Factory) -> None:
     """Raise ValueError if a server could not make an optimizer for a key's value."""
     if not dtype.is_floating_point:
-        raise ValueError(f"{here()}an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
+        raise ValueError(f"an optimizer needs floating-point tensors, and key {name!r} has dtype {dtype}")
     try:
         factory([torch.zeros(shape, dtype=dtype, device="cpu")])
     except Exception as error:
-        raise ValueError(f"{here()}no optimizer of key {name!r}, of shape {list(shape)}: {error!r}") from error
+        raise ValueError(f"no optimizer of key {name!r}, of shape {list(shape)}: {error!r}") from error
 
 
 def is_sparse(tensor: Tensor) -> bool:

@@ -1,53 +1,57 @@
-"""Tools for messages between servers and workers: Communicators of two ranks, flat buffers of tensors, records as JSON, and
-errors."""
+"""Messages between a server and a worker: a record with tensors, errors as records, and tensors laid out in few buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
-from gradwire.collectives.communicator import close_all
 from gradwire.collectives.errors import ranks_text
-from gradwire.trainer.trees import decode
-from gradwire.trainer.world.world import current_world
+
+_HEAD_BYTES = 512
+"""The size of the first part of a message, which is all of most records."""
+
+_LENGTH_BYTES = 8
 
 
-def open_pairs(
-    name: str,
-    server: int,
-    workers: Iterable[int],
-    *,
-    rank: int,
-    world_ranks: Sequence[int],
-    timeout_s: float | None = None,
-) -> dict[int, Communicator]:
-    """Return this rank's Communicators that join a worker (rank 0) and the server (rank 1) on different ranks, by worker.
+def send(communicator: Communicator, rank: int, record: Any, tensors: Sequence[Tensor] = ()) -> None:
+    """Send a record that JSON can hold, and tensors on the CPU, to a rank, which calls receive()."""
+    listed = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    text = json.dumps([record, listed]).encode()
+    data = (b"%*d" % (_LENGTH_BYTES, len(text)) + text).ljust(_HEAD_BYTES)
+    head = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    communicator.send(head[:_HEAD_BYTES], rank)
+    for tensor in (head[_HEAD_BYTES:], *tensors):
+        if tensor.numel():
+            communicator.send(tensor, rank)
 
-    name: the same on all ranks, and not used for anything else. rank: this rank. world_ranks: the rank in the world of each
-    rank. timeout_s: the limit of each wait; None for that of init(). Collective: call it for one server after the other, in
-    the same order on all ranks, or ranks deadlock.
+
+def receive(communicator: Communicator, rank: int, into: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
+    """Return the record and the tensors that a rank has sent. JSON turns tuples into lists and keys into strings.
+
+    into: memory for the tensors. It is used if it has their dtypes and shapes; else, or without it, the tensors are new.
     """
-    pairs: dict[int, Communicator] = {}
-    try:
-        for worker in workers:
-            if worker != server and rank in (worker, server):
-                of_two = f"{name}/{worker}/{server}"
-                pairs[worker] = current_world().open_pair(world_ranks[worker], world_ranks[server], of_two, timeout_s)
-    except BaseException:
-        close_all(pairs.values())
-        raise
-    return pairs
-
-
-def receive(communicator: Communicator, nbytes: int, sender: int) -> Any:
-    """Receive a record of nbytes from a rank, and return it. JSON turns tuples into lists and keys into strings."""
-    text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    communicator.recv(text, sender)
-    return decode(text)
+    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
+    communicator.recv(head, rank)
+    data = head.numpy().tobytes()
+    length = int(data[:_LENGTH_BYTES])
+    if (beyond := _LENGTH_BYTES + length - _HEAD_BYTES) > 0:
+        rest = torch.empty(beyond, dtype=torch.uint8, device="cpu")
+        communicator.recv(rest, rank)
+        data += rest.numpy().tobytes()
+    record, listed = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    kinds = [(getattr(torch, name), tuple(shape)) for name, shape in listed]
+    tensors = list(into)
+    if [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] != kinds:
+        tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in kinds]
+    for tensor in tensors:
+        if tensor.numel():
+            communicator.recv(tensor, rank)
+    return record, tensors
 
 
 class Flat:
@@ -56,21 +60,21 @@ class Flat:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        self._sizes: dict[torch.dtype, int] = {}
+        self._sizes: dict[torch.dtype, list[int]] = {}
         for dtype, shape in self._shapes:
-            self._sizes[dtype] = self._sizes.get(dtype, 0) + shape.numel()
-        self.numel = sum(self._sizes.values())
+            self._sizes.setdefault(dtype, []).append(shape.numel())
+        self.numel = sum(map(sum, self._sizes.values()))
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def empty(self) -> list[Tensor]:
         """Return new buffers, not initialized."""
-        return [torch.empty(size, dtype=dtype, device="cpu") for dtype, size in self._sizes.items()]
+        return [torch.empty(sum(sizes), dtype=dtype, device="cpu") for dtype, sizes in self._sizes.items()]
 
-    def pack(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return new buffers with copies of these tensors, and zeros for None."""
-        buffers = self.empty()
+    def pack(self, tensors: Sequence[Tensor | None], buffers: list[Tensor] | None = None) -> list[Tensor]:
+        """Copy these tensors, and zeros for None, into buffers, by default new ones. Return the buffers."""
+        buffers = self.empty() if buffers is None else buffers
         for view, tensor in zip(self.views(buffers), tensors, strict=True):
             if tensor is None:
                 view.zero_()
@@ -80,12 +84,11 @@ class Flat:
 
     def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors as views of the buffers."""
-        rests = dict(zip(self._sizes, buffers, strict=True))
-        views = []
-        for dtype, shape in self._shapes:
-            view, rests[dtype] = rests[dtype].tensor_split([shape.numel()])
-            views.append(view.view(shape))
-        return views
+        parts = {
+            dtype: iter(buffer.split(sizes))
+            for (dtype, sizes), buffer in zip(self._sizes.items(), buffers, strict=True)
+        }
+        return [next(parts[dtype]).view(shape) for dtype, shape in self._shapes]
 
 
 class QuorumLost(CollectiveError):

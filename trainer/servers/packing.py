@@ -1,28 +1,41 @@
 """The tensors that workers push to servers: dense ones uncompressed or as codes with error feedback at the worker, sparse ones
-as rows."""
+as rows; and their sums at a server."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec, State
-from gradwire.collectives.compression.matrices import MatrixCodec
-from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.collectives.sparse import added
 from gradwire.trainer.reducer.checkpoint_format import check_finite
-from gradwire.trainer.reducer.compression import Compressor, Encoding, Policy
-from gradwire.trainer.servers.connection import Flat
-from gradwire.trainer.servers.rows import DENSE, coalesced, form_of, of_rows
-from gradwire.trainer.world.world import here
+from gradwire.trainer.reducer.compression import Encoding
+from gradwire.trainer.servers.messages import Flat
 
-_Forms: TypeAlias = list[list[int]]
-"""The form of each parameter's gradient in a message, see form_of()."""
+ABSENT, DENSE = -1, 0
+
+Forms: TypeAlias = list[int]
+"""The form of each gradient: its number of sparse dimensions, or DENSE, or ABSENT for None."""
+
+
+def forms_of(gradients: Sequence[Tensor | None]) -> Forms:
+    """Return the forms of gradients."""
+    return [ABSENT if each is None else each.sparse_dim() if each.is_sparse else DENSE for each in gradients]
+
+
+def coalesced(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient detached from the autograd graph, and coalesced if it is sparse; None for None."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 @dataclass(frozen=True)
@@ -44,26 +57,18 @@ class _Group:
         """Return the codec of a step; None if the gradients are uncompressed, as during the warm-up."""
         return None if self.encoding is None else self.encoding.codec_at(step)
 
-    def sent(self, forms: _Forms) -> tuple[Sequence[int], Flat]:
+    def sent(self, forms: Forms) -> tuple[Sequence[int], Flat]:
         """Return the members that a message contains, and their layout: the dense ones; of an encoded group all members, or
         none if none is dense."""
-        dense = [place for place, number in enumerate(self.members) if forms[number][0] == DENSE]
+        dense = [place for place, number in enumerate(self.members) if forms[number] == DENSE]
         if len(dense) == len(self.members) or (dense and self.encoding is not None):
             return self.members, self.flat
         return [self.members[place] for place in dense], Flat([self.tensors[place] for place in dense])
 
-    def empty(self, forms: _Forms, step: int) -> list[Tensor]:
-        """Return new buffers into which to receive a worker's gradients of a step."""
-        members, flat = self.sent(forms)
-        codec = self.codec_at(step)
-        if codec is None or not members:
-            return flat.empty()
-        return [torch.empty(codec.wire_bytes(flat.numel), dtype=torch.uint8, device="cpu")]
-
 
 class Packing:
-    """Lays out the gradients of some parameters in messages: first the form of each gradient; then the dense uncompressed ones,
-    in one buffer for each dtype; then a code for each encoding; then the indices and values of each sparse one.
+    """Lays out the gradients of some parameters in messages: the dense uncompressed ones, in one buffer for each dtype; then a
+    code for each encoding; then the indices and values of each sparse one.
 
     encodings: the encoding of each dense gradient; None for uncompressed. Attribute flat: the layout of the parameters.
     """
@@ -81,29 +86,10 @@ class Packing:
                 given = [like.to(torch.float32) for like in given]
             self.groups.append(_Group(encoding, tuple(numbers), tuple(given)))
 
-    def dense_forms(self) -> Tensor:
-        """Return the forms of gradients that are all dense, which are zeros; a new tensor."""
-        return torch.zeros((len(self._like), 2), dtype=torch.int64, device="cpu")
-
-    def empty_rows(self, count: int) -> Tensor:
-        """Return a new tensor into which to receive some rows of the only parameter."""
-        (like,) = self._like
-        return torch.empty((count, *like.shape[1:]), dtype=like.dtype, device="cpu")
-
-    def empty(self, forms: Tensor, step: int) -> list[Tensor]:
-        """Return new buffers into which to receive a worker's gradients of these forms."""
-        listed = forms.tolist()
-        buffers = [buffer for group in self.groups for buffer in group.empty(listed, step)]
-        for like, (dimensions, rows) in zip(self._like, listed, strict=True):
-            if dimensions > 0:
-                buffers.append(torch.empty((dimensions, rows), dtype=torch.int64, device="cpu"))
-                buffers.append(torch.empty((rows, *like.shape[dimensions:]), dtype=like.dtype, device="cpu"))
-        return buffers
-
-    def decode(self, pushed: Sequence[Tensor], step: int) -> list[Tensor | None]:
+    def decode(self, forms: Forms | None, pushed: Sequence[Tensor], step: int) -> list[Tensor | None]:
         """Return the gradients of a step from what Sender.encode() returned, None for each parameter without one."""
+        forms = [DENSE] * len(self._like) if forms is None else forms
         arrived = iter(pushed)
-        forms = next(arrived).tolist()
         gradients: list[Tensor | None] = [None] * len(forms)
         for group in self.groups:
             members, flat = group.sent(forms)
@@ -113,21 +99,35 @@ class Packing:
                 codec.decode(*buffers, *values)
                 buffers = values
             for number, view in zip(members, flat.views(buffers), strict=True):
-                if forms[number][0] == DENSE:
+                if forms[number] == DENSE:
                     gradients[number] = view.to(self._like[number].dtype)
-        for number, (dimensions, _) in enumerate(forms):
+        for number, dimensions in enumerate(forms):
             if dimensions > 0:
-                gradients[number] = of_rows(next(arrived), next(arrived), self._like[number].shape)
+                gradients[number] = torch.sparse_coo_tensor(
+                    next(arrived),
+                    next(arrived),
+                    self._like[number].shape,
+                    device="cpu",
+                    is_coalesced=True,
+                    check_invariants=False,
+                )
         return gradients
 
 
 class Sender:
-    """Encodes gradients into buffers, and adds the error of each encoding to the next step's gradients. seed, rank, key: for
-    codecs that draw random numbers; together different for each Sender."""
+    """Encodes gradients into buffers, and adds the error of each encoding to the next step's gradients. seed, rank, number: for
+    codecs that draw random numbers; together different for each Sender. Attribute steps: how often it has encoded.
 
-    def __init__(self, packing: Packing, seed: int, rank: int = 0, key: int = 0) -> None:
+    reuses: whether the buffers of uncompressed gradients are used again by the next step. New ones cost more than the copies.
+    """
+
+    def __init__(
+        self, packing: Packing, seed: int = 0, rank: int = 0, number: int = 0, *, reuses: bool = False
+    ) -> None:
         self._plain, *self._coded = packing.groups
-        self._seed, self._rank, self._key = seed, rank, key
+        self._seeds = rank, number, seed
+        self._buffers = [group.flat.empty() for group in packing.groups] if reuses else None
+        self.steps = 0
         self._residuals: list[Tensor | None] = []
         self._states: list[State | None] = []
         for group in self._coded:
@@ -138,29 +138,34 @@ class Sender:
             self._residuals.append(torch.zeros(numel, dtype=torch.float32, device="cpu") if keeps else None)
             self._states.append(codec.new_state(numel, torch.device("cpu")) if keeps else None)
 
-    def encode(self, gradients: Sequence[Tensor | None], step: int) -> list[Tensor]:
-        """Return the forms of the gradients of a step, and buffers with the gradients, for Packing.decode()."""
+    def encode(self, gradients: Sequence[Tensor | None]) -> tuple[Forms | None, list[Tensor]]:
+        """Return the forms of the gradients of a step, None if all are dense, and buffers with the gradients, for
+        Packing.decode()."""
+        step, self.steps = self.steps, self.steps + 1
         gradients = [coalesced(gradient) for gradient in gradients]
-        forms = [form_of(gradient) for gradient in gradients]
-        dense = [gradient if form[0] == DENSE else None for form, gradient in zip(forms, gradients, strict=True)]
-        pushed = [torch.tensor(forms, dtype=torch.int64, device="cpu").reshape(-1, 2)]
-        members, flat = self._plain.sent(forms)
-        pushed += flat.pack([dense[number] for number in members])
-        for number, group in enumerate(self._coded):
+        forms = forms_of(gradients)
+        dense = [gradient if form == DENSE else None for form, gradient in zip(forms, gradients, strict=True)]
+        pushed: list[Tensor] = []
+        for place, group in enumerate((self._plain, *self._coded)):
             members, flat = group.sent(forms)
-            buffers = flat.pack([dense[member] for member in members])
+            reused = self._buffers[place] if self._buffers is not None and flat is group.flat else None
+            buffers = flat.pack([dense[member] for member in members], reused)
             if members and (codec := group.codec_at(step)) is not None:
-                (values,) = buffers
-                (code,) = group.empty(forms, step)
-                seed = rounding_seed(step, self._rank, number, self._key, 0, self._seed)
-                codec.encode(values, code, residual=self._residuals[number], seed=seed, state=self._states[number])
-                self._keep(number, [dense[member] is None for member in members], codec, code)
-                buffers = [code]
+                buffers = [self._encode(place - 1, codec, buffers[0], step)]
+                self._keep(place - 1, [dense[member] is None for member in members], codec, buffers[0])
             pushed += buffers
-        for (dimensions, _), gradient in zip(forms, gradients, strict=True):
+        for dimensions, gradient in zip(forms, gradients, strict=True):
             if dimensions > 0 and gradient is not None:
                 pushed += [gradient.indices().cpu(), gradient.values().cpu()]
-        return pushed
+        return (forms if any(forms) else None), pushed
+
+    def _encode(self, number: int, codec: Codec, values: Tensor, step: int) -> Tensor:
+        """Return the code of an encoded group's values."""
+        rank, key, seed = self._seeds
+        code = torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8, device="cpu")
+        drawn = rounding_seed(step, rank, number, key, 0, seed)
+        codec.encode(values, code, residual=self._residuals[number], seed=drawn, state=self._states[number])
+        return code
 
     def _keep(self, number: int, unused: Sequence[bool], codec: Codec, code: Tensor) -> None:
         """Add to a residual what the code has for members without a dense gradient, which the server does not use."""
@@ -197,13 +202,29 @@ class Sender:
         return tensors
 
 
-def encodings_of(compression: Compressor) -> Policy:
-    """Return the encodings of pushed gradients. Raises ValueError for matrix codecs, which compress sums over ranks."""
-    encodings = Policy(compression)
-    for encoding in encodings.encodings:
-        if isinstance(encoding.codec, MatrixCodec):
-            raise ValueError(
-                f"{here()}compression={encoding.codec.name!r} compresses sums over all ranks, but what a rank pushes to a "
-                f"server is its own gradient: give a codec of buffers ({', '.join(CODECS)})"
-            )
-    return encodings
+def weighted_sum(tensors: Sequence[tuple[Tensor | None, float]], dtype: torch.dtype) -> Tensor | None:
+    """Return the sum of tensors of one shape times their factors, in their order, as a tensor of dtype. A single dense tensor
+    with factor 1 is returned without a copy.
+
+    None counts as zeros; if all are None, the sum is None. It is sparse and coalesced if all others are sparse. Floating-point
+    numbers are added in float32 or wider. For integers, all factors must be 1.
+    """
+    present = [(tensor, factor) for tensor, factor in tensors if tensor is not None]
+    if not present:
+        return None
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    kinds = forms_of([tensor for tensor, _ in present])
+    if DENSE not in kinds and all(one == other for one, other in pairwise(kinds)):
+        indices = torch.cat([tensor.indices() for tensor, _ in present], 1)
+        values = torch.cat([tensor.values().to(wide) * factor for tensor, factor in present])
+        return added(indices, values, present[0][0].shape).to(dtype)
+    (first, factor), *others = present
+    first = first.to_dense() if first.is_sparse else first
+    if not others and factor == 1:
+        return first.to(dtype)
+    total = first.to(wide, copy=True)
+    if factor != 1:
+        total.mul_(factor)
+    for tensor, factor in others:
+        total.add_(tensor.to(wide), alpha=1 if factor == 1 else factor)
+    return total.to(dtype)

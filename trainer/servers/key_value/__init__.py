@@ -1,1 +1,0 @@
-"""The key-value store: the keys at the servers, and the workers' pushes and pulls."""
