@@ -103,6 +103,13 @@ def segments() -> int:
     return sum("memfd:gradwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in a segment of shared memory."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:gradwire" in line]
+    ranges = [[int(each, 16) for each in line[0].split("-")] for line in lines]
+    return any(begin <= tensor.data_ptr() < end for begin, end in ranges)
+
+
 def held() -> tuple[int, int]:
     """The files that this process has open, and the segments that it has mapped, once garbage is collected."""
     gc.collect()

@@ -1,5 +1,7 @@
 """What the tests of codecs in DistributedOptimizer share: a model large enough for them, and what they owe."""
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,8 +11,8 @@ import gradwire as hvd
 from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC, Threshold, TopK
-from gradwire.trainer.reducer.buffers import CodedBuffer
 from gradwire.trainer.reducer.compression import Compressor, ErrorFeedback
+from tests.ranks.training import through_a_file
 
 #: With memory: residuals, and what these codecs keep beside them.
 REMEMBERING: dict[str, Compressor] = {
@@ -72,18 +74,46 @@ def train(model: nn.Module, optimizer: hvd.DistributedOptimizer, steps: range) -
     return losses
 
 
-def encoded(optimizer: hvd.DistributedOptimizer) -> list[CodedBuffer]:
-    return optimizer._rule.reducer.layout.coded
+#: A codec without error feedback that loses little, so that what it is given to add comes out at once.
+FINE = Int8(block=16)
 
 
-def owed(optimizer: hvd.DistributedOptimizer) -> dict[int, Tensor]:
-    """What the results lack so far, by parameter. Collective."""
-    part = optimizer.state_dict().get("gradwire", {"waiting": {}})
-    found = {index: entry["residual"] for index, entry in part["waiting"].items()}
-    for bucket in encoded(optimizer):
-        found |= {index: o["residual"] for index, o in zip(bucket.items, bucket.export(), strict=True) if o}
-    return {index: in_shape(optimizer._rule.reducer.parameters[index], residual) for index, residual in found.items()}
+def owed(optimizer: hvd.DistributedOptimizer, **options: Any) -> list[Tensor]:
+    """Return what the results lack so far, by parameter: an optimizer without error feedback that loads the state adds it to its
+    next gradients. It is right to the digits of FINE. options: further ones that both optimizers have. Collective."""
+    groups = [[nn.Parameter(torch.zeros_like(each)) for each in group["params"]] for group in optimizer.param_groups]
+    twins = [each for group in groups for each in group]
+    heir = hvd.DistributedOptimizer(
+        torch.optim.SGD([{"params": group} for group in groups], lr=1.0),
+        zip(optimizer.names, twins, strict=True),
+        compression=FINE,
+        **options,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        heir.load_state_dict(through_a_file(optimizer.state_dict()))
+    torch.stack([(0 * twin).sum() for twin in twins]).sum().backward()
+    found = [twin.grad.clone() for twin in twins if twin.grad is not None]
+    heir.close()
+    return found
 
 
-def in_shape(parameter: Tensor, residual: Tensor) -> Tensor:
-    return residual.as_strided(parameter.shape, parameter.stride())
+class Weights(nn.Module):
+    """Gradients are what one says they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(60 + i, 80)) for i in range(4))
+        with torch.no_grad():
+            self.weights[2].data = self.weights[2].t().contiguous().t()
+
+    def forward(self, gradients: dict[int, Tensor]) -> Tensor:
+        order = sorted(gradients, key=lambda i: i % 2)
+        return torch.stack([(self.weights[i] * gradients[i]).sum() for i in order]).sum()
+
+
+def given(step: int, rank: int, indices: Iterable[int] = range(4)) -> dict[int, Tensor]:
+    """Return gradients of a rank for Weights."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    everything = [torch.randn(60 + i, 80, generator=generator) for i in range(4)]
+    return {i: everything[i] for i in indices}

@@ -8,20 +8,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire as hvd
+from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Int8, OneBit
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.trainer.reducer.compression import NAMES, Compressor, ErrorFeedback
-from tests.harness import Worlds, wide
+from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide
 from tests.ranks.exact import on_host
-from tests.ranks.ladder import BUCKET_BYTES, REMEMBERING, Ladder, encoded, loss_at, optimizer_of, owed, train
-from tests.ranks.training import assert_equal, assert_same_on_all_ranks, copies, distributed, in_world, on_ranks, spy
+from tests.ranks.ladder import BUCKET_BYTES, REMEMBERING, Ladder, Weights, given, loss_at, optimizer_of, owed, train
+from tests.ranks.training import (
+    assert_close,
+    assert_equal,
+    assert_same_on_all_ranks,
+    copies,
+    distributed,
+    in_world,
+    on_ranks,
+    spy,
+)
 from tests.shot_model import ShotModel
 
 CODECS = [name for name in NAMES if name not in ("none", "fp16", "bf16")]
 
 SAMPLE = ["int8", "onebit", "topk", "powersgd"]
+SEGMENT_BYTES = 1 << 14
+
 REST = [name for name in CODECS if name not in SAMPLE]
 
 
@@ -30,12 +42,8 @@ REST = [name for name in CODECS if name not in SAMPLE]
 def test_replicas_stay_equal(name: str) -> None:
     model = Ladder()
     optimizer = optimizer_of(model, REMEMBERING.get(name, name))
-    before = [bucket.items for bucket in encoded(optimizer)]
     losses = train(model, optimizer, range(4))
-    after = [bucket.items for bucket in encoded(optimizer)]
-    assert before != after, "the buckets should have been rebuilt"
     assert_same_on_all_ranks(model.parameters())
-    assert len(after) > 1
     assert losses[-1] < 2 * losses[0]  # each of other data
 
 
@@ -45,15 +53,15 @@ def test_gradients_are_those_of_a_model_of_the_codec(codec: Codec) -> None:
     """In two buckets, each rounded in its own way, with gaps between parameters, in which a code may leave something that must
     not stay."""
     weights = [nn.Parameter(torch.zeros(65, 65)) for _ in range(3)]
-    optimizer = distributed(weights, compression=codec, bucket_bytes=BUCKET_BYTES)
-    communicator, buckets = optimizer.communicator, encoded(optimizer)
+    communicator = Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=SEGMENT_BYTES)
+    optimizer = distributed(weights, compression=codec, bucket_bytes=BUCKET_BYTES, process_set=communicator)
     hosts = [list(host) for host in communicator.topology.hosts]
-    plans = communicator._engine.plans
+    buckets = optimizer.state_dict()["gradwire"]["buckets"]
     models = [
-        ShotModel(codec, bucket.values.numel(), hosts, plans.segment_bytes, with_feedback=codec.needs_feedback)
+        ShotModel(codec, bucket["numel"], hosts, SEGMENT_BYTES, with_feedback=codec.needs_feedback)
         for bucket in buckets
     ]
-    assert [len(bucket.items) for bucket in buckets] == [2, 1]
+    assert [len(bucket["parameters"]) for bucket in buckets] == [2, 1]
     for step in range(4):
         everyones = [
             torch.randn(3, 65, 65, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(3)
@@ -61,33 +69,16 @@ def test_gradients_are_those_of_a_model_of_the_codec(codec: Codec) -> None:
         optimizer.zero_grad()
         torch.stack([(w * x).sum() for w, x in zip(weights, everyones[hvd.rank()], strict=True)]).sum().backward()
         for number, (bucket, shot_model) in enumerate(zip(buckets, models, strict=True)):
-            inputs = [torch.zeros(bucket.values.numel()) for _ in everyones]
+            inputs = [torch.zeros(bucket["numel"]) for _ in everyones]
+            spans = [slice(start, start + 65 * 65) for start in bucket["starts"]]
             for buffer, gradients in zip(inputs, everyones, strict=True):
-                for index, span in zip(bucket.items, bucket.spans, strict=True):
+                for index, span in zip(bucket["parameters"], spans, strict=True):
                     buffer[span] = gradients[index].flatten()
             expected = shot_model.step(inputs, "average", step, seed=number)
-            found = [weights[index].grad for index in bucket.items]
-            assert_equal(map(torch.flatten, found), [expected[span] for span in bucket.spans])  # type: ignore[arg-type]
-
-
-class Weights(nn.Module):
-    """Gradients are what one says they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(60 + i, 80)) for i in range(4))
-        with torch.no_grad():
-            self.weights[2].data = self.weights[2].t().contiguous().t()
-
-    def forward(self, gradients: dict[int, Tensor]) -> Tensor:
-        order = sorted(gradients, key=lambda i: i % 2)
-        return torch.stack([(self.weights[i] * gradients[i]).sum() for i in order]).sum()
-
-
-def given(step: int, rank: int, indices: list[int]) -> dict[int, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    everything = [torch.randn(60 + i, 80, generator=generator) for i in range(4)]
-    return {i: everything[i] for i in indices}
+            found = [weights[index].grad for index in bucket["parameters"]]
+            assert_equal(map(torch.flatten, found), [expected[span] for span in spans])  # type: ignore[arg-type]
+    optimizer.close()
+    communicator.close()
 
 
 @in_world
@@ -125,11 +116,12 @@ def conserve(host_of: str, name: str, op: str, predivide: float) -> None:
                     totals[i] += gradient / (hvd.size() if op == hvd.Average else 1)
             optimizer.step()
             assert_same_on_all_ranks(list(results.values()))
-            debts = owed(optimizer)
-            largest = max(debt.abs().max() for debt in debts.values())
-            assert (largest > 1e-3) == (step >= 2 or "warmup_steps=2" not in repr(compression))
-            for i, debt in debts.items():
-                torch.testing.assert_close(results[i] + debt, totals[i], rtol=0, atol=3e-4)
+            if step in (1, 4, 8, 10):
+                debts = owed(optimizer, op=op, gradient_predivide_factor=predivide)
+                largest = max(debt.abs().max() for debt in debts)
+                assert (largest > 1e-3) == (step >= 2 or "warmup_steps=2" not in repr(compression))
+                for i, debt in enumerate(debts):
+                    torch.testing.assert_close(results[i] + debt, totals[i], rtol=0, atol=1e-4 + 0.02 * float(largest))
 
 
 @pytest.mark.parametrize(
@@ -151,23 +143,30 @@ def test_nothing_is_lost(ranks: Worlds, host_of: str, name: str, op: str, prediv
     ranks(len(host_of)).run(conserve, host_of, name, op, predivide)
 
 
-@pytest.mark.parametrize(("compression", "name"), [(DGC(ratio=0.5), "momentum"), (PowerSGD(rank=2), "basis")])
+@pytest.mark.parametrize("compression", [DGC(ratio=0.5), PowerSGD(rank=2)], ids=lambda codec: codec.name)
 @on_ranks(2)
-def test_what_codecs_remember_goes_along(compression: Compressor, name: str) -> None:
-    model = Weights()
-    optimizer = distributed(model.parameters(), 0.1, compression=compression)
-    model(given(0, hvd.rank(), [0, 1, 2, 3])).backward()
-    before = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.export(), strict=True)}
-    optimizer.step()
-    after = {i: o for bucket in encoded(optimizer) for i, o in zip(bucket.items, bucket.export(), strict=True)}
-    for i, entry in before.items():
-        assert entry[name].any()
-        torch.testing.assert_close(after[i][name], entry[name])
-        torch.testing.assert_close(after[i]["residual"], entry["residual"])
+def test_what_codecs_remember_goes_along(compression: Compressor) -> None:
+    """A momentum, a basis: they do not depend on whether buckets were laid out anew meanwhile, since another parameter froze.
+
+    All ranks have equal gradients, and so equal residuals, which are averaged then.
+    """
+    seen = []
+    for freezes in (False, True):
+        matrix, vector = nn.Parameter(torch.zeros(60, 80)), nn.Parameter(torch.zeros(10))
+        optimizer = distributed([matrix, vector], 0.1, compression=compression)
+        for step in range(5):
+            vector.requires_grad_(not (freezes and step == 2))
+            optimizer.zero_grad()
+            (vector.sum() + (matrix * given(step, 0)[0]).sum()).backward()
+            assert matrix.grad is not None
+            seen.append(matrix.grad.clone())
+            optimizer.step()
+        optimizer.close()
+    assert_close(seen[5:], seen[:5], rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)
-def test_nan_is_never_owed() -> None:
+def test_nan_is_gone_in_the_next_step() -> None:
     model = Weights()
     optimizer = distributed(model.parameters(), 0.1, compression="onebit")
     for step in range(4):
@@ -178,7 +177,6 @@ def test_nan_is_never_owed() -> None:
         model(numbers).backward()
         grads = [weight.grad for weight in model.weights if weight.grad is not None]
         assert all(grad.isfinite().all() for grad in grads) == (step != 1)
-    assert all(debt.isfinite().all() for debt in owed(optimizer).values())
 
 
 @on_ranks(2)
@@ -223,7 +221,7 @@ def test_a_second_sum_that_fails() -> None:
     spy(optimizer, fail)
     with pytest.raises(ConnectionError, match="the second sum"):
         weight.sum().backward()
-    assert not any(bucket.in_flight for bucket in optimizer._rule.buckets)
+    optimizer.state_dict()  # which is refused while gradients are being exchanged
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 import time
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,16 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
 from gradwire.trainer.world.world import current_world
-from tests.ranks.training import assert_same_on_all_ranks, distributed, loss_of, on_ranks, perceptron, share, spy
+from tests.ranks.training import (
+    assert_same_on_all_ranks,
+    buckets_of,
+    distributed,
+    loss_of,
+    on_ranks,
+    perceptron,
+    share,
+    spy,
+)
 
 
 class Parallel(nn.Module):
@@ -34,11 +42,15 @@ def test_buckets_follow_the_order_of_rank_0() -> None:
     """Rank 0 reaches layers 2, 0, 3 and never 1 and 4, which therefore come last."""
     model = Parallel(5)
     optimizer = distributed(model.parameters(), 0.1, named_parameters=model.named_parameters(), bucket_bytes=128)
+    sent: list[int] = []
+    spy(optimizer, lambda tensor, options: sent.append(tensor.untyped_storage().data_ptr()))
     for step in range(3):
-        seen = [[name.split(".")[1] for name in bucket.names] for bucket in optimizer._rule.buckets]  # type: ignore[attr-defined]
-        assert seen == ([["2", "0"], ["3", "4"], ["1"]] if step else [["4", "3"], ["2", "1"], ["0"]])
         optimizer.zero_grad()
+        sent.clear()
         model([0, 1, 2, 3, 4] if hvd.rank() else [3, 0, 2]).backward()
+        buckets = buckets_of(model)
+        seen = [[name.split(".")[1] for name in buckets[place]] for place in sent if place in buckets]
+        assert seen == ([["2", "0"], ["3", "4"], ["1"]] if step else [["4", "3"], ["2", "1"], ["0"]])
         optimizer.step()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
 
@@ -62,21 +74,20 @@ def test_parameters_on_different_devices_are_an_error_on_all_ranks() -> None:
 
 @on_ranks(2)
 def test_buckets_travel_while_backward_runs_and_have_arrived_when_it_returns() -> None:
-    """Something is under way when backward() reaches the last parameter, and nothing after it."""
+    """Something has been sent when backward() reaches the last parameter, and all ranks have the same when it returns."""
     model = perceptron()
     optimizer = distributed(model.parameters(), 0.1, bucket_bytes=200)
-    seen: list[bool] = []
-
-    def look(*_: Any) -> None:
-        seen.append(any(bucket.in_flight for bucket in optimizer._rule.buckets))
-
-    model[0].weight.register_hook(look)
+    seen: list[str] = []
+    spy(optimizer, lambda *_: seen.append("sent"))
+    model[0].weight.register_hook(lambda _: seen.append("the last parameter"))
     for step in range(3):
         optimizer.zero_grad()
+        seen.clear()
         loss_of(model, share(step)).backward()
-        look()
+        assert seen[0] == "sent"
+        assert "the last parameter" in seen
+        assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
         optimizer.step()
-    assert seen == [True, False] * 3
 
 
 @on_ranks(2)
@@ -92,7 +103,7 @@ def test_gradients_are_views_of_fused_buckets() -> None:
     assert numel < sent[0] < numel + 6 * 16 + 6, "gradients, padding and one element of presence for each"
 
 
-LATE_S = 0.1
+LATE_S = 0.4
 
 
 @on_ranks(2)
@@ -100,21 +111,15 @@ def test_time_spent_waiting_is_measured() -> None:
     """Rank 0 is still in backward, for LATE_S and more, when rank 1 begins to wait."""
     model = perceptron()
     optimizer = distributed(model.parameters(), 0.1)
-    (bucket,) = optimizer._rule.buckets
-    wait = bucket.buffer.wait
 
     def be_late(gradient: Tensor) -> None:
         torch.distributed.recv(torch.ones(1), 1)
         time.sleep(LATE_S)
 
-    def tell_and_wait() -> None:
+    def tell(gradient: Tensor) -> None:
         torch.distributed.send(torch.ones(1), 0)
-        wait()
 
-    if hvd.rank() == 0:
-        model[0].weight.register_hook(be_late)
-    else:
-        bucket.buffer.wait = tell_and_wait  # type: ignore[method-assign]
+    model[0].weight.register_hook(tell if hvd.rank() else be_late)  # of the last gradient
     assert optimizer.communication_wait_s == 0
     begin = time.perf_counter()
     loss_of(model, share(0)).backward()
@@ -122,7 +127,7 @@ def test_time_spent_waiting_is_measured() -> None:
     if hvd.rank() == 0:
         assert 0 < waited < took - LATE_S, "what it computed counts as waiting"
     else:
-        assert LATE_S < waited < took
+        assert LATE_S / 2 < waited < took
 
 
 @on_ranks(3)
@@ -214,9 +219,9 @@ def test_a_wrapper_that_is_dropped_does_not_live_on_in_the_hooks_of_the_paramete
     model = perceptron()
     optimizer = distributed(model.parameters(), 0.1)
     loss_of(model, share(0)).backward()
-    alive = weakref.ref(optimizer), weakref.ref(optimizer._rule.reducer)
+    alive = weakref.ref(optimizer)
     optimizer = distributed(model.parameters(), 0.1)
-    assert [reference() for reference in alive] == [None, None]
+    assert alive() is None
     optimizer.zero_grad()
     loss_of(model, share(0)).backward()
     assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])

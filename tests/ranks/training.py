@@ -233,6 +233,16 @@ def assert_close(actual: Iterable[Tensor], expected: Iterable[Tensor], **toleran
         torch.testing.assert_close(one.detach(), other.detach(), **tolerance)
 
 
+def buckets_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of the gradients that share memory, in their order there, by the address of the memory."""
+    found: dict[int, list[str]] = {}
+    parameters = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
+    for name, parameter in sorted(parameters, key=lambda pair: pair[1].grad.data_ptr()):  # type: ignore[union-attr]
+        assert parameter.grad is not None
+        found.setdefault(parameter.grad.untyped_storage().data_ptr(), []).append(name)
+    return found
+
+
 def spy(optimizer: hvd.DistributedOptimizer, look: Callable[[Tensor, dict[str, Any]], None]) -> None:
     """Have `look` called before every allreduce of the optimizer, with its tensor and options."""
     communicator = optimizer.communicator  # this one alone
