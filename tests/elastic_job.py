@@ -122,7 +122,7 @@ def _work(
     os.environ.update(environment)
     torch.set_num_threads(1)
     # The process that has forked this one is no agent, and outlives the job.
-    sys.modules["gradwire.trainer.elastic.in_place"].find_agent = lambda: agent  # type: ignore[attr-defined]
+    sys.modules["gradwire.trainer.elastic.run"].find_agent = lambda: agent  # type: ignore[attr-defined]
     Agent.watch = lambda self: None  # type: ignore[method-assign]
     try:
         function(*args, partial(_send, connection, "sent"))

@@ -151,5 +151,5 @@ def test_worlds_of_an_elastic_job_are_told_apart(tmp_path: Path) -> None:
         (2, 1, [0, 1, 2]),
     ]
     made = page("c", [], 0, "", "", measured)
-    assert re.findall("<h2>(Steps.*?)</h2>", made) == [f"Steps in world {world}" for world in range(3)]
-    assert "5 steps in world 2 500 ms median step" in text_of(made)
+    assert re.findall("<h2>(Steps.*?)</h2>", made) == [f"Steps in generation {world}" for world in range(3)]
+    assert "5 steps in generation 2 500 ms median step" in text_of(made)

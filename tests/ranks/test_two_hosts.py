@@ -47,13 +47,13 @@ print(json.dumps([os.uname().nodename, weights, count.item(), left]))
 
 #: The same in an elastic job.
 TRAINS_ELASTIC = f"""
-import json, os
+import json, os, sys
 import torch
 import gradwire as hvd
-from gradwire.trainer.elastic import in_place, memory, watcher
+from gradwire.trainer.elastic import memory, watcher
 
 # The parent of a command of tests.interpreter is not the agent.
-in_place.find_agent = lambda: memory.Agent(os.getpid(), watcher.started_at(os.getpid()))
+sys.modules["gradwire.trainer.elastic.run"].find_agent = lambda: memory.Agent(os.getpid(), watcher.started_at(os.getpid()))
 hvd.init(timeout_s=20)
 model = torch.nn.Linear(4, 1, bias=False)
 torch.nn.init.zeros_(model.weight)

@@ -14,8 +14,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.trainer.world import generations as generations_module
-from gradwire.trainer.world.generations import WORKER, Generation, Generations, generations_of
-from gradwire.trainer.world.worker import Worker
+from gradwire.trainer.world.generations import WORKER, Generation, Generations, Worker, generations_of
 
 
 def test_a_worker_waits_for_an_generation_as_long_as_the_launcher_does() -> None:

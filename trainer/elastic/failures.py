@@ -10,10 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from gradwire.trainer.elastic.memory import Agent, NamedMemory, open_own
-from gradwire.trainer.world.generations import restarts
+from gradwire.trainer.world.generations import Worker, reason_of, restarts
 from gradwire.trainer.world.process_sets import global_process_set
-from gradwire.trainer.world.worker import Worker, reason_of
-from gradwire.trainer.world.world import communicator_of, here, rank
+from gradwire.trainer.world.world import communicator_of, rank
 
 _log = logging.getLogger("gradwire")
 
@@ -43,8 +42,9 @@ class Failures:
         numbers = [number for *_, number in everyones]
         if len(set(numbers)) > 1:
             raise RuntimeError(
-                f"{here()}the ranks do not call the same function that hvd.elastic.run decorates: by rank, it is number "
-                f"{numbers} of those that the process has called. A process that comes later begins with the first: call one only"
+                f"rank {communicator.rank}: the ranks call different functions that hvd.elastic.run decorates: by rank, it is "
+                f"number {numbers} of those that the process has called. A process that comes later begins with the first: call "
+                "one only"
             )
         has_failed = any(failed for failed, *_ in everyones)
         failures = has_failed + max(count * (at == commit) for _, count, at, *_ in everyones)
@@ -61,7 +61,7 @@ class Failures:
                 _log.error("gradwire: %s", said)
             communicator.barrier()
             self.end_job(said)
-            raise GaveUp(here() + said)
+            raise GaveUp(f"rank {communicator.rank}: {said}")
         if has_failed and rank() == 0:
             why = next(
                 iter(reasons), "none has reported an error; the launcher prints the exit code of each (-9: SIGKILL)"

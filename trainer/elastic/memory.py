@@ -26,7 +26,6 @@ from gradwire.trainer.elastic import watcher
 from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.trees import decode
 from gradwire.trainer.world.launch import launching_process
-from gradwire.trainer.world.world import here
 
 _NAME = "gradwire-elastic"
 
@@ -127,7 +126,7 @@ class Slot:
             except OSError as error:
                 raise OSError(
                     error.errno,
-                    f"{here()}cannot reserve {roomy} bytes for a commit in {watcher.FOLDER} ({error.strerror}): a host needs "
+                    f"cannot reserve {roomy} bytes for a commit in {watcher.FOLDER} ({error.strerror}): a host needs "
                     "twice the bytes that its ranks keep. The previous commit is still valid. In a container, --shm-size sets "
                     "the size",
                 ) from error
@@ -267,7 +266,7 @@ def open_own(path: Path) -> int:
     if not is_own or stat.S_IMODE(found.st_mode) != 0o600:
         os.close(descriptor)
         raise PermissionError(
-            f"{here()}{path} belongs to user {found.st_uid}, has mode {stat.S_IMODE(found.st_mode):o} and {found.st_nlink} "
+            f"{path} belongs to user {found.st_uid}, has mode {stat.S_IMODE(found.st_mode):o} and {found.st_nlink} "
             f"names: it must be of user {os.geteuid()}, with mode 600 and one name"
         )
     return descriptor

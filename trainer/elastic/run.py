@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from gradwire.collectives import CollectiveError, ReplicasDiffer
-from gradwire.trainer.elastic.failures import FailuresOfJob, GaveUp
-from gradwire.trainer.elastic.in_place import train_in_place
-from gradwire.trainer.elastic.memory import NamedMemory, find_agent
-from gradwire.trainer.elastic.resuming import begin
+from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
+from gradwire.trainer.attachment import Attachment
+from gradwire.trainer.elastic.failures import Failures, FailuresOfGenerations, FailuresOfJob, GaveUp
+from gradwire.trainer.elastic.memory import Memory, NamedMemory, find_agent, load_kernels
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt, ObjectState
-from gradwire.trainer.world.generations import can_restart
-from gradwire.trainer.world.world import elastic_worker, here
+from gradwire.trainer.world.generations import Worker, can_restart
+from gradwire.trainer.world.process_sets import global_process_set
+from gradwire.trainer.world.world import (
+    communicator_of,
+    current_world,
+    elastic_worker,
+    join_next_generation,
+    leave_generation,
+    names_rank,
+)
+
+_log = logging.getLogger("gradwire")
 
 S = TypeVar("S", bound=ObjectState)
 P = ParamSpec("P")
@@ -75,40 +87,159 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
 
     @functools.wraps(func)
     def trained(state: ObjectState, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(state, ObjectState):
-            raise TypeError(f"{here()}the first argument of {func.__name__}() must be a TorchState or an ObjectState")
-        if (worker := elastic_worker()) is not None:
-            train = functools.partial(func, state, *args, **kwargs)
-            return train_in_place(train, state, worker, max_failures)
-        agent = find_agent()
-        failures = None
-        if agent is not None:
-            failures = FailuresOfJob(agent, NamedMemory.after(state.memory, agent), max_failures)
+        with names_rank:
+            if not isinstance(state, ObjectState):
+                raise TypeError(f"the first argument of {func.__name__}() must be a TorchState or an ObjectState")
+        return _train(functools.partial(func, state, *args, **kwargs), state, max_failures)
+
+    return trained
+
+
+def _train(train: Callable[[], R], state: ObjectState, max_failures: int) -> R:
+    """Call a training function until it returns.
+
+    In a job that keeps its processes, the function may be called several times, in one world after another: before each further
+    call, this process leaves its world, joins the next one, and connects its optimizers to it. All ranks then restore the newest
+    commit. A process that joins the job late also does this before the first call. In other jobs, an error ends the process.
+    """
+    worker, world = elastic_worker(), current_world()
+    optimizers = [each for each in world.optimizers if isinstance(each, Attachment)]
+    since_s = time.perf_counter()
+    is_first = worker is None or not worker.is_late
+    with names_rank:
+        failures = _failures(state, worker, max_failures)
+        if worker is not None:
+            _check(state, optimizers)
+    if not is_first:
+        # A world of one has not loaded them; in the next world, the other ranks would wait for that.
+        for load in (cpu_kernels, cpu_sockets, load_kernels):
+            load()
+        _leave(state, optimizers, None)
+    while True:
+        error: CollectiveError | None = None
         try:
-            if state.has_begun:
+            if is_first and state.has_begun:
                 state.sync()
             else:
-                begin(state, failures, time.perf_counter())
-            returned = func(state, *args, **kwargs)
+                if not is_first:
+                    join_next_generation(world.settings)
+                    for optimizer in optimizers:
+                        optimizer.attach_again()
+                _begin(state, failures, since_s, is_reset=not is_first)
+                for optimizer in optimizers if not is_first else ():
+                    optimizer.check_passes_agree()
+            is_first = False
+            returned = train()
             state.commits.settle()  # this process may end now
             return returned
         except HostsUpdatedInterrupt as interrupt:
-            with suppress(CollectiveError, OSError):
+            since_s = time.perf_counter()
+            try:
                 state.commits.settle()  # or the copy of the last commit may be incomplete
-            if failures is not None:
-                _leave_soon()
-            raise SystemExit(str(interrupt)) from interrupt
-        except Exception as error:
-            if failures is not None:
-                if isinstance(error, ReplicasDiffer):  # a restart would not make them equal
-                    failures.end_job(str(error))
-                elif not isinstance(error, GaveUp):
-                    failures.note(error)
-                if isinstance(error, CollectiveError):
+            except (CollectiveError, OSError) as failure:
+                if worker is not None and not isinstance(failure, CollectiveError):
+                    raise
+                error = failure if isinstance(failure, CollectiveError) else None
+            if worker is None:
+                if failures is not None:
                     _leave_soon()
-            raise
+                raise SystemExit(str(interrupt)) from interrupt
+        except Exception as failure:
+            if failures is not None and isinstance(failure, ReplicasDiffer):  # another world would not make them equal
+                failures.end_job(str(failure))
+            elif failures is not None and worker is None and not isinstance(failure, GaveUp):
+                failures.note(failure)
+            if worker is None and failures is not None and isinstance(failure, CollectiveError):
+                _leave_soon()
+            is_mistake = isinstance(failure, ReplicasDiffer | ValueError)  # which would happen again
+            if worker is None or is_mistake or not isinstance(failure, CollectiveError):
+                raise
+            since_s = time.perf_counter()
+            error = failure
+        is_first = False
+        if error is not None and failures is not None:
+            failures.note(error)
+        _leave(state, optimizers, error)
 
-    return trained
+
+def _begin(state: ObjectState, failures: Failures | None, since_s: float, *, is_reset: bool) -> None:
+    """Restore the newest commit on all ranks. If there is none, set the state of all to that of the lowest rank that has trained,
+    or of rank 0 if none has.
+
+    since_s: the time.perf_counter() from which the logged duration counts. is_reset: whether reset callbacks are called in both
+    cases, since this process has trained in another world. Collective. Raises GaveUp on all ranks, and RuntimeError if a commit
+    cannot be loaded.
+    """
+    worker, world = elastic_worker(), current_world()
+    wanted = None if worker is None else lambda: world.rank == 0 and worker.is_update_wanted()
+    if failures is not None:
+        failures.memory = failures.memory.reopened()
+    state.begin(Memory() if failures is None else failures.memory, wanted)
+    restored, faults = state.commits.restore()
+    for fault in faults if world.rank == 0 else ():
+        _log.warning("gradwire: %s", fault)
+    if failures is not None:
+        failures.begin(state.commits.host, 0 if restored is None else restored.number)
+    if restored is None:
+        have_trained = communicator_of(global_process_set).allgather_record(state.has_trained)
+        root_rank = have_trained.index(True) if any(have_trained) else 0
+        if any(have_trained) and world.rank == 0:
+            _log.warning("gradwire: no commit is complete: training continues from the state of rank %d", root_rank)
+        state.sync(root_rank)
+    else:
+        try:
+            state.take(restored)
+        except (LookupError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"rank {world.rank}: cannot resume from commit {restored.number}: {why}") from error
+    state.has_trained = True
+    if is_reset or restored is not None:
+        state.on_reset()
+    if restored is not None and world.rank == 0:
+        ranks = (
+            f"{world.size} ranks" if restored.size == world.size else f"{world.size} instead of {restored.size} ranks"
+        )
+        said = "gradwire: training resumes from commit %d on %s, from %s, after %.2f s"
+        _log.warning(said, restored.number, ranks, restored.source, time.perf_counter() - since_s)
+
+
+def _leave(state: ObjectState, optimizers: Sequence[Attachment], error: CollectiveError | None) -> None:
+    """Leave the world because of an error, or for an update if error is None, and release all objects that belong to it."""
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)  # or their local variables would stay in memory in the next world
+    leave_generation(error)
+    if state.has_begun:
+        state.commits.end()
+    for optimizer in optimizers:
+        optimizer.detach()
+
+
+def _failures(state: ObjectState, worker: Worker | None, max_failures: int) -> Failures | None:
+    """Return the Failures that use the memory of a state's commits, or new memory if the state has not begun; None if nothing
+    restarts a rank."""
+    agent = find_agent()
+    if agent is None and worker is not None:
+        raise RuntimeError(
+            "the process that has started this one cannot be found in /proc, and commits are named after it"
+        )
+    if agent is None:
+        return None
+    memory = NamedMemory.after(state.memory, agent)
+    if worker is None:
+        return FailuresOfJob(agent, memory, max_failures)
+    return FailuresOfGenerations(agent, memory, max_failures, worker)
+
+
+def _check(state: ObjectState, optimizers: Sequence[Attachment]) -> None:
+    """Raise ValueError unless the state and the optimizers can move to another world."""
+    found = state.unmovable()
+    if not found and not all(each.can_move for each in optimizers):
+        found = ["there is a DistributedOptimizer of some of the ranks, or of a Communicator"]
+    if found:
+        raise ValueError(
+            f"{'; '.join(found)}, and this job keeps its processes when ranks are lost: only a DistributedOptimizer "
+            "of all ranks can go on with others. Start the job by torchrun --max-restarts, which starts all processes again"
+        )
 
 
 def _leave_soon() -> None:

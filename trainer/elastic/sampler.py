@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from gradwire.trainer.world.world import here, rank, size
+from gradwire.trainer.world.world import names_rank, rank, size
 
 
 class ElasticSampler(Sampler[int]):
@@ -52,12 +52,11 @@ class ElasticSampler(Sampler[int]):
         self.processed_indices.update(new)
         self._since.extend(new)
 
+    @names_rank
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of this rank's batch number batch_idx. Raises ValueError if batch_idx < 0 or batch_size < 1."""
         if batch_idx < 0 or batch_size < 1:
-            raise ValueError(
-                f"{here()}batch_idx must be >= 0 and batch_size >= 1, not {batch_idx!r} and {batch_size!r}"
-            )
+            raise ValueError(f"batch_idx must be >= 0 and batch_size >= 1, not {batch_idx!r} and {batch_size!r}")
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from gradwire.trainer.elastic.kinds import Model, RandomNumbers, Value, are_repl
 from gradwire.trainer.elastic.memory import Memory
 from gradwire.trainer.optimizer import DistributedOptimizer
 from gradwire.trainer.reducer.agreement import check_order
-from gradwire.trainer.world.world import here, rank, size
+from gradwire.trainer.world.world import names_rank, rank, size
 
 _RANDOM = "random numbers"
 """The name of the random number states in a commit. It is not an identifier, so that no value has it."""
@@ -30,16 +30,18 @@ class ObjectState:
     commit(), save(), restore() and sync() are collective.
     """
 
+    @names_rank
     def __init__(self, **values: Any) -> None:
         self._names = list(values)
         self._commits: Commits | None = None
         self._callbacks: list[Callable[[], object]] = []
-        self._is_updated = self._has_begun = self._has_trained = self._agrees = False
+        self._is_updated = self._agrees = False
+        self.has_begun = self.has_trained = (
+            False  # whether begin() was called; whether these have been the values of the job
+        )
         for name, value in values.items():
-            if hasattr(type(self), name) or name.startswith("_"):
-                raise ValueError(
-                    f"{here()}a state has a method or attribute {name!r} already: give the value another name"
-                )
+            if hasattr(type(self), name) or name in vars(self) or name.startswith("_"):
+                raise ValueError(f"a state has a method or attribute {name!r} already: give the value another name")
             setattr(self, name, value)
 
     if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class ObjectState:
     def _stop_if(self, is_due: bool) -> None:
         if is_due:
             raise HostsUpdatedInterrupt(
-                f"{here()}a rank or the launcher has announced other hosts: training stops, and resumes on those"
+                f"rank {rank()}: a rank or the launcher has announced other hosts: training stops, and resumes on those"
             )
 
     def save(self) -> None:
@@ -100,7 +102,9 @@ class ObjectState:
         """Set the values to those of the newest commit of all ranks. Raises RuntimeError if there is none."""
         restored, faults = self.commits.restore()
         if restored is None:
-            raise RuntimeError(f"{here()}there is no commit to restore{': ' if faults else ''}{'; '.join(faults)}")
+            raise RuntimeError(
+                f"rank {rank()}: there is no commit to restore{': ' if faults else ''}{'; '.join(faults)}"
+            )
         self.take(restored)
 
     def sync(self, root_rank: int = 0) -> None:
@@ -108,20 +112,6 @@ class ObjectState:
         for name, kind in self._kinds().items():
             setattr(self, name, kind.sync(root_rank))
         self.save()
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether begin() was called."""
-        return self._has_begun
-
-    @property
-    def has_trained(self) -> bool:
-        """Return whether this process has held the job's state: training has begun here at least once."""
-        return self._has_trained
-
-    def note_training(self) -> None:
-        """Note that the values are those of the job, from which training now begins."""
-        self._has_trained = True
 
     def begin(self, memory: Memory, is_update_wanted: Callable[[], bool] | None = None) -> None:
         """Write commits to this memory from now on. Collective. Raises ValueError if ranks that hold the same parameters list
@@ -137,7 +127,7 @@ class ObjectState:
             self._commits = Commits(memory)
         else:
             self._commits = Commits(memory, lambda: self._take_update() or is_update_wanted())
-        self._has_begun = True
+        self.has_begun = True
 
     @property
     def memory(self) -> Memory | None:

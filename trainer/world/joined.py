@@ -24,7 +24,7 @@ from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.plan.topology import host_id
 from gradwire.trainer.world.environment import Settings
 from gradwire.trainer.world.launch import Launch
-from gradwire.trainer.world.meeting import Meeting, agreed_ranks
+from gradwire.trainer.world.meeting import Meeting, agreed_ranks, destroy_group
 from gradwire.trainer.world.process_sets import (
     NotIncluded,
     ProcessSet,
@@ -33,7 +33,6 @@ from gradwire.trainer.world.process_sets import (
     group_along,
 )
 from gradwire.trainer.world.recording import Recorder
-from gradwire.trainer.world.torch_group import destroy_group
 
 _log = logging.getLogger("gradwire")
 

@@ -1,11 +1,14 @@
-"""How the ranks of a world connect: by a store of rank 0 or of the launcher at an address known to all, the meeting point."""
+"""How the ranks of a world connect: by a store of rank 0 or of the launcher at an address known to all, the meeting point. Then
+they make the default process group of torch.distributed."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError  # in Python 3.10 not the built-in one
@@ -21,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.daemon import DaemonThread
-from gradwire.collectives.environment import AGENT_STORE
+from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.arrival import arrive
 from gradwire.collectives.link.asking import connections, shut, unblock
@@ -32,13 +35,12 @@ from gradwire.collectives.link.membership import (
     keepers_among,
     membership_from,
 )
-from gradwire.collectives.link.own_address import card_of
+from gradwire.collectives.link.own_address import card_of, interface_of
 from gradwire.collectives.plan.topology import host_id, machine_id
-from gradwire.collectives.torch_internals import left_to_parent
+from gradwire.collectives.torch_internals import forget_failed_groups, left_to_parent
 from gradwire.trainer.world.generations import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of
 from gradwire.trainer.world.launch import Launch, meeting_point
-from gradwire.trainer.world.torch_group import destroy_group, init_group, name_interface
 
 #: How long torch may take after its deadline to raise its own error, which names the missing ranks.
 _GRACE_S = 2.0
@@ -268,3 +270,39 @@ def _bounded(
             )
             raise ConnectionError(silent) from error
         raise
+
+
+def init_group(backend: str, timeout_s: float, store: Store, rank: int, size: int) -> None:
+    """Initialize torch.distributed. In an elastic job, errors get no prefix by torch's hook, which would add one for each
+    world: the launcher names the worker in each line."""
+    hook = sys.excepthook
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, rank=rank, world_size=size)
+    if WORKER in os.environ:
+        sys.excepthook = hook
+
+
+def name_interface(address: str) -> str | None:
+    """Let gloo use the interface of an address of this host, in the default group and in a gloo group that the script makes
+    itself. Without this, gloo would use the address to which the name of this host resolves, which may be a loopback address.
+
+    Return the name of the interface, for destroy_group(); None if GLOO_SOCKET_IFNAME names one already, if no interface has the
+    address as its first one, or if the address is a loopback address: with one host, gloo needs no name, and child processes
+    inherit the variable. torch passes nothing to gloo except this variable, and gloo takes an interface's first address.
+    """
+    if os.environ.get(GLOO_INTERFACE) or ipaddress.ip_address(address).is_loopback:
+        return None
+    if (interface := interface_of(address)) is None:
+        return None
+    os.environ[GLOO_INTERFACE] = interface
+    return interface
+
+
+def destroy_group(interface: str | None = None) -> None:
+    """Destroy the default group. If init_group() has failed to make it, remove what that left in torch. Afterwards, all ranks
+    can make another one. interface: what name_interface() returned."""
+    if interface is not None and os.environ.get(GLOO_INTERFACE) == interface:
+        del os.environ[GLOO_INTERFACE]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        forget_failed_groups()

@@ -19,12 +19,11 @@ from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicato
 from gradwire.collectives.errors import add_rank
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.world.environment import DYNAMIC_TIMELINE, Settings, notice, read_settings
+from gradwire.trainer.world.generations import WORKER, Worker
 from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.launch import ALONE, Launch, read_launch, slurm_hint
-from gradwire.trainer.world.meeting import Meeting, meet
+from gradwire.trainer.world.meeting import Meeting, init_group, meet
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set, ranks_of
-from gradwire.trainer.world.torch_group import init_group
-from gradwire.trainer.world.worker import Worker, worker_of
 
 _log = logging.getLogger("gradwire")
 
@@ -92,8 +91,8 @@ def init(
     if _holder.world is not None:
         if not _holder.world.is_of_this_process:
             raise RuntimeError(
-                f"{here()}this process was forked from that rank, whose world it cannot use: start processes with the method "
-                "'spawn' or 'forkserver', or fork before init()"
+                f"rank {_holder.world.rank}: this process was forked from that rank, whose world it cannot use: start processes "
+                "with the method 'spawn' or 'forkserver', or fork before init()"
             )
         return
     settings = read_settings(os.environ).replaced(timeout_s, stall_warning_s, stall_shutdown_s)
@@ -103,8 +102,8 @@ def init(
     static = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
     ranks = None if comm is None else ranks_of(comm)
     owns = not dist.is_initialized()
-    if owns and _holder.worker is None:
-        _holder.worker = worker_of(os.environ, settings.timeout_s)
+    if owns and _holder.worker is None and WORKER in os.environ:
+        _holder.worker = Worker(os.environ, settings.timeout_s)
     if _holder.worker is not None and ranks is not None:
         raise ValueError(
             "init(comm=) is not for elastic jobs, in which the launcher says which processes are the ranks"

@@ -14,10 +14,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-from gradwire.trainer.tools.check.finding import Finding
-from gradwire.trainer.tools.check.gpu import gpus
 from gradwire.trainer.tools.check.links import links, listen
-from gradwire.trainer.tools.check.machine import machine
+from gradwire.trainer.tools.check.machine import Finding, machine
 from gradwire.trainer.tools.check.ranks import two_ranks
 
 _LISTEN_S = 600.0
@@ -46,7 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _checks(host: str | None, port: int) -> Iterator[Finding]:
     yield from machine(os.environ, host)
-    yield from gpus()
     yield from two_ranks()
     if host is not None:
         yield from links(host, port)

@@ -1,9 +1,8 @@
 """The test of the connections between two hosts, in both directions: at the rendezvous port and at ephemeral ports.
 
-The listener accepts one connection after the other at the rendezvous port, until one sends _GREETING: of any other, it
-reads no more bytes than that, and parses none. The two sides then take turns to open ports, to which the other side
-connects. They send a probe longer than a packet, and measure the connection. They exchange only lines of JSON and test
-bytes.
+The listener accepts one connection after the other at the rendezvous port, until one sends _GREETING: of any other, it reads no
+more bytes than that. The two sides then take turns to open ports, to which the other side connects, send a probe longer than a
+packet, and measure the connection. They exchange only lines of JSON and zeros.
 """
 
 from __future__ import annotations
@@ -23,47 +22,41 @@ from gradwire.collectives.errors import LinkError
 from gradwire.collectives.link.names import look_up
 from gradwire.collectives.link.own_address import own_address
 from gradwire.collectives.link.paths import REMEDY, LargePacketsLost, check_paths
-from gradwire.trainer.tools.check.finding import Finding
+from gradwire.trainer.tools.check.machine import Finding
 
-_GREETING = b'"gradwire check 2"\n'
-_GREETING_S = 5.0
-_ANSWER_S = 30.0
-_ALL_S = 120.0
-_KNOCK_S = 3.0
+_GREETING = b'"gradwire check 3"\n'
+#: The limits of the greeting, of each answer, of a whole test, and of a connection to a port.
+_GREETING_S, _ANSWER_S, _ALL_S, _KNOCK_S = 5.0, 30.0, 120.0, 3.0
 _DEALT_OUT = 2
-_PINGS = 50
-_STREAM_S = 1.0
-_STREAM_BYTES = 1 << 28
-_PIECE = bytes(1 << 16)
-_LONGEST_LINE = 1 << 16
+#: The number of round trips, and at most how many zeros measure the rate, for at most about how long.
+_PINGS, _STREAM_BYTES, _STREAM_S = 50, 1 << 28, 1.0
+_LONGEST_LINE = 1 << 12
 _STRANGE = "the other side is not gradwire check"
 
 
 class _JsonLines:
-    """Sends and receives lines of JSON on a connection, after greet(), with a deadline for each answer, and one for all."""
+    """Sends and receives lines of JSON on a connection, after the greetings, with a deadline for each answer, and one for all.
+    Raises ConnectionError if the other side sends another greeting."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._end = time.monotonic() + _GREETING_S
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def greet(self) -> None:
-        """Exchange greetings. Raises ConnectionError if the other side sends anything else."""
         self._send(_GREETING)
-        if self._exactly(len(_GREETING)) != _GREETING:
-            raise ConnectionError(_STRANGE)
+        for each in _GREETING:
+            if self._receive(1)[0] != each:
+                raise ConnectionError(_STRANGE)
         self._end = time.monotonic() + _ALL_S
 
-    def write(self, said: Any) -> None:
-        self._send(json.dumps(said).encode() + b"\n")
+    def write(self, said: Any, zeros: int = 0) -> None:
+        """Send a value, and so many zeros."""
+        self._send(json.dumps(said).encode() + b"\n" + bytes(zeros))
 
     def read(self) -> Any:
         """Return the next value from the other side. Raises OSError if it does not arrive."""
         line = b""
-        while not line.endswith(b"\n"):  # and not a byte more: the next bytes may not be a line
-            self._limit()
-            ready = self.socket.recv(1 << 12, socket.MSG_PEEK)
-            line += self._receive(ready.find(b"\n") + 1 or max(1, len(ready)))
+        while not line.endswith(b"\n"):
+            line += self._receive(1)  # and not a byte more: the next bytes may not be a line
             if len(line) > _LONGEST_LINE:
                 raise ConnectionError(_STRANGE)
         return json.loads(line)
@@ -77,23 +70,20 @@ class _JsonLines:
             raise ConnectionError(_STRANGE)
         return ports
 
-    def send_zeros(self) -> tuple[int, float]:
-        """Send zeros for about a second. Return their number, and the seconds until the other side had received all."""
-        start, sent = time.monotonic(), 0
-        while time.monotonic() - start < _STREAM_S and sent < _STREAM_BYTES:
-            self._send(len(_PIECE).to_bytes(4, "big") + _PIECE)
-            sent += len(_PIECE)
-        self._send(bytes(4))
-        self.read()
-        return sent, time.monotonic() - start
+    def echo(self) -> None:
+        """Answer the other side's round trips: receive the zeros that follow each number, and send it back, until a None."""
+        while (count := self.read()) is not None:
+            left = int(count)
+            while left > 0:
+                left -= len(self._receive(min(left, 1 << 16)))
+            self.write(count)
 
-    def take_zeros(self) -> None:
-        """Receive the zeros of send_zeros(), and confirm them."""
-        while length := int.from_bytes(self._exactly(4), "big"):
-            if length != len(_PIECE):
-                raise ConnectionError(_STRANGE)
-            self._exactly(length)
-        self.write("all")
+    def round_trip(self, zeros: int) -> float:
+        """Send zeros, and return the seconds until the other side confirms them."""
+        start = time.perf_counter()
+        self.write(zeros, zeros)
+        self.read()
+        return time.perf_counter() - start
 
     def try_large_packets(self) -> bool:
         """Return whether a probe longer than one packet arrives at both ends. Raises OSError for all other errors."""
@@ -105,12 +95,6 @@ class _JsonLines:
         except LinkError as error:
             raise ConnectionError(str(error)) from error
         return True
-
-    def _exactly(self, count: int) -> bytes:
-        pieces = bytearray()
-        while len(pieces) < count:
-            pieces += self._receive(count - len(pieces))
-        return bytes(pieces)
 
     def _send(self, data: bytes) -> None:
         self._limit()
@@ -141,8 +125,7 @@ def _of_strangers() -> Iterator[None]:
 
 def links(host: str, port: int) -> Iterator[Finding]:
     """Test the connections to and from a host on which `gradwire check --listen` runs."""
-    there = f"{host} port {port}"
-    command = f"gradwire check --listen --port {port}"
+    there, command = f"{host} port {port}", f"gradwire check --listen --port {port}"
     try:
         address = look_up(host, time.monotonic() + _ANSWER_S)[0]
     except (LinkError, OSError, UnicodeError) as error:
@@ -158,14 +141,13 @@ def links(host: str, port: int) -> Iterator[Finding]:
         yield Finding("failed", f"to {there}: {_why(error)}", do)
         return
     with connection:
-        line = _JsonLines(connection)
         try:
             with _of_strangers():
-                line.greet()
+                line = _JsonLines(connection)
                 yield Finding("ok", f"to {there}: open")
                 yield from _both_directions(line, host, str(address), port)
                 if line.try_large_packets():
-                    yield from _measured(line, host)
+                    yield _measured(line, host)
                 else:
                     yield Finding("failed", f"{host}: large packets are lost on the way, but small ones arrive", REMEDY)
         except OSError as error:
@@ -173,18 +155,15 @@ def links(host: str, port: int) -> Iterator[Finding]:
 
 
 def _both_directions(line: _JsonLines, host: str, address: str, port: int) -> Iterator[Finding]:
-    open_there = line.read_ports()
-    blocked = {number: why for number in open_there if (why := _knock(address, number))}
-    yield _direction(f"to {host}", open_there, blocked, f"open the ports of {host} in its firewall")
+    ports = line.read_ports()
+    yield _direction(f"to {host}", ports, _blocked(address, ports), f"open the ports of {host} in its firewall")
     with ExitStack() as stack:
-        open_here = _open(stack, line.socket, port)
-        line.write(open_here)
+        ports = _open(stack, line.socket, port)
+        line.write(ports)
         answer = line.read()
-    blocked = {int(number): why for number, why in answer["blocked"].items()}
-    do = "open the ports of this host in its firewall"
-    if port not in open_here:
+    if port not in ports:
         yield Finding("note", f"port {port} is in use here, so {host} could not test it")
-    yield _direction(f"from {host}", open_here, blocked, do)
+    yield _direction(f"from {host}", ports, answer["blocked"], "open the ports of this host in its firewall")
     seen = answer["seen"]
     with suppress(LinkError, ValueError):  # the test of this machine reports it
         given = own_address(os.environ, time.monotonic() + _ANSWER_S, host)
@@ -198,24 +177,15 @@ def _both_directions(line: _JsonLines, host: str, address: str, port: int) -> It
             yield Finding("note", f"{host} sees this host as {seen}, but ranks here would announce {given}", do)
 
 
-def _measured(line: _JsonLines, host: str) -> Iterator[Finding]:
-    turns = []
-    for _ in range(_PINGS):
-        start = time.perf_counter()
-        line.write("ping")
-        line.read()
-        turns.append(time.perf_counter() - start)
-    line.write("zeros")
-    sent, out_s = line.send_zeros()
-    start = time.monotonic()
-    line.take_zeros()
-    back_s = time.monotonic() - start
-    received = line.read()
-    line.write("bye")
-    rates = f"{sent / out_s / 1e6:.0f} MB/s there, {received / back_s / 1e6:.0f} MB/s back"
-    yield Finding(
-        "ok", f"{host}: {statistics.median(turns) * 1e6:.0f} us there and back; one connection carries {rates}"
-    )
+def _measured(line: _JsonLines, host: str) -> Finding:
+    back_s = statistics.median(line.round_trip(0) for _ in range(_PINGS))
+    zeros, took_s = 1 << 16, line.round_trip(1 << 16)
+    while took_s < _STREAM_S / 2 and zeros < _STREAM_BYTES:
+        zeros *= 2
+        took_s = line.round_trip(zeros)
+    line.write(None)
+    rate = f"{zeros / took_s / 1e6:.0f} MB/s"
+    return Finding("ok", f"{host}: {back_s * 1e6:.0f} us there and back; one connection carries {rate}")
 
 
 def listen(port: int, timeout_s: float) -> Iterator[Finding]:
@@ -224,11 +194,8 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
     try:
         server = _server("", port)
     except OSError as error:
-        yield Finding(
-            "failed",
-            f"cannot listen at port {port}: {error.strerror}",
-            "end the process that uses it, or give another --port",
-        )
+        do = "end the process that uses it, or give another --port"
+        yield Finding("failed", f"cannot listen at port {port}: {error.strerror}", do)
         return
     with server:
         why = "no host connected"
@@ -254,20 +221,12 @@ def listen(port: int, timeout_s: float) -> Iterator[Finding]:
 
 def _answer(line: _JsonLines, peer: str) -> None:
     """Take part in one test."""
-    line.greet()
     with ExitStack() as stack:
         line.write(_open(stack, line.socket, None))
-        open_there = line.read_ports()
-    blocked = {number: why for number in open_there if (why := _knock(peer, number))}
-    line.write({"blocked": blocked, "seen": peer})
-    if not line.try_large_packets():
-        return
-    while line.read() == "ping":
-        line.write("ping")
-    line.take_zeros()
-    sent, _ = line.send_zeros()
-    line.write(sent)
-    line.read()
+        ports = line.read_ports()
+    line.write({"blocked": _blocked(peer, ports), "seen": peer})
+    if line.try_large_packets():
+        line.echo()
 
 
 def _open(stack: ExitStack, connection: socket.socket, port: int | None) -> list[int]:
@@ -287,13 +246,23 @@ def _server(address: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
 
 
-def _knock(address: str, port: int) -> str | None:
-    """Connect to a port at which the other side listens. Return why this fails; None if it works."""
-    try:
-        socket.create_connection((address, port), _KNOCK_S).close()
-    except OSError as error:
-        return _why(error)
-    return None
+def _blocked(address: str, ports: list[int]) -> list[str]:
+    """Connect to ports at which the other side listens. Return those that cannot be reached, each with the reason."""
+    found = []
+    for port in ports:
+        try:
+            socket.create_connection((address, port), _KNOCK_S).close()
+        except OSError as error:
+            found.append(f"port {port}: {_why(error)}")
+    return found
+
+
+def _direction(name: str, ports: list[int], blocked: list[str], do: str) -> Finding:
+    if blocked:
+        return Finding("failed", f"{name}: {'; '.join(blocked)}", f"{do}, or allow all connections from the other host")
+    if not ports:
+        return Finding("note", f"{name}: no port could be opened for a test")
+    return Finding("ok", f"{name}: ports {', '.join(map(str, ports))} open")
 
 
 def _plain(address: str) -> str:
@@ -311,12 +280,3 @@ def _why(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "refused: a firewall rejects it"
     return error.strerror or str(error)
-
-
-def _direction(name: str, ports: list[int], blocked: dict[int, str], do: str) -> Finding:
-    if blocked:
-        listed = "; ".join(f"port {number}: {why}" for number, why in blocked.items())
-        return Finding("failed", f"{name}: {listed}", f"{do}, or allow all connections from the other host")
-    if not ports:
-        return Finding("note", f"{name}: no port could be opened for a test")
-    return Finding("ok", f"{name}: ports {', '.join(map(str, ports))} open")

@@ -1,14 +1,20 @@
-"""The tests of this machine: torch, Numba, its name, its interface, its launcher, its limits."""
+"""The tests of this machine: torch, Numba, its name, its interface, its launcher, its limits, its GPUs."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import ipaddress
+import json
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,12 +24,29 @@ from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_cache, cpu_kernels, cpu_sockets
 from gradwire.collectives.link.names import look_up
 from gradwire.collectives.link.own_address import interface_of, own_address
-from gradwire.trainer.tools.check.finding import Finding
 from gradwire.trainer.world.launch import ALONE, meeting_point, read_launch, slurm_hint
 
 _NAME_S = 5.0
 #: Fewer open files are too few: a rank has some connections to each other rank, and files of its data loaders.
 _FEW_FILES = 1024
+#: The limit of the test of the GPUs. It is in another process: a driver can hang, and the end of the process frees its memory.
+_GPUS_S = 60.0
+_GPUS = "from gradwire.trainer.tools.check.machine import print_gpus; print_gpus()"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Holds the result of one test, as text, and the remedy for a problem.
+
+    state: "note" if training works, but slower or not in every situation.
+    """
+
+    state: Literal["ok", "note", "failed"]
+    what: str
+    do: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.state:<7} {self.what}" + (f"\n        -> {self.do}" if self.do else "")
 
 
 def machine(environment: Mapping[str, str], peer: str | None = None) -> Iterator[Finding]:
@@ -34,6 +57,7 @@ def machine(environment: Mapping[str, str], peer: str | None = None) -> Iterator
     yield interface(environment, peer)
     yield launcher(environment)
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield from gpus()
 
 
 def _torch() -> Finding:
@@ -122,3 +146,64 @@ def _gloo_interface(peer: str | None, deadline: float) -> str:
         if (name := interface_of(address)) is not None and not ipaddress.ip_address(address).is_loopback:
             return f"export {GLOO_INTERFACE}={name}"
     return f"export {GLOO_INTERFACE}=... with the interface that the other hosts reach"
+
+
+def gpus(deadline_s: float = _GPUS_S) -> list[Finding]:
+    """Return the findings about GPUs and CuPy, within deadline_s seconds."""
+    if torch.version.cuda is None:
+        if Path("/dev/nvidia0").exists():
+            return [
+                Finding("note", "there is a GPU, but torch is built without CUDA", "install torch with CUDA to use it")
+            ]
+        return [Finding("ok", "no GPU, and torch is built without CUDA: tensors are on the CPU")]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _GPUS],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding("failed", f"CUDA does not answer within {deadline_s:g} s", "look at nvidia-smi and dmesg")]
+    try:
+        return [Finding(**found) for found in json.loads(done.stdout.splitlines()[-1])]
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return [Finding("failed", f"CUDA: {last}", "look at nvidia-smi and dmesg")]
+
+
+def print_gpus() -> None:
+    """Print the findings of look_at_gpus() as JSON."""
+    print(json.dumps([vars(found) for found in look_at_gpus()]))
+
+
+def look_at_gpus() -> list[Finding]:
+    """Return the findings about GPUs and CuPy. A driver may hang or end the process."""
+    if not torch.cuda.is_available():
+        return [
+            Finding("note", f"torch is built for CUDA {torch.version.cuda}, but sees no GPU: tensors are on the CPU")
+        ]
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    torch.ones(1, device="cuda", dtype=torch.float32).add_(1).item()
+    found = [Finding("ok", f"{len(names)} GPUs: {', '.join(names)}")]
+    if not dist.is_nccl_available():
+        found.append(
+            Finding("failed", "this torch has no NCCL, which joins GPUs", "install a build of torch that has it")
+        )
+    return [*found, _cupy()]
+
+
+def _cupy() -> Finding:
+    try:
+        import cupy
+
+        assert int(cupy.arange(3).sum()) == 3
+    except Exception as error:  # a missing package, or libraries that do not fit the driver
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        return Finding(
+            "note",
+            f"CuPy does not work, so codecs do not run on the GPU: {said}",
+            "pip install 'gradwire[cuda12]' or 'gradwire[cuda13]', according to torch.version.cuda",
+        )
+    return Finding("ok", f"CuPy {cupy.__version__}")

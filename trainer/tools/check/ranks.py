@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.environment import TUNING, shared_memory_wanted
-from gradwire.trainer.tools.check.finding import Finding
+from gradwire.trainer.tools.check.machine import Finding
 
 #: How long ranks wait for each other, and how long the test may take if kernels must be compiled first.
 _EXCHANGE_S = 60.0
@@ -49,12 +49,7 @@ def two_ranks(deadline_s: float = _DEADLINE_S) -> list[Finding]:
             )
             for rank in range(2)
         ]
-        try:
-            return _findings([_said(process, max(0.1, end - time.monotonic())) for process in processes])
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+        return findings([_said(process, max(0.1, end - time.monotonic())) for process in processes])
 
 
 def _said(process: subprocess.Popen[str], timeout_s: float) -> tuple[dict[str, str], str]:
@@ -67,31 +62,30 @@ def _said(process: subprocess.Popen[str], timeout_s: float) -> tuple[dict[str, s
         process.kill()
         out, _ = process.communicate()
         ended = "it did not finish in time"
-    found: dict[str, str] = {}
-    for line in out.splitlines():
-        if line.startswith("{"):
-            found |= json.loads(line)
-    return found, ended
+    results = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    return {step: text for result in results for step, text in result.items()}, ended
 
 
-def _findings(said: list[tuple[dict[str, str], str]]) -> list[Finding]:
-    findings = []
+def findings(said: list[tuple[dict[str, str], str]]) -> list[Finding]:
+    """Return a finding for each step that the ranks have tried. said: by rank, the result of each step, and how the rank
+    ended."""
+    found = []
     for step in _STEPS:
-        texts = [found.get(step) for found, _ in said]
-        answer = next((text for text in texts if text is None or not text.startswith("ok")), texts[0])
-        if answer is None:
+        answers = [results.get(step) for results, _ in said]
+        wrong = [answer for answer in answers if answer != "ok"]
+        if not wrong:
+            found.append(Finding("ok", f"two ranks over {step}: sums are right"))
+        elif None in wrong:
             why = next((ended for _, ended in said if ended), "a rank reported nothing")
-            findings.append(Finding("failed", f"two ranks over {step}: {why}", _DO[step]))
+            found.append(Finding("failed", f"two ranks over {step}: {why}", _DO[step]))
             break  # later steps were not tried
-        if answer.startswith("ok"):
-            findings.append(Finding("ok", f"two ranks over {step}: sums are right"))
         elif step == "shared memory":  # TCP replaces it, and is slower
-            findings.append(Finding("note", f"two ranks share no memory and use TCP: {answer}", _DO[step]))
+            found.append(Finding("note", f"two ranks share no memory and use TCP: {wrong[0]}", _DO[step]))
         else:
-            findings.append(Finding("failed", f"two ranks over {step}: {answer}", _DO[step]))
+            found.append(Finding("failed", f"two ranks over {step}: {wrong[0]}", _DO[step]))
             if step == "gloo":
                 break  # the later steps need gloo
-    return findings
+    return found
 
 
 class _Warnings(logging.Handler):
