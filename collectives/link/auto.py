@@ -17,7 +17,17 @@ from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.collectives.kernels.first_use import FIRST_USE
-from gradwire.collectives.link.base import CodedWork, Message, Pending, Posted, Request, Transport, Whole, WholeRun
+from gradwire.collectives.link.base import (
+    CodedWork,
+    CodesRun,
+    Message,
+    Pending,
+    Posted,
+    Request,
+    Transport,
+    Whole,
+    WholeRun,
+)
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.process_group import process_group
 from gradwire.collectives.link.programs import Programs
@@ -252,8 +262,8 @@ class RoutingTransport(Transport):
         bits of a NaN depend on the loop."""
         return (self._programs or self._far).follow(program, dtype, op)
 
-    def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
-        return (self._programs or self._far).follow_codes(program, work, tag, deadline)
+    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
+        return (self._programs or self._far).follow_codes(program, work)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (self._near or self._far).empty(shape, dtype)

@@ -85,14 +85,21 @@ class Coding(NamedTuple):
 
 
 class CodedWork(Protocol):
-    """The numbers of a CodedProgram, and how they are encoded."""
+    """The numbers of a CodedProgram, other ones in each run, and how they are encoded. compiles: whether a compiled loop can do
+    the work."""
 
-    def coding(self) -> Coding | None:
-        """Return what a compiled loop needs; None if it cannot do the work. The addresses are valid while this object exists."""
+    compiles: bool
+
+    def coding(self) -> Coding:
+        """Return what a compiled loop needs for the numbers of this run, if it can do the work. The addresses are valid until the
+        run ends."""
 
     def wire_bytes(self, numel: int) -> int:
         """Return the bytes of the code of so many numbers."""
 
+
+#: (tag, deadline) -> None
+CodesRun = Callable[[int, float], None]
 
 #: (source, destination, tag, deadline) -> None
 WholeRun = Callable[[torch.Tensor, torch.Tensor, int, float], None]
@@ -196,10 +203,10 @@ class Transport(ABC):
         cannot. op: the reduction: 'sum', 'min', 'max' or 'product'. Not a collective call; no deadline runs yet."""
         return None
 
-    def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
-        """Run a program of codes in one call, without Python between messages; return False, with nothing done, if this transport
-        cannot, or if work.coding() returns None. Raises LinkError; ValueError if a code is invalid."""
-        return False
+    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
+        """Prepare to run a program of codes in one call, without Python between messages; return None if this transport cannot,
+        or if the work does not compile. What is returned raises LinkError; ValueError if a code is invalid."""
+        return None
 
     def lossy_paths(self) -> Mapping[int, str]:
         """Return, by rank, an error text for each connection on which the other host no longer acknowledges what this rank sends.

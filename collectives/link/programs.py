@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
-from gradwire.collectives.link.base import CodedWork, WholeRun
+from gradwire.collectives.link.base import CodedWork, CodesRun, Coding, WholeRun
 from gradwire.collectives.link.rows import Table
 from gradwire.collectives.plan.coded import CodedProgram
 from gradwire.collectives.plan.program import Program
@@ -49,19 +49,23 @@ class Programs:
 
         return run
 
-    def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
+    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
         """See Transport."""
-        kernels = self._kernels
-        if (coding := work.coding()) is None:
-            return False
-        words = np.zeros(kernels.CODING_FIELDS, dtype=np.int64)
-        words[: len(coding)] = coding
-        request = self._request(
-            1, 0, 0, words.ctypes.data
-        )  # offsets in scratch memory and lengths of messages count bytes
-        tables = program.tables_for(work.wire_bytes)
-        self._run(request, request.ctypes.data, tables, (tag, 0, 0, coding.codes), deadline)
-        return True
+        if not work.compiles:
+            return None
+        words = np.zeros(self._kernels.CODING_FIELDS, dtype=np.int64)
+        # Offsets in scratch memory and lengths of messages count bytes.
+        request = self._request(1, 0, 0, words.ctypes.data)
+        address, fields = request.ctypes.data, len(Coding._fields)
+        kept = program.tables_for(work.wire_bytes)
+
+        def run(tag: int, deadline: float) -> None:
+            coding = work.coding()
+            words[:fields] = coding
+            tables = kept if isinstance(kept, list) else program.tables_for(work.wire_bytes)
+            self._run(request, address, tables, (tag, 0, 0, coding.codes), deadline)
+
+        return run
 
     def _request(self, *words: int) -> np.ndarray:
         """Return a request for kernels.follow. words: its fields from ITEMSIZE to CODING."""

@@ -16,7 +16,7 @@ import torch
 
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
-from gradwire.collectives.link.base import KIND_BITS, CodedWork, Transport, WholeRun
+from gradwire.collectives.link.base import KIND_BITS, CodedWork, CodesRun, Transport, WholeRun
 from gradwire.collectives.link.listener import Listener
 from gradwire.collectives.link.membership import Membership
 from gradwire.collectives.link.paths import check_paths, lossy_paths
@@ -124,8 +124,8 @@ class TcpTransport(Table):
     def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
         return self._own_programs().follow(program, dtype, op)
 
-    def follow_codes(self, program: CodedProgram, work: CodedWork, tag: int, deadline: float) -> bool:
-        return self._own_programs().follow_codes(program, work, tag, deadline)
+    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
+        return self._own_programs().follow_codes(program, work)
 
     def wait_beside_work(self, beside_work: bool) -> None:
         tries = _TRIES_BESIDE_WORK if beside_work else _TRIES

@@ -6,16 +6,16 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
-from gradwire.collectives.compression.partition import effective
+from gradwire.collectives.compression.partition import Partition, effective
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.diagnostics.timeline import Lane
-from gradwire.collectives.link.base import Request, Transport, Whole, WholeRun
+from gradwire.collectives.link.base import CodesRun, Request, Transport, Whole
 from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.plan.cost import Costs
@@ -43,6 +43,16 @@ _WHOLE_OF = {"reduce_shares": "allreduce", "gather_shares": "allreduce"}
 
 #: The verbs that need no arithmetic.
 _MOVES = frozenset({"allgather", "broadcast", "gather", "scatter", "alltoall", "gather_shares"})
+
+
+class PlannedCodes(NamedTuple):
+    """A planned exchange of codes. payload: None for a rank without a part of the buffer. run: runs the payload in one call of
+    the link, if it can."""
+
+    algorithm: str
+    partition: Partition
+    payload: Codes | None
+    run: CodesRun | None
 
 
 class Engine:
@@ -77,7 +87,7 @@ class Engine:
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
         self._ready: set[tuple[Codec, str, bool]] = set()
         self._reducible: set[torch.dtype] = set()
-        self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], tuple[str, int, WholeRun]] = {}
+        self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], Any] = {}
 
     def submit(
         self,
@@ -174,18 +184,23 @@ class Engine:
         """Return whether whole.run may be called with a tensor directly, without a barrier or a copy."""
         return tensor.is_cpu and not whole.needs_meeting and tensor.dtype is not torch.bool and _is_plain(tensor)
 
-    def remember(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
-        """Let repeat() and repeat_later() run later calls with a tensor of this dtype and shape. key: the other arguments of
-        the call."""
-        if tensor.is_cpu and not whole.needs_meeting and self.operations.usable and tensor.dtype is not torch.bool:
+    def remember(self, tensor: torch.Tensor, key: Hashable, planned: object) -> None:
+        """Let remembered() return what is planned for later calls with a CPU tensor of this dtype and shape. key: the other
+        arguments."""
+        if tensor.is_cpu and self.operations.usable:
             if len(self._calls) == _REMEMBERED_CALLS:
                 self._calls.clear()
-            self._calls[tensor.dtype, tensor.shape, key] = (call, digest(call), whole.run)
+            self._calls[tensor.dtype, tensor.shape, key] = planned
+
+    def remember_whole(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
+        """Let repeat() and repeat_later() run later calls of a verb that the link has prepared."""
+        if not whole.needs_meeting and tensor.dtype is not torch.bool:
+            self.remember(tensor, key, (call, digest(call), whole.run))
 
     def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
         """Run a remembered allreduce of the link without the preparations, which take most of the time of a small message.
         Return False, with nothing done, if no equal call is remembered or Operations.run_now returns False."""
-        if (known := self._remembered(tensor, key)) is None:
+        if (known := self.remembered(tensor, key)) is None:
             return False
         call, call_digest, run = known
         return self.run_now(call, call_digest, run, tensor, tensor)
@@ -193,14 +208,14 @@ class Engine:
     def repeat_later(self, tensor: torch.Tensor, key: Hashable) -> Work | None:
         """Queue a remembered allreduce, as repeat() runs it. Return None, with nothing done, if no equal call is remembered, or
         while operations are recorded."""
-        if self.lane is not None or (known := self._remembered(tensor, key)) is None:
+        if self.lane is not None or (known := self.remembered(tensor, key)) is None:
             return None
         call, _, run = known
         own = kept(tensor)
         return self.submit(call, lambda turn: run(own, own, turn.tag, turn.deadline), async_op=True)
 
-    def _remembered(self, tensor: torch.Tensor, key: Hashable) -> tuple[str, int, WholeRun] | None:
-        """Return what remember() has kept for such a call."""
+    def remembered(self, tensor: torch.Tensor, key: Hashable) -> Any:
+        """Return what remember() was given for such a call; None if nothing, or if the tensor needs a copy."""
         if not self._calls or type(tensor) is not torch.Tensor:
             return None
         try:
@@ -259,46 +274,40 @@ class Engine:
         program = self.plans.of_move(*kind, source_layout, layout, grouped=self._grouped(destination))
         self.over_program(turn, program, source, destination)
 
+    def plan_codes(
+        self, codec: Codec, present: Codec, numel: int, algorithm: str, device: torch.device, divisor: int
+    ) -> PlannedCodes:
+        """Plan an exchange of codes for over_codes(), which may run it any number of times. If the algorithm has rounds inside
+        hosts and ranks share hosts, only messages between hosts are coded. present: the codec in its form for the step. divisor:
+        of the sum."""
+        partition = self.plans.partition(codec, numel, algorithm, device.type)
+        if not partition.group:
+            return PlannedCodes(algorithm, partition, None, None)
+        used = effective(present, partition)
+        code_bytes, grouped = used.wire_bytes(partition.longest), device.type in self._posts_together
+        program = self.plans.of_codes(codec, numel, algorithm, code_bytes, device.type, grouped=grouped)
+        memory = self._scratch, self._summed
+        payload = Codes(program, used, partition, device, *memory, divisor=divisor, via_host=self._via_host)
+        return PlannedCodes(algorithm, partition, payload, self._transport.follow_codes(program, payload))
+
     def over_codes(
-        self,
-        turn: Turn,
-        flat: torch.Tensor,
-        codec: Codec,
-        algorithm: str,
-        *,
-        feedback: Feedback | None,
-        divisor: int,
-        step: int,
-        seed: int,
+        self, turn: Turn, planned: PlannedCodes, flat: torch.Tensor, feedback: Feedback | None, step: int, seed: int
     ) -> None:
-        """Sum a float32 buffer in place by exchanging codes, and divide the sum by `divisor`. If the algorithm has rounds
-        inside hosts and ranks share hosts, only messages between hosts are coded."""
-        self._note(algorithm, flat.nbytes, flat)
-        device_type = flat.device.type
-        partition = self.plans.partition(codec, flat.numel(), algorithm, device_type)
+        """Sum a float32 buffer in place by exchanging codes."""
+        algorithm, partition, payload, run = planned
+        if self.lane is not None:
+            self._note(algorithm, flat.nbytes, flat)
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 0)
-        if partition.group:
-            used = effective(codec.at(step), partition)
-            code_bytes = used.wire_bytes(partition.longest)
-            grouped = self._grouped(flat)
-            program = self.plans.of_codes(codec, flat.numel(), algorithm, code_bytes, device_type, grouped=grouped)
-            payload = Codes(
-                program,
-                flat,
-                used,
-                partition,
-                self._scratch,
-                self._summed,
-                feedback=feedback,
-                divisor=divisor,
-                step=step,
-                seed=seed,
-                via_host=self._via_host,
-            )
-            traced = self.lane is not None
-            if traced or not self._transport.follow_codes(program, payload, turn.tag, turn.deadline):
-                self._step_through(turn, program, payload)
+        if payload is not None:
+            payload.begin(flat, feedback, step, seed)
+            try:
+                if run is None or self.lane is not None:
+                    self._step_through(turn, payload.program, payload)
+                else:
+                    run(turn.tag, turn.deadline)
+            finally:
+                payload.end()
         if partition.inside_hosts:
             self._inside(turn, flat, partition.parts, 1)
 

@@ -119,64 +119,67 @@ class Numbers:
 
 
 class Codes:
-    """Codes of the float32 numbers `flat`. The program replaces the numbers with their sum over the ranks, divided by
-    `divisor`.
+    """Codes of float32 numbers on one device, other ones in each run of the program. The program replaces the numbers with their
+    sum over the ranks, divided by `divisor`.
 
-    codec: the codec in its form for this step. via_host: whether codes on CUDA are copied through pinned memory.
+    codec: the codec in its form for the step. via_host: whether codes on CUDA are copied through pinned memory. Attribute
+    compiles: whether coding() returns the work for a compiled loop, which needs the CPU and a codec with C functions.
     """
 
     def __init__(
         self,
         program: CodedProgram,
-        flat: torch.Tensor,
         codec: Codec,
         partition: Partition,
+        device: torch.device,
         scratch: Scratch,
         sums: Scratch,
         *,
-        feedback: Feedback | None,
         divisor: int,
-        step: int,
-        seed: int,
         via_host: bool,
     ) -> None:
-        self._flat, self._codec, self._partition = flat, codec, partition
-        self._feedback, self._divisor, self._step, self._seed = feedback, divisor, step, seed
-        self._codes = self._messages = scratch.take(program.scratch, flat.device)
-        if via_host and flat.is_cuda:
-            self._messages = scratch.take(program.scratch, flat.device, pinned=True)
+        self.program = program
+        self._codec, self._partition, self._divisor = codec, partition, divisor
+        self._device, self._scratch, self._sums = device, scratch, sums
+        self._is_staged = via_host and device.type == "cuda"
         self.wire_bytes = cache(codec.wire_bytes)  # of the code of so many numbers
+        self._owner_start = partition.shard.start
+        self._functions = codec.c_functions() if device.type == "cpu" else None
+        self.compiles = self._functions is not None
+        if self._functions is not None:
+            (encode, encoding), (decode, decoding) = self._functions
+            self._group = torch.tensor(partition.group, dtype=torch.int64, device="cpu")
+            divide = cpu_arithmetic(torch.float32).address
+            self._settings = encode, encoding.ctypes.data, decode, decoding.ctypes.data, divide, divisor
+            self._members = self._group.data_ptr(), len(self._group)
+
+    def begin(self, flat: torch.Tensor, feedback: Feedback | None, step: int, seed: int) -> None:
+        """Begin a run that sums the numbers `flat`."""
+        self._flat, self._feedback, self._step, self._seed = flat, feedback, step, seed
+        self._codes = self._messages = self._scratch.take(self.program.scratch, self._device)
+        if self._is_staged:
+            self._messages = self._scratch.take(self.program.scratch, self._device, pinned=True)
         # The sums of all blocks use one buffer, one after the other, so that it stays in the caches.
-        self._sum = sums.take(4 * partition.longest, flat.device).view(torch.float32)
+        self._sum = self._sums.take(4 * self._partition.longest, self._device).view(torch.float32)
         self._has_sum = False
 
-    def coding(self) -> Coding | None:
-        """Return the same work for a compiled loop; None on a GPU, or if the codec has no C functions. The addresses are valid
-        while this object exists."""
+    def end(self) -> None:
+        """End a run, so that this object keeps no tensor of it alive."""
+        del self._flat, self._feedback, self._codes, self._messages, self._sum
+
+    def coding(self) -> Coding:
+        """See CodedWork."""
         feedback = self._feedback
-        if not self._flat.is_cpu:
-            return None
-        self._functions = functions = self._codec.c_functions()
-        if functions is None:
-            return None
-        self._group = torch.tensor(self._partition.group, dtype=torch.int64, device="cpu")
-        (encode, encoding), (decode, decoding) = functions
         return Coding(
-            encode,
-            encoding.ctypes.data,
-            decode,
-            decoding.ctypes.data,
-            cpu_arithmetic(torch.float32).address,
-            self._divisor,
+            *self._settings,
             self._flat.data_ptr(),
             self._sum.data_ptr(),
             self._codes.data_ptr(),
             0 if feedback is None else feedback.worker.data_ptr(),
             0 if feedback is None else feedback.owner.data_ptr(),
-            self._partition.shard.start,
+            self._owner_start,
             mixed(self._seed, self._step),
-            self._group.data_ptr(),
-            len(self._group),
+            *self._members,
         )
 
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
@@ -209,7 +212,7 @@ class Codes:
             residual = self._feedback.worker[offset : offset + length]
             state = self._feedback.state[segment][block]
         elif self._feedback is not None:
-            start = offset - self._partition.shard.start
+            start = offset - self._owner_start
             residual = self._feedback.owner[start : start + length]
         # Ranks that hold the same sum must encode it to the same code, so they use the seed of the block's owner.
         rank = self._partition.rank if number == 0 else self._partition.group[block % len(self._partition.group)]

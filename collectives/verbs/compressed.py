@@ -11,11 +11,11 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.link.base import Whole
-from gradwire.collectives.reduction import Reduction
-from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.reduction import Op, Reduction
+from gradwire.collectives.run.engine import Engine, PlannedCodes
 from gradwire.collectives.run.joined import DescribedCall
 from gradwire.collectives.run.operations import Turn
-from gradwire.collectives.run.staging import Buffer
+from gradwire.collectives.run.staging import Buffer, kept, plain
 from gradwire.collectives.run.work import Work
 
 
@@ -28,7 +28,7 @@ def named_codec(
         raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
     if seed is not None and not isinstance(seed, int):
         raise ValueError(f"rank {engine.rank}: seed={seed!r}; a whole number is needed")
-    made = make_codec(codec) if codec is not None else None
+    made = codec if codec is None or isinstance(codec, Codec) else make_codec(codec)
     if made is None or made.name == "none":
         if feedback is not None:
             raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one there is no error")
@@ -39,7 +39,9 @@ def named_codec(
 def allreduce_compressed(
     engine: Engine,
     tensor: Tensor,
-    reduction: Reduction,
+    op: Op,
+    prescale: float,
+    postscale: float,
     codec: Codec,
     feedback: Feedback | None,
     step: int | None,
@@ -48,65 +50,119 @@ def allreduce_compressed(
     async_op: bool,
 ) -> Work | None:
     """Allreduce a tensor by codes; see Communicator.allreduce. codec: other than 'none'."""
-    rank = engine.rank
-    if not tensor.dtype.is_floating_point or reduction.op not in ("sum", "average"):
-        raise ValueError(
-            f"rank {rank}: codec {codec.name!r} is for the sum or average of floating-point tensors, not for op "
-            f"{reduction.op!r} of {tensor.dtype}"
-        )
+    key = op, prescale, postscale, codec, algorithm, feedback is not None
+    planned: CompressedCall | None = engine.remembered(tensor, key)
+    reduction = None if planned is None else planned.reduction
+    if reduction is None:
+        reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
+        if not tensor.dtype.is_floating_point or reduction.op not in ("sum", "average"):
+            raise ValueError(
+                f"rank {engine.rank}: codec {codec.name!r} is for the sum or average of floating-point tensors, not for op "
+                f"{reduction.op!r} of {tensor.dtype}"
+            )
     if feedback is not None:
         _check_feedback(engine, feedback, codec, tensor)
     step, seed = _step_and_seed(engine, codec, feedback, step, seed)
     present = codec.at(step)
-    with_feedback = feedback is not None
-    nbytes = present.wire_bytes(tensor.numel())
-    on_gpu = tensor.is_cuda
-    chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=on_gpu)
-    corrected = ", error feedback" if with_feedback else ""
-    place = " on cuda" if on_gpu else ""  # which decides how the buffer is cut into chunks
-    text, signature = (
-        f"allreduce({arguments.described(tensor)}{place}, {reduction}, {chosen}, {each.identity}{corrected})"
-        for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
-    )
-    call = DescribedCall(
-        text,
-        "allreduce",
-        [arguments.sketch(tensor)],
-        joinable=not with_feedback,  # a joined rank keeps no feedback of it
-        algorithm=algorithm,
-        codec=codec,
-        feedback=with_feedback,
-        step=step,
-        seed=seed,
-        **vars(reduction),
-    )
-    engine.prepare_codec(codec, tensor.device, with_feedback=with_feedback)
-    adds_codes = codec.summable and chosen != shot_of(codec)
-    codes = torch.empty(0, dtype=codec.wire_dtype, device=tensor.device)
-    whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size()) if adds_codes else None
-    if not adds_codes:
-        engine.plans.partition(codec, tensor.numel(), chosen, tensor.device.type)  # raises before anything is sent
-    held = arguments.held([tensor], async_op)
-    divisor = engine.size if reduction.op == "average" else 1
-
-    def body(turn: Turn) -> None:
-        buffer = Buffer(held, via_host=False)
-        flat = buffer.flat.to(torch.float32)
-        reduction.begin(flat)
-        if adds_codes:
-            _add_codes(engine, turn, flat, present, feedback, divisor, chosen, whole)
-        else:
-            engine.over_codes(turn, flat, codec, chosen, feedback=feedback, divisor=divisor, step=step, seed=seed)
-        engine.note_codec(codec, flat.nbytes)
-        reduction.end(flat, engine.size, is_average=True)
-        if flat.dtype is not buffer.flat.dtype:
-            buffer.flat.copy_(flat)
-        buffer.store()
-
-    work = engine.submit(call, body, async_op=async_op, signature=signature)
+    if planned is None or planned.present != present:
+        planned = CompressedCall(engine, tensor, reduction, codec, present, algorithm, feedback is not None)
+        engine.remember(tensor, key, planned)
+    work = planned.submit(tensor, feedback, step, seed, async_op=async_op)
     if feedback is not None:
         feedback.step = step + 1
     return work
+
+
+class CompressedCall:
+    """An allreduce by codes that is planned for tensors of one dtype, shape and device. present: the codec in its form for the
+    step."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        like: Tensor,
+        reduction: Reduction,
+        codec: Codec,
+        present: Codec,
+        algorithm: str,
+        with_feedback: bool,
+    ) -> None:
+        self._engine, self._codec = engine, codec
+        self.reduction, self.present = reduction, present
+        numel, nbytes, on_gpu = like.numel(), present.wire_bytes(like.numel()), like.is_cuda
+        chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=on_gpu)
+        corrected = ", error feedback" if with_feedback else ""
+        place = " on cuda" if on_gpu else ""  # which decides how the buffer is cut into chunks
+        self._text, self._signature = (
+            f"allreduce({arguments.described(like)}{place}, {reduction}, {chosen}, {each.identity}{corrected})"
+            for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
+        )
+        self._tensors = [arguments.sketch(like)]
+        self._arguments = {"algorithm": algorithm, "codec": codec, "feedback": with_feedback, **vars(reduction)}
+        engine.prepare_codec(codec, like.device, with_feedback=with_feedback)
+        self._divisor = engine.size if reduction.op == "average" else 1
+        self._chosen = chosen
+        self._whole: Whole | None = None
+        self._codes: PlannedCodes | None = None
+        if codec.summable and chosen != shot_of(codec):  # codes are added as they are
+            codes = torch.empty(0, dtype=codec.wire_dtype, device=like.device)
+            self._whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size())
+        else:
+            self._codes = engine.plan_codes(codec, present, numel, chosen, like.device, self._divisor)
+
+    def submit(self, tensor: Tensor, feedback: Feedback | None, step: int, seed: int, *, async_op: bool) -> Work | None:
+        """Submit the operation for one tensor."""
+        engine, reduction, codes = self._engine, self.reduction, self._codes
+        call = DescribedCall(
+            self._text,
+            "allreduce",
+            self._tensors,
+            joinable=feedback is None,  # a joined rank keeps no feedback of it
+            step=step,
+            seed=seed,
+            **self._arguments,
+        )
+        own = kept(tensor) if async_op else plain(tensor)
+        needs_copy = own.dtype is not torch.float32 or not own.is_contiguous() or own.is_neg()
+
+        def body(turn: Turn) -> None:
+            buffer = Buffer([own], via_host=False) if needs_copy else None
+            flat = own.as_strided((own.numel(),), (1,)) if buffer is None else buffer.flat.to(torch.float32)
+            if reduction.prescale != 1.0:
+                reduction.begin(flat)
+            if codes is not None:
+                engine.over_codes(turn, codes, flat, feedback, step, seed)
+            else:
+                self._add_codes(turn, flat, feedback)
+            if engine.lane is not None:
+                engine.note_codec(self._codec, flat.nbytes)
+            if reduction.postscale != 1.0:
+                reduction.end(flat, engine.size, is_average=True)
+            if buffer is not None:
+                if flat.dtype is not buffer.flat.dtype:
+                    buffer.flat.copy_(flat)
+                buffer.store()
+
+        return engine.submit(call, body, async_op=async_op, signature=self._signature)
+
+    def _add_codes(self, turn: Turn, flat: Tensor, feedback: Feedback | None) -> None:
+        """Add the codes of all ranks as they are, with the codec's headroom."""
+        engine, codec = self._engine, self.present
+        shrink = codec.headroom(engine.size)
+        residual = feedback.worker if feedback is not None else None
+        scaled = [tensor for tensor in (flat, residual) if tensor is not None and shrink != 1.0]
+        for tensor in scaled:
+            tensor.mul_(shrink)
+        wire = engine.wire(codec.wire_bytes(flat.numel()), flat.device)
+        with engine.span("encode", elements=flat.numel()):
+            codec.encode(flat, wire, residual=residual)
+        for tensor in scaled[1:]:
+            tensor.div_(shrink)
+        codes = engine.buffer(wire.view(codec.wire_dtype))
+        engine.over_buffer(turn, "allreduce", self._chosen, codes.flat, whole=self._whole)
+        codes.store()
+        with engine.span("decode", elements=flat.numel()):
+            codec.decode(wire, flat, scale=1 / (shrink * self._divisor))
 
 
 def _step_and_seed(
@@ -135,31 +191,3 @@ def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: Te
             f"elements on {tensor.device}; it is for {feedback.codec!r} and {feedback.partition.numel} on {feedback.device}, "
             f"of rank {feedback.partition.rank} with shard {feedback.shard}"
         )
-
-
-def _add_codes(
-    engine: Engine,
-    turn: Turn,
-    flat: Tensor,
-    codec: Codec,
-    feedback: Feedback | None,
-    divisor: int,
-    algorithm: str,
-    whole: Whole | None,
-) -> None:
-    """Add the codes of all ranks as they are, with the codec's headroom."""
-    shrink = codec.headroom(engine.size)
-    residual = feedback.worker if feedback is not None else None
-    scaled = [tensor for tensor in (flat, residual) if tensor is not None and shrink != 1.0]
-    for tensor in scaled:
-        tensor.mul_(shrink)
-    wire = engine.wire(codec.wire_bytes(flat.numel()), flat.device)
-    with engine.span("encode", elements=flat.numel()):
-        codec.encode(flat, wire, residual=residual)
-    for tensor in scaled[1:]:
-        tensor.div_(shrink)
-    codes = engine.buffer(wire.view(codec.wire_dtype))
-    engine.over_buffer(turn, "allreduce", algorithm, codes.flat, whole=whole)
-    codes.store()
-    with engine.span("decode", elements=flat.numel()):
-        codec.decode(wire, flat, scale=1 / (shrink * divisor))

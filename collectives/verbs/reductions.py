@@ -82,8 +82,8 @@ class Reductions(Ranks):
         if codec is not None or feedback is not None:
             made = named_codec(engine, codec, feedback, step, seed)
             if made is not None:
-                reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
-                return allreduce_compressed(engine, tensor, reduction, made, feedback, step, seed, algorithm, async_op)
+                numbers = op, prescale, postscale
+                return allreduce_compressed(engine, tensor, *numbers, made, feedback, step, seed, algorithm, async_op)
         key = op, algorithm, prescale, postscale
         if async_op:
             if (work := engine.repeat_later(tensor, key)) is not None:
@@ -92,7 +92,7 @@ class Reductions(Ranks):
             return None
         call, body, whole = self._planned([tensor], op, prescale, postscale, algorithm, async_op)
         if whole is not None:
-            engine.remember(tensor, key, call, whole)
+            engine.remember_whole(tensor, key, call, whole)
         return engine.submit(call, body, async_op=async_op)
 
     def new_feedback(

@@ -87,7 +87,7 @@ class Halves(Reductions):
         call = DescribedCall(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
         whole = None if algorithm is None else engine.whole("gather_shares", algorithm, tensor, tensor.numel())
         if whole is not None:
-            engine.remember(tensor, "gather_shares", call, whole)
+            engine.remember_whole(tensor, "gather_shares", call, whole)
         (held,) = arguments.held([tensor], async_op)
 
         def body(turn: Turn) -> None:

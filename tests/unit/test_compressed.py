@@ -128,19 +128,9 @@ def test_every_order_of_messages_gives_the_result_of_the_model(size: int, eager:
                 range(size),
                 encodes_sums=how.encodes_sums,
             )
-            codes = Codes(
-                program,
-                outputs[rank],
-                used,
-                partition,
-                scratches[rank],
-                Scratch(),
-                feedback=feedbacks[rank],
-                divisor=size,
-                step=step,
-                seed=0,
-                via_host=False,
-            )
+            memory = scratches[rank], Scratch()
+            codes = Codes(program, used, partition, CPU, *memory, divisor=size, via_host=False)
+            codes.begin(outputs[rank], feedbacks[rank], step, 0)
             transport = InProcessTransport(hub, rank)
             execute(program, codes, transport, tag=1000 * step, deadline=time.monotonic() + 20)
 

@@ -228,19 +228,9 @@ def test_codes_ride_every_algorithm(
         program = CodedProgram(
             schedule, partition.chunks, codec.wire_bytes(partition.longest), range(size), lookahead=lookahead
         )
-        codes = Codes(
-            program,
-            results[rank],
-            codec,
-            partition,
-            Scratch(),
-            Scratch(),
-            feedback=None,
-            divisor=size,
-            step=0,
-            seed=7,
-            via_host=False,
-        )
+        memory = Scratch(), Scratch()
+        codes = Codes(program, codec, partition, results[rank].device, *memory, divisor=size, via_host=False)
+        codes.begin(results[rank], None, 0, 7)
         execute(program, codes, InProcessTransport(hub, rank), tag=5, deadline=time.monotonic() + 20)
 
     run_ranks(size, body)

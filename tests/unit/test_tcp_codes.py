@@ -44,20 +44,12 @@ def run_codes(
     schedule = how.planner(Place(rank, size))
     planned = CodedProgram(schedule, partition.chunks, longest, range(size), encodes_sums=how.encodes_sums)
     memory = Scratch(), Scratch()
-    payload = Codes(
-        planned,
-        result,
-        codec,
-        partition,
-        *memory,
-        feedback=feedback,
-        divisor=size,
-        step=step,
-        seed=3,
-        via_host=False,
-    )
+    payload = Codes(planned, codec, partition, result.device, *memory, divisor=size, via_host=False)
+    payload.begin(result, feedback, step, 3)
     if compiled:
-        assert transport.follow_codes(planned, payload, step, in_time())
+        run = transport.follow_codes(planned, payload)
+        assert run is not None
+        run(step, in_time())
     else:
         execute(planned, payload, transport, tag=step, deadline=in_time())
 
