@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES
-from gradwire.trainer.reducer.agreement import on_all_ranks
+from gradwire.trainer.checkpoint import on_all_ranks
 from gradwire.trainer.reducer.arguments import check_tensor
 from gradwire.trainer.world.world import here
 

@@ -126,14 +126,13 @@ def test_a_checkpoint_goes_on_bit_for_bit() -> None:
     saved, parameters = optimizer.state_dict(), copies(model.parameters())
     train(model, optimizer, range(2, STEPS))
     again, resumed = made()
-    with pytest.raises(ValueError, match="not so on rank 1"):
+    with pytest.raises(ValueError, match=r"ranks \[1\] were given a state_dict without"):
         resumed.load_state_dict(saved if hvd.rank() == 0 else {})
-    if hvd.size() > 1:
-        with pytest.raises(ValueError, match=r"of this rank, from the same number of ranks.*not so on rank 1$"):
-            resumed.load_state_dict(hvd.broadcast_object(saved, 0))
+    with pytest.raises(ValueError, match="rank 1 was given"):
+        resumed.load_state_dict(hvd.broadcast_object(saved, 0))
     mine = saved["gradwire_server"]
     ahead = {**saved, "gradwire_server": {**mine, "updater": {**mine["updater"], "version": 3}}}
-    with pytest.raises(ValueError, match=r"after the same step; this is not so on rank 0$"):
+    with pytest.raises(ValueError, match="rank 0 was given"):
         resumed.load_state_dict(ahead if hvd.rank() == 0 else saved)
     with torch.no_grad():
         for parameter, value in zip(again.parameters(), parameters, strict=True):
@@ -141,7 +140,7 @@ def test_a_checkpoint_goes_on_bit_for_bit() -> None:
     resumed.load_state_dict(saved)
     if hvd.rank() == 0:  # of one rank, what the collective look at the layout does not see
         broken = {**saved, "gradwire_server": {**mine, "updater": {"version": 2}}}
-    with pytest.raises(ValueError, match=r"rank 0 was given a state that cannot be loaded \(KeyError"):
+    with pytest.raises(ValueError, match="rank 0 was given"):
         resumed.load_state_dict(broken if hvd.rank() == 0 else saved)
     assert set(resumed.versions) == {2}
     train(again, resumed, range(2, STEPS))

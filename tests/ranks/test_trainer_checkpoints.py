@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.trainer.reducer.checkpoint_format import KEY
+from gradwire.trainer.reducer.checkpoint import KEY
 from gradwire.trainer.reducer.compression import Compressor
 from tests.harness import Worlds
 from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train

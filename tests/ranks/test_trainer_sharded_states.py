@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from gradwire.trainer.reducer.checkpoint_format import SHARDS
+from gradwire.trainer.rules.synchronous import SHARDS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide, wide_rows
 from tests.ranks.training import (
     assert_close,
@@ -333,14 +333,14 @@ def load_wrongly(shards: list[Any]) -> None:
         with pytest.raises(ValueError, match="saved on 4 ranks, and no rank was given the state of ranks 2, 3"):
             optimizer.load_state_dict(mine)
         for culprit, wrong, said in (
-            (0, whole, "a part of another checkpoint"),
-            (1, {**mine, SHARDS: {**part, "version": 7}}, "a 'gradwire_shards' of version 7"),
-            (1, with_first({**first, "exp_avg": torch.ones(1)}), "a damaged state: 'exp_avg' of parameter 0 has 1 "),
-            (1, with_first({}), "a part of another checkpoint"),
-            (1, {**mine, SHARDS: {"version": part["version"]}}, "a damaged state: KeyError"),
-            (1, {**mine, SHARDS: {**part, "shapes": part["shapes"][::-1]}}, "the state of parameters of shapes"),
+            (0, whole, r"ranks \[0\] were given a state_dict without"),
+            (1, {**mine, SHARDS: {**part, "version": 7}}, "rank 1 was given"),
+            (1, with_first({**first, "exp_avg": torch.ones(1)}), "rank 1 was given"),
+            (1, with_first({}), "ranks 0 and 1 were given parts of different checkpoints"),
+            (1, {**mine, SHARDS: {"version": part["version"]}}, "rank 1 was given"),
+            (1, {**mine, SHARDS: {**part, "shapes": part["shapes"][::-1]}}, "rank 1 was given"),
         ):
-            with pytest.raises(ValueError, match=f"rank {culprit} was given {said}"):
+            with pytest.raises(ValueError, match=said):
                 optimizer.load_state_dict(wrong if hvd.rank() == culprit else mine, also=states[2:])
         assert str(through_a_file(optimizer.state_dict())) == str(before)
         optimizer.load_state_dict(mine, also=states[2:])

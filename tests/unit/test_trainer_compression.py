@@ -13,7 +13,7 @@ from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS, find_codec
 from gradwire.collectives.compression.sparse import TopK
-from gradwire.trainer.reducer.checkpoint_format import KEY
+from gradwire.trainer.reducer.checkpoint import KEY
 from gradwire.trainer.reducer.compression import (
     LEAST_NUMEL,
     NAMES,

@@ -1,45 +1,15 @@
-"""Check that all ranks agree: on an optimizer's settings and parameters, and on loading a checkpoint or none."""
+"""Check that all ranks agree on an optimizer's settings and parameters."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
-
-T = TypeVar("T")
-
-
-def on_all_ranks(
-    communicator: Communicator,
-    attempt: Callable[[], T],
-    undo: Callable[[], object] | None = None,
-    failed: str = "load_state_dict: rank {} was given a state that cannot be loaded ({})",
-) -> list[T]:
-    """Call attempt() on every rank, and return its results by rank. A result must be JSON. Collective.
-
-    If attempt() raises on any rank, all ranks call undo() and raise ValueError with the text `failed`, filled with the first
-    such rank and its error.
-    """
-    value, fault = None, ""
-    try:
-        value = attempt()
-        json.dumps(value)  # so that an invalid record raises before anything is sent
-    except Exception as error:  # the other ranks would wait for this one if they did not get its error
-        fault = f"{type(error).__name__}: {error}"
-    gathered = communicator.allgather_record((value, fault))
-    for rank, (_, theirs) in enumerate(gathered):
-        if theirs:
-            if undo is not None:
-                undo()
-            raise ValueError(f"rank {communicator.rank}: " + failed.format(rank, theirs))
-    return [theirs for theirs, _ in gathered]
 
 
 def check_settings(communicator: Communicator, of: str, settings: Mapping[str, str]) -> None:

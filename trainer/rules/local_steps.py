@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator, Work
 from gradwire.collectives.daemon import DaemonThread
-from gradwire.trainer.reducer.agreement import check_settings, on_all_ranks
+from gradwire.trainer.checkpoint import agree, need, need_whole, on_all_ranks, without
+from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.compression import Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
@@ -271,22 +272,8 @@ class LocalSteps(Rule):
         loaded, if the states of ranks are of different steps or other fragments, or if one cannot be loaded."""
         self._settle()
         before: dict[str, Any] = {}
-
-        def look() -> list[Any] | None:
-            before.update(self.state_dict())
-            labels = [self._label(each[KEY]) if KEY in each else None for each in (state_dict, *also)]
-            if any(label != labels[0] for label in labels):
-                raise ValueError(
-                    f"also: states of different steps or settings (step, fragment in flight, fragments: {labels})"
-                )
-            return labels[0]
-
-        for rank, theirs in enumerate(everyones := self._on_all(look)):
-            if theirs != everyones[0]:
-                raise ValueError(
-                    f"{here()}load_state_dict: ranks 0 and {rank} were given states of different steps or settings "
-                    f"(step, fragment in flight, fragments: {everyones[0]} and {theirs})"
-                )
+        self._on_all(lambda: before.update(self.state_dict()))
+        agree(self.communicator, KEY, [state_dict, *also], self._read)
         try:
             self._take(state_dict, also)
         except ValueError:
@@ -297,14 +284,11 @@ class LocalSteps(Rule):
         failed = "load_state_dict failed on rank {}, and nothing was loaded ({})"
         return on_all_ranks(self.communicator, attempt, failed=failed)
 
-    def _label(self, part: dict[str, Any]) -> list[Any]:
-        """Return the step, the fragment that is being exchanged and the number of fragments, which are equal in all parts of
-        one checkpoint. Raises ValueError, or an error from reading the part, if it is damaged or not of these
-        parameters."""
+    def _read(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check a state, and return what is equal in all states of one checkpoint."""
+        part, warmup_steps = state_dict[KEY], self._locality.warmup_steps
         step, pending, fragments = part["step"], part["pending"], part["fragments"]
-        warmup_steps = self._locality.warmup_steps
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step must be a whole number >= 0, not {step!r}")
+        need_whole("step", step, 0)
         mine = cut(self._parameters, self._locality.fragments) if step >= warmup_steps else []
         if len(fragments) != len(mine):
             raise ValueError(
@@ -315,14 +299,11 @@ class LocalSteps(Rule):
             shapes = [list(outer.shape) for outer in saved["outer"]], [list(p.shape) for p in self._parameters[span]]
             if shapes[0] != shapes[1]:
                 raise ValueError(f"saved outer parameters of shapes {shapes[0]}, not {shapes[1]}")
-            if "optimizer" not in saved:
-                raise ValueError("a fragment is without its outer optimizer")
-        if pending is None:
-            return [step, None, len(fragments)]
-        number, merge_at = pending
-        if number not in range(len(fragments)) or type(merge_at) is not int or merge_at <= step:
-            raise ValueError(f"after step {step}, fragment {number!r} cannot be in flight until step {merge_at!r}")
-        return [step, [number, merge_at], len(fragments)]
+            need("optimizer" in saved, "a fragment is without its outer optimizer")
+        if pending is not None:
+            need_whole("the fragment in flight", pending[0], 0, len(fragments))
+            need_whole("the step until which it is in flight", pending[1], step + 1)
+        return {"step": step, "pending": pending and list(pending), "fragments": len(fragments)}
 
     def _take(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Load states whose label is the same on all ranks. Collective. Raises ValueError on all ranks, with a part of them
@@ -335,8 +316,7 @@ class LocalSteps(Rule):
             if self._averaging is not None:
                 self._averaging.load_state_dict(state_dict, also)
             else:
-                bare = {key: value for key, value in state_dict.items() if key != KEY}
-                self.setup.optimizer.load_state_dict(bare)
+                self.setup.optimizer.load_state_dict(without(state_dict, KEY))
 
         self._on_all(load)
         keep_rates = self._locality.outer is None

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.errors import ranks_text
-from gradwire.trainer.reducer.agreement import check_order, on_all_ranks
+from gradwire.trainer.checkpoint import Given, agree, need, need_finite, need_whole, on_all_ranks, without
+from gradwire.trainer.reducer.agreement import check_order
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import dense_strides
-from gradwire.trainer.reducer.checkpoint_format import SHARDS, check_finite
 from gradwire.trainer.reducer.compression import Compression, Compressor
 from gradwire.trainer.reducer.dtensors import shard_of
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.shards.pieces import Held, Pieces, cut_whole, is_by_element
-from gradwire.trainer.reducer.shards.ranges import RESIDUAL
+from gradwire.trainer.reducer.shards.ranges import RESIDUAL, length
 from gradwire.trainer.reducer.shards.transfer import movements_as
 from gradwire.trainer.reducer.shards.trial import fault_of
-from gradwire.trainer.rules.synchronous import Synchronous
+from gradwire.trainer.rules.synchronous import SHARDS, Synchronous
 from gradwire.trainer.world.world import here, names_rank
 
 _VERSION = 3
@@ -208,17 +208,17 @@ class ShardedSteps(Synchronous):
         their parameters in different orders.
         """
         check_order(self.communicator, "load_state_dict() with rules.Sharded", self.reducer.names)
-        mine = self._agree([state_dict, *also])
-        bare = {key: value for key, value in state_dict.items() if key != SHARDS} | {"state": {}}
+        given = self._given([state_dict, *also])
+        bare = {**without(state_dict, SHARDS), "state": {}}
         super().load_state_dict(bare, also)
         self._pieces.cut(self.buckets)
         state: dict[int, dict[str, Any]] = {}
         for number, piece in enumerate(self._pieces.all):
             kept = _kept(state_dict, number)
-            if mine is None:
+            if given is None:
                 found = cut_whole(piece, kept)
             else:
-                held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in mine]
+                held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in given.contributed]
                 found = self._pieces.merged(piece, kept, held)
             piece.set_residual(found.pop(RESIDUAL, None))
             if found:
@@ -226,34 +226,43 @@ class ShardedSteps(Synchronous):
         with self._pieces.in_place_of_parameters():
             self.setup.optimizer.load_state_dict({**bare, "state": state})
 
-    def _agree(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the parts that this rank must contribute; None for an unsharded state. Collective."""
-        shapes = [list(piece.parameter.shape) for piece in self._pieces.all]
-        everyones: list[list[Any]] = self.communicator.allgather_record([_label(each, shapes) for each in given])
-        first = everyones[0][0]
-        for rank, label in ((rank, label) for rank, theirs in enumerate(everyones) for label in theirs):
-            if isinstance(label, str):
-                raise ValueError(f"{here()}load_state_dict: rank {rank} was given {label}")
-            if label is not None and label["has_residuals"] and self.setup.returning is None:
-                raise ValueError(
-                    f"{here()}load_state_dict: saved with parameter_compression, whose residuals need a parameter_compression "
-                    "here too"
-                )
-            if _without_rank(label) != _without_rank(first):
-                raise ValueError(
-                    f"{here()}load_state_dict: rank {rank} was given a part of another checkpoint than rank 0"
-                )
-        if first is None:
+    def _given(self, states: Sequence[dict[str, Any]]) -> Given | None:
+        """Return the states that the ranks were given; None for an unsharded state. Collective."""
+        given = agree(self.communicator, SHARDS, states, self._read)
+        if given is None:
             return None
-        by_rank = reversed(list(enumerate(everyones)))
-        holders = {label["rank"]: rank for rank, theirs in by_rank for label in theirs}
-        if missing := sorted(set(range(first["world_size"])) - holders.keys()):
+        missing = set(range(given.part["world_size"])).difference(given.saved)
+        if missing:
             raise ValueError(
-                f"{here()}load_state_dict: saved on {first['world_size']} ranks, and no rank was given the "
+                f"{here()}load_state_dict: saved on {given.part['world_size']} ranks, and no rank was given the "
                 f"state of {ranks_text(missing)}: give it to any rank, as load_state_dict(..., also=[...])"
             )
-        parts = {each[SHARDS]["rank"]: each for each in reversed(given)}
-        return [parts[saved] for saved, rank in sorted(holders.items()) if rank == self.communicator.rank]
+        return given
+
+    def _read(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check a state, and return what is equal in all states of one checkpoint."""
+        part, shapes = state_dict[SHARDS], [list(piece.parameter.shape) for piece in self._pieces.all]
+        if part["version"] not in _RESIDUALS:
+            raise ValueError(f"it is a {SHARDS!r} of version {part['version']!r}")
+        if part["shapes"] != shapes:
+            raise ValueError(f"it is of parameters of shapes {part['shapes']}, not {shapes}")
+        need_whole("world_size", part["world_size"], 1)
+        need_whole("rank", part["rank"], 0, part["world_size"])
+        if _residuals(part) is not None and self.setup.returning is None:
+            raise ValueError("saved with parameter_compression, whose residuals need a parameter_compression here too")
+        names = []
+        for number, ranges in enumerate(part["ranges"]):
+            numel, state = length(ranges), _kept(state_dict, number)
+            by_element = {name: state[name] for name in sorted(state) if is_by_element(name, state[name])}
+            for name, values in by_element.items():
+                need(
+                    values.numel() == numel,
+                    f"{name!r} of parameter {number} has {values.numel()} elements, not {numel}",
+                )
+            if RESIDUAL in state:
+                need_finite(f"residual of parameter {number}", state[RESIDUAL])
+            names.append([[name, str(values.dtype)] for name, values in by_element.items()])
+        return {"world_size": part["world_size"], "names": names, "has_residuals": _residuals(part) is not None}
 
 
 def _kept(part: dict[str, Any], number: int) -> dict[str, Any]:
@@ -266,34 +275,3 @@ def _residuals(description: dict[str, Any]) -> list[Tensor] | None:
     """Return the residuals in the description of pieces; None without parameter_compression."""
     residuals: list[Tensor] | None = description[_RESIDUALS[description["version"]]]
     return residuals
-
-
-def _without_rank(label: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the fields that are equal in the labels of all parts of one checkpoint."""
-    return None if label is None else {key: value for key, value in label.items() if key != "rank"}
-
-
-def _label(given: dict[str, Any], shapes: list[list[int]]) -> dict[str, Any] | str | None:
-    """Return the label of a part; None for an unsharded state; for a part that cannot be loaded, the reason as text."""
-    if (part := given.get(SHARDS)) is None:
-        return None
-    try:
-        if part["version"] not in _RESIDUALS:
-            return f"a {SHARDS!r} of version {part['version']}"
-        if part["shapes"] != shapes:
-            return f"the state of parameters of shapes {part['shapes']}, not {shapes}"
-        names = []
-        for number, ranges in enumerate(part["ranges"]):
-            numel, state = sum(stop - start for start, stop in ranges), _kept(given, number)
-            by_element = {name: state[name] for name in sorted(state) if is_by_element(name, state[name])}
-            for name, values in by_element.items():
-                if values.numel() != numel:
-                    has = values.numel()
-                    return f"a damaged state: {name!r} of parameter {number} has {has} elements, not {numel}"
-            if (residual := state.get(RESIDUAL)) is not None:
-                check_finite(f"residual of parameter {number}", residual)
-            names.append([[name, str(values.dtype)] for name, values in by_element.items()])
-        label = {key: part[key] for key in ("world_size", "rank")}
-        return {**label, "names": names, "has_residuals": _residuals(part) is not None}
-    except Exception as error:  # the other ranks would wait for this one if they did not get its error
-        return f"a damaged state: {type(error).__name__}: {error}"

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from gradwire.trainer.reducer.arguments import Adasum
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.checkpoint import Resumption
-from gradwire.trainer.reducer.checkpoint_format import SHARDS
+from gradwire.trainer.reducer.checkpoint import load_state, state_of
 from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.world.world import here
+
+SHARDS = "gradwire_shards"
+"""The key of the description of pieces in the state_dict() of a DistributedOptimizer with rules.Sharded."""
 
 
 class Synchronous(Rule):
@@ -32,7 +34,6 @@ class Synchronous(Rule):
         self.reducer = Reducer(setup)
         self.times = self.reducer.times
         self._within_step = ExitStack()
-        self._resumption = Resumption(setup, self.reducer)
 
     @property
     def wait_s(self) -> float:
@@ -118,12 +119,12 @@ class Synchronous(Rule):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return self._resumption.state_dict()
+        return state_of(self.reducer)
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         if SHARDS in state_dict:
             raise ValueError(f"{here()}load_state_dict: saved with rules.Sharded, and loaded without")
-        self._resumption.load(state_dict, also)
+        load_state(self.reducer, state_dict, also)
 
     def close(self) -> None:
         self.reducer.close()

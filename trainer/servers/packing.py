@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.sparse import added
-from gradwire.trainer.reducer.checkpoint_format import check_finite
+from gradwire.trainer.checkpoint import need_finite
 from gradwire.trainer.reducer.compression import Encoding
 from gradwire.trainer.servers.messages import Flat
 
@@ -191,7 +191,7 @@ class Sender:
             if state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
                 has, needs = ((tuple(each.shape), each.dtype) for each in (state[name], tensor))
                 raise ValueError(f"{name} is {has[1]} of shape {has[0]}, not {needs[1]} of shape {needs[0]}")
-            check_finite(name, state[name])
+            need_finite(name, state[name])
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
 

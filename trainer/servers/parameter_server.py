@@ -16,9 +16,10 @@ from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.torch_internals import share_hooks
+from gradwire.trainer.checkpoint import agree, on_all_ranks, without
 from gradwire.trainer.optimizers.copies import copied_attributes, of_copies
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
-from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settings, on_all_ranks
+from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settings
 from gradwire.trainer.reducer.arguments import check_named_parameters, check_optimizer
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, encoding_for
 from gradwire.trainer.reducer.replicas import hash_of
@@ -335,16 +336,8 @@ class ParameterServer(WrappingOptimizer):
         self._check_synchronous("load_state_dict")
         self._training()
         self._check_unbroken()
-        saved = state_dict.get(KEY) or {}
-        version = saved.get("version")
-        mine_fits = saved.get("layout") == self._layout and (saved.get("updater") or saved).get("version") == version
-        gathered = self._communicator.allgather_record([mine_fits, version])
-        wrong = [rank for rank, (fits, other) in enumerate(gathered) if not fits or other != gathered[0][1]]
-        if wrong:
-            raise ValueError(
-                f"load_state_dict needs the state_dict() of this rank, from the same number of ranks, the same servers "
-                f"and parameters, after the same step; this is not so on {', '.join(f'rank {rank}' for rank in wrong)}"
-            )
+        if agree(self._communicator, KEY, [state_dict], self._read) is None:
+            raise ValueError(f"load_state_dict needs the state_dict() of a {type(self).__name__}")
         before = self.state_dict()
 
         def take_back() -> None:
@@ -354,10 +347,19 @@ class ParameterServer(WrappingOptimizer):
         on_all_ranks(self._communicator, lambda: self._take(state_dict), take_back)
         self._communicator.barrier()  # no rank contributes before all servers have loaded the version
 
+    def _read(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check a state, and return what is equal in the states of all ranks."""
+        saved = state_dict[KEY]
+        if saved["layout"] != self._layout or (saved["updater"] or saved)["version"] != saved["version"]:
+            raise ValueError(
+                "saved by another rank, or with another number of ranks, other servers or other parameters"
+            )
+        return {"version": saved["version"]}
+
     def _take(self, state_dict: dict[str, Any]) -> None:
         """Load a state on this rank and at its server. Raises the errors of their load_state_dict()."""
         saved = state_dict[KEY]
-        self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != KEY})
+        self.optimizer.load_state_dict(without(state_dict, KEY))
         if (entry := self._entry) is not None:
             entry.load_state_dict(saved["updater"], self._held)
         self._training().load_state_dict(saved["worker"], saved["version"])
