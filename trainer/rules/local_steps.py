@@ -29,7 +29,6 @@ from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
-from gradwire.trainer.world.world import here
 
 _log = logging.getLogger("gradwire")
 
