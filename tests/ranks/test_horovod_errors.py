@@ -246,11 +246,6 @@ def skip_with_adasum() -> None:
         optimizer.step()
 
 
-def lbfgs() -> None:
-    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(linear().parameters()))
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-
-
 def lost() -> None:
     if hvd.rank() == 1:
         hvd.shutdown()
@@ -322,7 +317,11 @@ PROVOKED: dict[str, list[Callable[[], Any]]] = {
     "calls `synchronize()`, then `step()` outside of `skip_synchronize()`": [step_after_synchronize],
     "calls `zero_grad()` between `backward()` and `step()`": [zero_grad_between],
     "calls `skip_synchronize()` with `op=Adasum`": [skip_with_adasum],
-    "broadcasts the state of LBFGS": [lbfgs],
+    "broadcasts the state of LBFGS": [
+        lambda: hvd.broadcast_optimizer_state(
+            hvd.DistributedOptimizer(torch.optim.LBFGS(linear().parameters())), root_rank=0
+        )
+    ],
     "broadcasts None as a parameter or in an optimizer's state, or integer parameters, which have no gradients": [
         broadcast_what_is_none
     ],

@@ -121,10 +121,9 @@ def begin_allreduce(
 ) -> Begun:
     """Begin to reduce copies of tensors."""
     outputs = [copied(tensor) for tensor in tensors]
-    pairs = list(zip(outputs, codecs, strict=True))
-    plain = [output for output, codec in pairs if codec is None]
+    plain = [output for output, codec in zip(outputs, codecs, strict=True) if codec is None]
     works, finish = begin_allreduce_(communicator, reduction, plain, async_op) if plain else ([], list)
-    for number, (output, codec) in enumerate(pairs):
+    for number, (output, codec) in enumerate(zip(outputs, codecs, strict=True)):
         if codec is not None:
             work = communicator.allreduce(
                 output,
@@ -176,7 +175,7 @@ def _begin_allgather(
     for counts, tensor in zip(rows, tensors, strict=True):
         outputs.append(tensor.new_empty((sum(counts), *tensor.shape[1:])))
         works.append(communicator.allgather(list(outputs[-1].split(counts)), tensor.detach(), async_op=async_op))
-    return works, lambda: [_scaled(output, scale) for output in outputs]
+    return works, lambda: outputs if scale == 1 else [_scaled(output, scale) for output in outputs]
 
 
 def _begin_reducescatter(
@@ -204,7 +203,7 @@ def _begin_broadcast(
     """Begin to send copies of the root's tensors to all ranks, times a factor."""
     outputs = [copied(tensor) for tensor in tensors]
     works = [communicator.broadcast(output, root, async_op=async_op) for output in outputs]
-    return works, lambda: [_scaled(output, scale) for output in outputs]
+    return works, lambda: outputs if scale == 1 else [_scaled(output, scale) for output in outputs]
 
 
 def _begin_average_on_root(communicator: Communicator, root: int, tensors: Sequence[Tensor], async_op: bool) -> Begun:

@@ -33,17 +33,18 @@ class NamedCall:
         self.communicator = communicator_of(process_set)
         self.verb = verb
         self.goes_on = False
-        self._key, self._token = (verb, name), object()
-        self._names = names_in_flight(self.communicator)
+        self._key = verb, name
+        self._token: object = None  # what the name is reserved with
         if name is None:
             return
+        self._names = names_in_flight(self.communicator)
         if self._key in self._names:
             self.communicator.post(_REFUSED, self._key)
             raise ValueError(
                 f"rank {self.communicator.rank}: {verb}: the name {name!r} is in flight already; synchronize() the operation "
                 "that has it first, or give another name"
             )
-        self._names[self._key] = self._token
+        self._token = self._names[self._key] = object()
 
     def __enter__(self) -> NamedCall:
         return self
@@ -62,7 +63,7 @@ class NamedCall:
 
     def release_name(self) -> None:
         """Release the name for the next call."""
-        if self._names.get(self._key) is self._token:
+        if self._token is not None and self._names.get(self._key) is self._token:
             del self._names[self._key]
 
     def _add_refusals(self, error: Mismatch) -> None:
