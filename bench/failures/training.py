@@ -18,13 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import gradwire as hvd
-from gradwire.bench.workloads.bytes_gpt import GPT, GPTSize, read_text
+from gradwire.bench.workloads import bytes_gpt, strategies
 
 #: The samples of a step, which 1, 2, 3 and 4 ranks divide evenly.
 _GLOBAL_BATCH = 24
@@ -36,26 +34,17 @@ would be as fast after the loss of a rank."""
 class Steps:
     """Takes training steps until a time. until: the end, as time.time(). log: the file that rank 0 appends to."""
 
-    def __init__(self, size: GPTSize, until: float, log: Path) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(size)
-        adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.optimizer = hvd.DistributedOptimizer(adamw, self.model.named_parameters())
-        self._text = read_text(None)
-        self._context, self._until, self._log = size.context, until, log
+    def __init__(self, until: float, log: Path) -> None:
+        self._workload = bytes_gpt.workload(bytes_gpt.GPTSize(layers=2, width=64, context=32, lr=1e-3), _GLOBAL_BATCH)
+        self._trainee = strategies.ours(self._workload.build())
+        self.model, self.optimizer = self._trainee.module, self._trainee.optimizer
+        self._until, self._log = until, log
 
     def take(self, step: int) -> bool:
         """Take a step. Return whether there is time for another one; the result is the same on all ranks."""
-        random = np.random.default_rng(step)
-        starts = torch.from_numpy(random.integers(len(self._text) - self._context - 1, size=_GLOBAL_BATCH))
-        mine = starts[hvd.rank() :: hvd.size()]
-        spans = self._text[mine[:, None] + torch.arange(self._context + 1)].long()
-        time.sleep(_SAMPLE_S * len(mine))
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(spans[:, :-1]).flatten(0, 1), spans[:, 1:].flatten())
-        loss.backward()
-        self.optimizer.step()
-        said: Tensor = hvd.allreduce(torch.stack([loss.detach(), torch.tensor(float(time.time() >= self._until))]))
+        time.sleep(_SAMPLE_S * _GLOBAL_BATCH / hvd.size())
+        loss = self._trainee.train(self._workload, step, self._workload.lr)
+        said: Tensor = hvd.allreduce(torch.tensor([loss, float(time.time() >= self._until)]))
         if hvd.rank() == 0:
             record = {"time": time.time(), "step": step, "loss": float(said[0]), "process": os.getpid()}
             with self._log.open("a") as log:
@@ -105,7 +94,7 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init(timeout_s=30.0)
-    steps = Steps(GPTSize(layers=2, width=64, context=32), flags.until, flags.into)
+    steps = Steps(flags.until, flags.into)
     gc.freeze()
     gc.enable()
     if flags.checkpoint_s is None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
@@ -119,6 +118,8 @@ def ddp(module: nn.Module, backend: str | None = None, *, fp16: bool = False) ->
 
 def zero(module: nn.Module) -> Trainee:
     """Train under torch's DDP, with an AdamW whose state is divided among the ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # a slow import
+
     groups = adamw(module).param_groups
     settings = [{name: group[name] for name in ("params", "weight_decay")} for group in groups]
     return replace(ddp(module), optimizer=ZeroRedundancyOptimizer(settings, torch.optim.AdamW, betas=BETAS))
