@@ -6,35 +6,36 @@ import importlib
 import sys
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoall", "barrier", "latency", "bandwidth")
+#: Of each other benchmark: its module, the ranks to start it on (0: it starts without torchrun), and what it does.
 MODULES = {
-    "train": "gradwire.bench.training.train",
-    "step": "gradwire.bench.training.step",
-    "backends": "gradwire.bench.training.backends",
-    "convergence": "gradwire.bench.training.convergence",
-    "rules": "gradwire.bench.training.rules",
-    "codec": "gradwire.bench.codec.run",
-    "predicted": "gradwire.bench.predicted",
-    "failures": "gradwire.bench.failures.run",
-    "simulate": "gradwire.bench.simulate.run",
+    "train": ("training.train", 2, "a small model, with checkpoints and a picture"),
+    "step": ("training.step", 2, "a training step beside DDP's"),
+    "backends": ("training.backends", 2, "torch's ways to train, over gloo and over gradwire"),
+    "convergence": ("training.convergence", 4, "training with and without every codec"),
+    "rules": ("training.rules", 4, "training by several update rules"),
+    "predicted": ("predicted", 4, "predicted beside measured times"),
+    "codec": ("codec.run", 0, "every codec beside torch's operations"),
+    "failures": ("failures.run", 0, "training while ranks are killed"),
+    "simulate": ("simulate.run", 0, "training on ranks that are described"),
 }
 #: The benchmarks that run under torchrun, also on simulated hosts.
-BENCHMARKS = (*COLLECTIVES, "train", "step", "backends", "convergence", "rules", "predicted")
+BENCHMARKS = (*COLLECTIVES, *(name for name, (_, ranks, _) in MODULES.items() if ranks))
 
-USAGE = """\
-usage: torchrun --nproc-per-node 4 -m gradwire.bench COLLECTIVE [flags]    a collective: time, bandwidth, correctness
-       torchrun --nproc-per-node 2 -m gradwire.bench train [flags]         a small model, with checkpoints and a picture
-       torchrun --nproc-per-node 2 -m gradwire.bench step [flags]          a training step beside DDP's
-       torchrun --nproc-per-node 2 -m gradwire.bench backends [flags]      torch's ways to train, over gloo and over gradwire
-       torchrun --nproc-per-node 4 -m gradwire.bench convergence [flags]   training with and without every codec
-       torchrun --nproc-per-node 4 -m gradwire.bench rules [flags]         training by several update rules
-       torchrun --nproc-per-node 4 -m gradwire.bench predicted [flags]     predicted beside measured times
-       gradwire bench codec [flags]                                        every codec beside torch's operations
-       gradwire bench failures [flags]                                     training while ranks are killed
-       gradwire simulate [flags]                                           training on ranks that are described
-       gradwire bench hosts [flags] -- NAME|COMMAND                        any of these on simulated hosts (as root)
 
-COLLECTIVE is one of {collectives}; latency and bandwidth are those of
-messages between two ranks."""
+def usage() -> str:
+    """Return what --help prints."""
+    commands = [(4, "COLLECTIVE", "a collective: time, bandwidth, correctness")]
+    commands += [(ranks, name, what) for name, (_, ranks, what) in MODULES.items()]
+    commands.append((0, "hosts", "any of these on simulated hosts (as root)"))
+    lines = []
+    for ranks, name, what in commands:
+        start = f"torchrun --nproc-per-node {ranks} -m gradwire.bench" if ranks else "gradwire bench"
+        flags = "[flags] -- NAME|COMMAND" if name == "hosts" else "[flags]"
+        lines.append(f"{f'{start} {name} {flags}':66} {what}")
+    lines.append(
+        f"\nCOLLECTIVE is one of {', '.join(COLLECTIVES)}.\nlatency and bandwidth are those of messages of two ranks."
+    )
+    return "usage: " + "\n       ".join(lines)
 
 
 def main() -> int:
@@ -48,11 +49,11 @@ def main() -> int:
 
         return hosts.main(arguments, BENCHMARKS)
     if name in MODULES:
-        return int(importlib.import_module(MODULES[name]).main(arguments))
+        return int(importlib.import_module(f"gradwire.bench.{MODULES[name][0]}").main(arguments))
     asked = name in ("-h", "--help")
     if not asked:
         print(f"there is no benchmark {name!r}", file=sys.stderr)
-    print(USAGE.format(collectives=", ".join(COLLECTIVES)), file=sys.stdout if asked else sys.stderr)
+    print(usage(), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 
 

@@ -13,18 +13,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 import gradwire as hvd
 from gradwire.bench.options import count_from, picture, size
 from gradwire.bench.results import software_and_machine, write_json
+from gradwire.bench.timing import Protocol, Timer, take_turns
 from gradwire.collectives import Communicator
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.cost import Costs
@@ -35,6 +38,9 @@ from gradwire.collectives.timed_calls import spend_bursts
 #: The length of a turn in predicted seconds, and its greatest number of calls. Calls predicted to take less than _SHORT_S
 #: get three times as many turns, since wake-ups make their times vary most.
 _TURN_S, _MOST_CALLS, _SHORT_S = 0.01, 32, 0.001
+
+Case = tuple[str, str]
+"""An algorithm and a codec."""
 
 #: The codecs that compression='auto' may choose from here, besides no codec.
 CODECS = ("int8", "int4")
@@ -68,13 +74,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("-b", "--begin", type=size, default=1 << 10, help="smallest size (default 1K)")
     add("-e", "--end", type=size, default=64 << 20, help="largest size (default 64M)")
     add("-f", "--factor", type=partial(count_from, 2), default=4, help="factor from one size to the next (default 4)")
-    add(
-        "-t",
-        "--turns",
-        type=partial(count_from, 1),
-        default=7,
-        help="timed turns of each algorithm at each size (default 7)",
-    )
+    add("-t", "--turns", type=partial(count_from, 1), default=7, help="timed turns of each at each size (default 7)")
     add("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     add("--plot", type=picture, metavar="FILE.png", help="draw predicted over measured of the files")
     chosen = parser.parse_args(arguments)
@@ -98,17 +98,18 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     auto = comm.chosen("allreduce", nbytes)
     auto_s = predicted[auto, "none"]
     by_codec = {"none": auto_s} | {each: comm.predict(nbytes // 4, codec=each) for each in CODECS}
-    calls = max(1, min(_MOST_CALLS, int(_TURN_S / auto_s)))
-    codec = _codec(comm, costs, tensor, by_codec, calls)
+    timer = _row_of(comm, costs, max(1, min(_MOST_CALLS, int(_TURN_S / auto_s))))
+    codec = _codec({("auto", each): _call(comm, tensor, ("auto", each)) for each in by_codec}, timer, by_codec)
     predicted |= {("auto", each): by_codec[each] for each in CODECS}
+    calls = {case: _call(comm, tensor, case) for case in predicted}
     turns = turns if auto_s >= _SHORT_S else 3 * turns
-    taken = _in_turns(comm, costs, tensor, list(predicted), calls, turns)
+    taken = _in_turns(calls, timer, turns)
     # The fastest of many is partly the luckiest. So the selected and the best other ones are measured again.
     plain, coded = ([case for case in predicted if (case[1] == "none") is is_plain] for is_plain in (True, False))
     selected = [(auto, "none"), ("auto", codec)] if codec != "none" else [(auto, "none")]
     others = [[case for case in cases if case not in selected] for cases in (plain, coded)]
     best = [min(cases, key=taken.__getitem__) for cases in others if cases]
-    again = _in_turns(comm, costs, tensor, [*selected, *best], calls, turns)
+    again = _in_turns({case: calls[case] for case in (*selected, *best)}, timer, turns)
     return [
         PredictedRow(
             nbytes,
@@ -122,44 +123,44 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     ]
 
 
-def _in_turns(
-    comm: Communicator, costs: Costs, tensor: torch.Tensor, cases: Sequence[tuple[str, str]], calls: int, turns: int
-) -> dict[tuple[str, str], float]:
-    """Return the seconds of a call of each algorithm and codec: of the slowest rank, the median over turns of so many calls. A
-    collective call."""
-    taken: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
-    for turn in range(1 + turns):
-        for case, times in taken.items():
-            seconds = _row(comm, costs, tensor, case, calls)
-            if turn:
-                times.append(seconds)
-    slowest = torch.tensor(list(taken.values()), dtype=torch.float64)
-    comm.allreduce(slowest, "max")
-    return dict(zip(taken, map(statistics.median, slowest.tolist()), strict=True))
+def _row_of(comm: Communicator, costs: Costs, calls: int) -> Timer:
+    """Return a Timer that returns the seconds of a call on this rank, the mean of a row of so many calls. Collective."""
+
+    def seconds(call: Callable[[], object]) -> float:
+        spend_bursts(comm, costs)
+        call()  # aligns the start of the ranks
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - began) / calls
+
+    return seconds
 
 
-def _row(comm: Communicator, costs: Costs, tensor: torch.Tensor, case: tuple[str, str], calls: int) -> float:
-    """Return the seconds of a call of an algorithm and a codec on this rank, the mean of a row of calls. A collective call."""
+def _call(comm: Communicator, tensor: torch.Tensor, case: Case) -> Callable[[], object]:
+    """Return an allreduce by an algorithm and a codec."""
     algorithm, codec = case
-    call = partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
-    spend_bursts(comm, costs)
-    call()  # aligns the start of the ranks
-    began = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - began) / calls
+    return partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
 
 
-def _codec(comm: Communicator, costs: Costs, tensor: torch.Tensor, predicted: Mapping[str, float], calls: int) -> str:
-    """Return the codec that is predicted to be fastest, or "none", after rows of so many calls have corrected the prediction.
-    In a training, steps correct it. A collective call."""
+def _in_turns(calls: Mapping[Case, Callable[[], object]], timer: Timer, turns: int) -> dict[Case, float]:
+    """Return the seconds of each call: of the slowest rank, the median over turns. Collective."""
+    seconds, _ = take_turns(list(calls.values()), timer, Protocol(turns, warmup_iters=1, check_iters=0))
+    medians = torch.from_numpy(np.median(seconds, axis=1))
+    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+    return dict(zip(calls, medians.tolist(), strict=True))
+
+
+def _codec(calls: Mapping[Case, Callable[[], object]], timer: Timer, predicted: Mapping[str, float]) -> str:
+    """Return the codec that is predicted to be fastest, or "none", after calls have corrected the prediction. In a training,
+    steps correct it. A collective call."""
     ranked = sorted((seconds, name) for name, seconds in predicted.items())
     trial = Trial(ranked, ranked[0][1])
     while not trial.settled:
-        medians = trial.note(_row(comm, costs, tensor, ("auto", trial.choice), calls))
+        medians = trial.note(timer(calls["auto", trial.choice]))
         if medians is not None:
             slowest = torch.tensor(medians, dtype=torch.float64)
-            comm.allreduce(slowest, "max")
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             trial.judge(slowest.tolist())
     return trial.choice
 

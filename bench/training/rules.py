@@ -147,10 +147,6 @@ def _k(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _seeds(text: str) -> list[int]:
-    return [count_from(0, part) for part in text.split(",")]
-
-
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.bench rules",
@@ -171,7 +167,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--steps", type=positive, help="steps of each run (default 600)")
     until.add_argument("--seconds", type=float, help="seconds of each run, instead of steps")
-    add("--seeds", type=_seeds, default=[0], help="comma-separated seeds of the weights and the data (default 0)")
+    add("--seed", type=not_negative, default=0, help="seed of the weights and the data (default 0)")
     add("--every", type=positive, default=30, help="steps between two exchanges of local updates (default 30)")
     add("--outer-lr", type=float, default=0.7, help="outer learning rate of diloco and streaming (default 0.7)")
     add("--outer-momentum", type=float, default=0.9, help="Nesterov momentum of diloco and streaming (default 0.9)")
@@ -251,9 +247,9 @@ def _curve_of(trainee: Trainee, workload: Workload, training: Training) -> Calla
     return curve
 
 
-def train(chosen: argparse.Namespace, which: CompetitorSpec, seed: int, first: RuleRow | None) -> RuleRow:
-    """Train one competitor. A collective call. first: the row of the first competitor with this seed; None for that one."""
-    workload = bytes_gpt.workload(bytes_gpt.size_of(chosen), chosen.batch * hvd.size(), seed)
+def train(chosen: argparse.Namespace, which: CompetitorSpec, first: RuleRow | None) -> RuleRow:
+    """Train one competitor. A collective call. first: the row of the first competitor; None for that one."""
+    workload = bytes_gpt.workload(bytes_gpt.size_of(chosen), chosen.batch * hvd.size(), chosen.seed)
     trainee = RULES[which.rule](workload.build(), which.codec, chosen)
     steps = chosen.steps and max(1, round(chosen.steps * which.share))
     seconds = chosen.seconds and chosen.seconds * which.share
@@ -269,7 +265,7 @@ def train(chosen: argparse.Namespace, which: CompetitorSpec, seed: int, first: R
     found = reached(curve, target)
     return RuleRow(
         competitor=which.text,
-        seed=seed,
+        seed=chosen.seed,
         world_size=hvd.size(),
         parameters=sum(parameter.numel() for parameter in trainee.module.parameters()),
         steps=last.tokens / workload.items_per_step,
@@ -314,17 +310,14 @@ def main(arguments: Sequence[str]) -> int:
         "slow": chosen.slow and f"rank {chosen.slow[0]} sleeps {chosen.slow[1]:g} s in each step",
     }
     rows: list[RuleRow] = []
-    for seed in chosen.seeds:
-        first: RuleRow | None = None
-        for which in chosen.competitors:
-            row = train(chosen, which, seed, first)
-            first = first or row
-            rows.append(row)
-            if hvd.rank() == 0:
-                heading = format_header(meta, row) if len(rows) == 1 else []
-                notes = [f"#   {row.report}"] if row.report else []
-                print("\n".join([*heading, format_row(row), *notes]), flush=True)
-                write_json(chosen.json, meta, rows)  # after each run, since runs are long
+    for which in chosen.competitors:
+        row = train(chosen, which, rows[0] if rows else None)
+        rows.append(row)
+        if hvd.rank() == 0:
+            heading = format_header(meta, row) if len(rows) == 1 else []
+            notes = [f"#   {row.report}"] if row.report else []
+            print("\n".join([*heading, format_row(row), *notes]), flush=True)
+            write_json(chosen.json, meta, rows)  # after each run, since runs are long
     if hvd.rank() == 0 and chosen.plot:
         draw(rows, meta, chosen.plot)
     hvd.shutdown()

@@ -25,7 +25,7 @@ EARLY = 0.12
 class RuleRow:
     """The result of one model trained by one rule. Field names are the keys of the JSON.
 
-    tokens_per_s: the rate of all ranks together. over_first: the loss over that of the first competitor with this seed.
+    tokens_per_s: the rate of all ranks together. over_first: the loss over that of the first competitor.
     reach_time, reach_tokens, reach_bytes: the time, tokens and bytes until the loss was as low as the final loss of the first
     competitor, over the first competitor's own; None if the loss never was as low. wait_share: the part of the time that ranks
     waited, or None if it is not known. replicas_identical: None for rules whose ranks have different parameters.
@@ -81,8 +81,7 @@ def format_row(row: RuleRow) -> str:
 
 
 def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
-    """Write a PNG of the runs with the first seed."""
-    shown = [row for row in rows if row.seed == rows[0].seed]
+    """Write a PNG of the runs."""
     length = f"{meta['steps']} steps" if meta["steps"] else f"{meta['seconds']:g} s each"
     notes = "".join(f" · {meta[key]}" for key in ("network", "slow") if meta[key])
     title = (
@@ -92,7 +91,7 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
     figure = page(title, 12.5, 4.6)
     panels = figure.subplots(1, 3, sharey=True)
     for panel, (key, label, unit, scale, log) in zip(panels, PANELS, strict=True):
-        for number, row in enumerate(shown):
+        for number, row in enumerate(rows):
             style = (
                 {"color": OTHERS[(number - 1) % len(OTHERS)]} if number else {"color": "#111111", "linestyle": DASHED}
             )
@@ -106,9 +105,9 @@ def draw(rows: Sequence[RuleRow], meta: Mapping[str, Any], path: Path) -> None:
             low, high = panel.get_xlim()
             write_numbers(panel.xaxis, subs=(1, 2, 5) if high < 30 * low else (1, 3))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: f"{value:g}{unit}"))
-    lowest = min(row.loss for row in shown)
-    early = next(point["loss"] for point in shown[0].curve if point["seconds"] >= EARLY * shown[0].seconds)
-    highest = max(early, *(row.loss for row in shown)) * 1.05
+    lowest = min(row.loss for row in rows)
+    early = next(point["loss"] for point in rows[0].curve if point["seconds"] >= EARLY * rows[0].seconds)
+    highest = max(early, *(row.loss for row in rows)) * 1.05
     panels[0].set_ylim(lowest * 0.98, highest)
     panels[0].set_yticks(_ticks(lowest, highest))
     legend(figure, panels[0], 4)

@@ -248,7 +248,7 @@ RULE_FLAGS = ["--batch", "1", "--context", "16", "--warmup-steps", "2"]
 def test_update_rules(tmp_path: Path) -> None:
     """Average every step, by several ways, or now and then, with a codec, or never."""
     competitors = ["synchronous", "ddp", "server", "synchronous@0.5", "average+chunktopk", "alone"]
-    flags = [*RULE_FLAGS, "--steps", "4", "--every", "2", "--seeds", "3"]
+    flags = [*RULE_FLAGS, "--steps", "4", "--every", "2", "--seed", "3"]
     bench("rules", *competitors, *flags, *into(tmp_path))
     meta, rows = rows_of(tmp_path / "out.json")
     assert (meta["steps"], meta["seconds"], meta["context"]) == (4, None, 16)

@@ -27,7 +27,7 @@ from gradwire.trainer.reducer.compression import NAMES
     [
         *((convergence, flags) for flags in ("--models gpt", "--codecs int8,int9", "--steps 0", "--seed -1")),
         *((step, f"--compression int8,{name}") for name in ("none", "int9", "")),
-        *((rules, flags) for flags in ("--steps 0", "--seconds 0", "--seconds 1 --steps 1", "--seeds 1,x", "--slow 3")),
+        *((rules, flags) for flags in ("--steps 0", "--seconds 0", "--seconds 1 --steps 1", "--seed x", "--slow 3")),
         *((rules, flags) for flags in ("--slow x:1", "--every 0", "no", "--k 0", "--k 6", "--k 1028")),
         *((rules, flags) for flags in ("streaming --every 3 --delay 0", "streaming --every 8 --delay 2")),
     ],
@@ -44,7 +44,7 @@ def test_defaults_and_what_goes_together() -> None:
     assert not {"none", "auto"} & set(step.parse_arguments(["--compression", "all"]).compression)
     chosen = rules.parse_arguments([])
     assert chosen.competitors[0].text == "synchronous"
-    assert (chosen.steps, chosen.seconds, chosen.seeds, chosen.slow) == (600, None, [0], None)
+    assert (chosen.steps, chosen.seconds, chosen.seed, chosen.slow) == (600, None, 0, None)
     assert rules.parse_arguments(["--seconds", "5"]).steps is None
     assert rules.parse_arguments(["alone", "--slow", "3:0.25"]).slow == (3, 0.25)
     assert rules.parse_arguments(["streaming", "--every", "8", "--delay", "1"]).delay == 1
