@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.kernels.reference.sparse import CHUNK
 
 #: The least maximum or norm of a block, so that nothing is divided by 0.
@@ -31,6 +30,10 @@ class Contender(ABC):
     def __init__(self, codec: Any, numel: int, device: torch.device, *, keeps: bool = True) -> None:
         self.codec, self.numel, self.device, self._keeps = codec, numel, device, keeps
         self._tensors: dict[str, Tensor] = {}
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Make the tables and the state that the codec needs."""
 
     def temporary(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialized tensor (numel,); with keeps, the same one in all calls with the name."""
@@ -61,9 +64,9 @@ class DensePeer(Contender):
     codes: Tensor
     scales: Tensor | None = None
 
-    @abstractmethod
     def numbers(self, out: Tensor) -> None:
         """Write the numbers of the codes, not yet scaled."""
+        out.copy_(self.codes)
 
     def encode_ef(self, values: Tensor, residual: Tensor) -> None:
         self.encode(residual.add_(values))
@@ -96,6 +99,10 @@ class DensePeer(Contender):
     def random(self) -> Tensor:
         return self.temporary("random", self.numel).uniform_()
 
+    def rounded(self, numbers: Tensor) -> Tensor:
+        """Round numbers in place, at random or to the nearest integer as the codec does."""
+        return numbers.add_(self.random()).floor_() if self.codec.stochastic else numbers.round_()
+
 
 def largest(blocks: Tensor) -> Tensor:
     """Return each block's largest magnitude, (blocks, 1). An amax of magnitudes is slower, since it writes them
@@ -107,9 +114,6 @@ class CastPeer(DensePeer):
     def encode(self, values: Tensor) -> None:
         self.codes = self.temporary("codes", self.numel, self.codec.wire_dtype).copy_(values)
 
-    def numbers(self, out: Tensor) -> None:
-        out.copy_(self.codes)
-
 
 class Float8Peer(DensePeer):
     def encode(self, values: Tensor) -> None:
@@ -119,20 +123,13 @@ class Float8Peer(DensePeer):
         numbers = self.scaled(values, limit / maximum).clamp_(-limit, limit)
         self.codes = self.temporary("codes", self.numel, dtype).copy_(numbers)
 
-    def numbers(self, out: Tensor) -> None:
-        out.copy_(self.codes)
-
 
 class Int8Peer(DensePeer):
     def encode(self, values: Tensor) -> None:
         maximum = largest(values.view(-1, self.codec.block))
         self.scales = maximum / 127
-        numbers = self.scaled(values, 127 / maximum)
-        numbers = numbers.add_(self.random()).floor_() if self.codec.stochastic else numbers.round_()
+        numbers = self.rounded(self.scaled(values, 127 / maximum))
         self.codes = self.temporary("codes", self.numel, torch.int8).copy_(numbers.clamp_(-127, 127))
-
-    def numbers(self, out: Tensor) -> None:
-        out.copy_(self.codes)
 
 
 class NibblePeer(DensePeer):
@@ -154,9 +151,7 @@ class NibblePeer(DensePeer):
 class Int4Peer(NibblePeer):
     def encode(self, values: Tensor) -> None:
         self.scales = (largest(values.view(-1, self.codec.block)) / 7).to(torch.bfloat16).to(torch.float32)
-        numbers = self.scaled(values, 1 / self.scales)
-        numbers = numbers.add_(self.random()).floor_() if self.codec.stochastic else numbers.round_()
-        self.pack(numbers.clamp_(-7, 7))
+        self.pack(self.rounded(self.scaled(values, 1 / self.scales)).clamp_(-7, 7))
 
 
 class QSGDPeer(NibblePeer):
@@ -219,9 +214,8 @@ class TernGradPeer(DensePeer):
 class NaturalPeer(DensePeer):
     """Sends signs and exponents. To round, it adds a random number to the mantissa, which may carry."""
 
-    def __init__(self, codec: Codec, numel: int, device: torch.device, *, keeps: bool = True) -> None:
-        super().__init__(codec, numel, device, keeps=keeps)
-        powers = torch.arange(-77, 51, device=device, dtype=torch.float64).exp2().to(torch.float32)
+    def prepare(self) -> None:
+        powers = torch.arange(-77, 51, device=self.device, dtype=torch.float64).exp2().to(torch.float32)
         powers[0] = 0
         self.table = torch.cat([powers, -powers])
 
@@ -282,9 +276,8 @@ class RandomKPeer(SparsePeer):
 
 
 class DGCPeer(SparsePeer):
-    def __init__(self, codec: Codec, numel: int, device: torch.device, *, keeps: bool = True) -> None:
-        super().__init__(codec, numel, device, keeps=keeps)
-        self.momentum = torch.zeros(numel, device=device)
+    def prepare(self) -> None:
+        self.momentum = torch.zeros(self.numel, device=self.device)
 
     def restart(self) -> None:
         self.momentum.zero_()
