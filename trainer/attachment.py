@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain, count
+from operator import is_, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,34 @@ from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reports.metrics import Reports, WantedReports
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.sharded import Sharded
-from gradwire.trainer.rules.superseded import Superseded
 from gradwire.trainer.world.process_sets import ProcessSet, ProcessSetLike, global_process_set
 from gradwire.trainer.world.world import current_world, is_initialized, names_rank, record_in_timelines
+
+_params_of = itemgetter("params")
+
+
+class _Superseded(Rule):
+    """The rule of an optimizer whose parameters a later DistributedOptimizer exchanges: it refuses every further step.
+
+    closed: the rule until then, whose state can still be saved. name: a parameter that both optimizers have.
+    """
+
+    supports_auto = True
+
+    def __init__(self, closed: Rule, name: str) -> None:
+        super().__init__(closed.setup)
+        self._closed, self._name = closed, name
+
+    def synchronize(self) -> None:
+        raise RuntimeError(
+            f"rank {self.communicator.rank}: this optimizer was closed when another DistributedOptimizer with its "
+            f"{self._name!r} was made, because the gradients of a parameter can be exchanged by one only. If both are to step "
+            "it: move the parameters that they share into a DistributedOptimizer of their own, or make one optimizer with "
+            "several param groups"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._closed.state_dict()
 
 
 class Attachment:
@@ -97,7 +123,7 @@ class Attachment:
         self.communicator.absence.allow(lambda _: is_allowed)
         for other, name in self._others_with(self.parameters):
             other.close()
-            other.rule = Superseded(other.rule, name)
+            other.rule = _Superseded(other.rule, name)
         if is_initialized():
             current_world().enrol(self)
 
@@ -164,18 +190,15 @@ class Attachment:
     def follow_groups(self) -> None:
         """Exchange from now on what the program has put into the param groups, in place of what it has removed. Raises
         ValueError for parameters that cannot be exchanged."""
-        now = self._in_groups()
-        if len(now) != len(self.parameters) or not all(map(operator.is_, now, self.parameters)):
+        now = [*chain.from_iterable(map(_params_of, self.optimizer.param_groups))]
+        if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
             self.rule.settle()
             self.add_new()
-
-    def _in_groups(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @names_rank
     def add_new(self) -> None:
         """Add the parameters that are not known yet to the exchange."""
-        now = self._in_groups()
+        now = [*chain.from_iterable(map(_params_of, self.optimizer.param_groups))]
         places = {parameter: place for place, parameter in enumerate(dict.fromkeys(now))}
         new = [parameter for parameter in places if parameter not in self.called]
         if self.parameters and (others := self._others_with(new)):
@@ -186,7 +209,7 @@ class Attachment:
         called = {parameter: name for parameter, name in self.called.items() if parameter in places}
         taken = {*called.values(), *self._names.values()}
         for parameter in new:
-            numbered = (f"parameter {number}" for number in itertools.count(places[parameter]))
+            numbered = (f"parameter {number}" for number in count(places[parameter]))
             called[parameter] = self._names.get(parameter) or next(name for name in numbered if name not in taken)
             taken.add(called[parameter])
         self.rule.add([called[parameter] for parameter in new], new)

@@ -24,7 +24,6 @@ _SMALL = 1 << 14
 # What a step does for every parameter is done by these, since a loop in Python takes as long as the exchange of small gradients.
 _grad_of = attrgetter("grad")
 _layout_of = attrgetter("layout")
-_kind_of = attrgetter("dtype", "device")
 _is_set_to = Tensor.is_set_to
 
 
@@ -41,13 +40,14 @@ class Bucket:
     these have the gradients' dtype. presence: one number for each gradient: whether this rank has the gradient, and after the
     exchange, whether any rank has it; below zero if a rank has a sparse gradient, which the bucket does not exchange. With
     codes or shares, the buffer of presence_of() holds the presence and has its own message; else it is in the bucket's message.
-    missing: how many gradients have not arrived in this window. in_flight: whether the bucket is being exchanged. shares: by
-    rank, the parts of the memory that are the rank's share; empty if each rank gets the whole memory. gradients: the future
-    parameter.grad, by slot: tensors in the memory, if parameters are not sharded. To autograd they are no views, so that
-    grad.detach_() works. own_grads: by slot, the gradients in memory of the program's own, which are there before backward() or
-    before an exchange outside of it: they remain parameter.grad, and the results are copied to them. at_once: by slot, whether
-    to copy in the gradient as soon as it arrives: a large one, to free its memory, and that of a sharded parameter, since all
-    ranks of its mesh must do so in the same order. The others are copied together, which takes less time.
+    kinds: by slot, the dtype and device of the memory. missing: how many gradients have not arrived in this window. in_flight:
+    whether the bucket is being exchanged. shares: by rank, the parts of the memory that are the rank's share; empty if each
+    rank gets the whole memory. gradients: the future parameter.grad, by slot: tensors in the memory, if parameters are not
+    sharded. To autograd they are no views, so that grad.detach_() works. own_grads: by slot, the gradients in memory of the
+    program's own, which are there before backward() or before an exchange outside of it: they remain parameter.grad, and the
+    results are copied to them. at_once: by slot, whether to copy in the gradient as soon as it arrives: a large one, to free
+    its memory, and that of a sharded parameter, since all ranks of its mesh must do so in the same order. The others are copied
+    together, which takes less time.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Bucket:
         self.at_once = [
             tensor.numel() > _SMALL or tensor is not own for tensor, own in zip(held, self.parameters, strict=True)
         ]
-        self._kinds = [(dtype, device)] * len(held)
+        self.kinds = [(dtype, device)] * len(held)
         self._takes_gradients = setup.gradient_as_bucket_view
         self._is_plain = self._takes_gradients and not any(self._is_sharded)
         self.gradients = [self._new_gradient(slot) for slot in range(len(held))]
@@ -105,10 +105,6 @@ class Bucket:
     def coded(self) -> CodedBuffer | None:
         """Return the buffer if a codec exchanges it; else None."""
         return self.buffer if isinstance(self.buffer, CodedBuffer) else None
-
-    def is_moved(self) -> bool:
-        """Return whether the program has moved any parameter to another dtype or device than the memory's."""
-        return [*map(_kind_of, self.parameters)] != self._kinds
 
     def open(self, arrived: int | None = None) -> None:
         """Begin a window: expect all gradients, and find those in memory of the program's own.

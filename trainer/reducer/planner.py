@@ -38,6 +38,7 @@ EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float
 _REMOVED = torch.empty(0, dtype=torch.float32, device="cpu")
 """Stands for a parameter that is no longer the optimizer's. Parameters are identified by their index, so it keeps its place."""
 
+_kind_of = attrgetter("dtype", "device")
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -176,9 +177,9 @@ class BucketPlanner:
         agreed(), or have been moved to another dtype or device since; None if there are none. Sends nothing: if ranks differ in
         them, the exchange or the next agreed() raises an error."""
         buckets, sparse = layout.buckets, layout.sparse.items
-        moved = []
+        moved: list[Bucket] = []
         for bucket in buckets:
-            if bucket.is_moved():
+            if [*map(_kind_of, bucket.parameters)] != bucket.kinds:
                 moved.append(bucket)
         if moved:
             self._is_stale = True

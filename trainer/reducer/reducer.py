@@ -192,13 +192,12 @@ class Reducer:
                 bucket, slot = layout.places[index]
                 bucket.copy_slots([slot])
 
-    def _extend(self) -> None:
-        """Add buckets for parameters that were unfrozen or moved. Sends nothing."""
-        if (layout := self.planner.extended(self.layout)) is not None:
-            for bucket in self.layout.buckets:
-                if bucket.coded is not None and bucket not in layout.buckets:
-                    self.residuals.export_local(bucket.coded)
-            self._adopt(layout)
+    def _adopt_extended(self, layout: BucketLayout) -> None:
+        """Replace the layout by one with buckets for parameters that were unfrozen or moved. Sends nothing."""
+        for bucket in self.layout.buckets:
+            if bucket.coded is not None and bucket not in layout.buckets:
+                self.residuals.export_local(bucket.coded)
+        self._adopt(layout)
 
     def _adopt(self, layout: BucketLayout) -> None:
         """Replace the layout, and move the gradients and the residuals that wait."""
@@ -237,7 +236,8 @@ class Reducer:
                 self._empty()
             if self.has_unreduced or not self._exchanged:
                 if self._launched == 0:
-                    self._extend()
+                    if (layout := self.planner.extended(self.layout)) is not None:
+                        self._adopt_extended(layout)
                     for bucket in self.layout.buckets:
                         bucket.open()
                 self._pass_is_open = False
@@ -312,7 +312,8 @@ class Reducer:
         if self._launched == 0:
             if self._unhooked:
                 self._hook_parameters()
-            self._extend()
+            if (layout := self.planner.extended(self.layout)) is not None:
+                self._adopt_extended(layout)
             self._pass_is_open = True
             self.times.began_ns = now_ns()
             self._arrived.clear()
