@@ -182,9 +182,7 @@ def test_links_in_both_directions() -> None:
 
 
 @pytest.mark.parametrize("after_greeting", [False, True])
-@pytest.mark.parametrize(
-    "message", [b"[" * 100_000 + b"\n", b"[" * 60_000 + b"\n", b"[1e999]\n", b"[70000]\n", b"7\n", b"{}\n", b"\xff\n"]
-)
+@pytest.mark.parametrize("message", [b"[" * 100_000 + b"\n", b"[" * 4000 + b"\n", b"[70000]\n", b"{}\n", b"\xff\n"])
 def test_a_stranger_ends_its_connection_only(message: bytes, after_greeting: bool) -> None:
     """Whatever it sends, the listener waits for the check of another host. Nor does it end who dials it."""
     there: list[Finding] = []

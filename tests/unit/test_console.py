@@ -54,10 +54,10 @@ def test_hostfile(tmp_path: Path) -> None:
 
 def test_hosts_are_filled_in_turn() -> None:
     slots = {"a": 2, "localhost": 1, "b": 3, socket.gethostname(): 1}
-    a, here, b = Host("a", 2, 0, False), Host("localhost", 2, 2, True), Host("b", 3, 4, False)
+    a, here, b = Host("a", 2, False), Host("localhost", 2, True), Host("b", 3, False)
     assert place(None, slots) == [a, here, b]
-    assert place(3, slots) == [a, Host("localhost", 1, 2, True)]
-    assert place(1, slots) == [Host("a", 1, 0, False)]
+    assert place(3, slots) == [a, Host("localhost", 1, True)]
+    assert place(1, slots) == [Host("a", 1, False)]
     with pytest.raises(ValueError, match="-np 8 is more than the 7 slots of a:2,localhost:1,b:3"):
         place(8, slots)
 
@@ -68,7 +68,7 @@ def test_what_ranks_run() -> None:
     assert parse_job(["-np", "2", "python", *SCRIPT]).command == ["python", *SCRIPT]
     module = ["-m", "package", "--lr", "1"]
     assert parse_job(["-np", "2", *module]).command == [sys.executable, *module]
-    assert parse_job(["-H", "localhost:3", *SCRIPT]).hosts == [Host("localhost", 3, 0, True)]
+    assert parse_job(["-H", "localhost:3", *SCRIPT]).hosts == [Host("localhost", 3, True)]
 
 
 def test_flags_that_set_variables() -> None:
@@ -94,7 +94,7 @@ def test_elastic_flags() -> None:
     """Whoever names hosts gives all their slots: what is not used at first can be later."""
     job = parse_job(["--min-np", "2", "-np", "3", "-H", "localhost:4,b:2", *SCRIPT])
     assert job.elastic == Elastic(min_ranks=2, ranks=3, max_ranks=3)
-    assert job.hosts == [Host("localhost", 4, 0, True), Host("b", 2, 4, False)]
+    assert job.hosts == [Host("localhost", 4, True), Host("b", 2, False)]
     assert parse_job(["-np", "2", *SCRIPT]).elastic is None
     assert parse_job(["-np", "2", "--elastic", *SCRIPT]).elastic == Elastic(1, 2, 2)
     assert parse_job(["-np", "2", "--max-num-proc", "4", "--reset-limit", "0", *SCRIPT]).elastic == Elastic(
@@ -175,7 +175,7 @@ def test_agents_of_several_hosts() -> None:
         "WANDB_MODE=offline",
     }
     assert words[python:] == agent
-    here = Host("localhost", 1, 0, True)
+    here = Host("localhost", 1, True)
     assert command_on(here, job, agent, environment) == agent
     for host in (here, job.hosts[1]):
         with pytest.raises(ValueError, match="-x WANDB_MODE: it is not set here"):

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.options import Elastic
 from gradwire.trainer.launcher.policy import (
     BLAMED_S,
@@ -43,10 +44,19 @@ LOST = Departure(is_update=False, reason="PeerLost")
 UPDATE = Departure(is_update=True)
 
 
+def set_hosts(policy: JobPolicy, slots: dict[str, int]) -> None:
+    policy.workers.set_hosts(Host(name, number, is_here=False) for name, number in slots.items())
+
+
+def fresh(wanted: Elastic, hosts: dict[str, int]) -> JobPolicy:
+    policy = JobPolicy(wanted, START_S)
+    set_hosts(policy, hosts)
+    return policy
+
+
 def begun(wanted: Elastic, hosts: dict[str, int]) -> JobPolicy:
     """Return a policy whose first generation has begun at 0 s, with all workers that it starts."""
-    policy = JobPolicy(wanted, START_S)
-    policy.workers.set_hosts(hosts)
+    policy = fresh(wanted, hosts)
     for action in policy.decide(0):
         assert isinstance(action, Start)
         policy.arrived(action.worker)
@@ -128,7 +138,7 @@ def test_what_fails_because_one_was_killed_is_started_again_all_together(code: i
 
 def test_ranks_are_interrupted_once_for_workers_that_come_together() -> None:
     policy = begun(Elastic(max_ranks=4), {"a": 2})
-    policy.workers.set_hosts({"a": 2, "b": 2})
+    set_hosts(policy, {"a": 2, "b": 2})
     assert policy.decide(40) == [Start(2, 1, 0), Start(3, 1, 1)]
     policy.arrived(2)
     assert policy.decide(41) == []
@@ -143,7 +153,7 @@ def test_ranks_are_interrupted_once_for_workers_that_come_together() -> None:
 def test_what_is_learnt_goes_from_one_host_to_another() -> None:
     """They are ranks together for one generation."""
     policy = begun(Elastic(max_ranks=1, discovery_script=SCRIPT), {"a": 1})
-    policy.workers.set_hosts({"b": 1})
+    set_hosts(policy, {"b": 1})
     assert policy.decide(40) == [Start(1, 1, 0)]
     policy.arrived(1)
     assert policy.decide(41) == [Update(0)]
@@ -162,13 +172,13 @@ def test_what_is_learnt_goes_from_one_host_to_another() -> None:
 def test_a_host_that_comes_back() -> None:
     """Its ranks stay as if nothing had been, unless others have been started in their place."""
     policy = begun(Elastic(max_ranks=1, discovery_script=SCRIPT), {"a": 1})
-    policy.workers.set_hosts({})
+    set_hosts(policy, {})
     assert policy.decide(40) == []
-    policy.workers.set_hosts({"a": 1, "b": 1})
+    set_hosts(policy, {"a": 1, "b": 1})
     assert policy.decide(41) == []
-    policy.workers.set_hosts({"b": 1})
+    set_hosts(policy, {"b": 1})
     assert policy.decide(42) == [Start(1, 1, 0)]
-    policy.workers.set_hosts({"a": 1, "b": 1})
+    set_hosts(policy, {"a": 1, "b": 1})
     policy.arrived(1)
     assert policy.decide(43) == [Update(0)]
     policy.departed(0, UPDATE, 44)
@@ -225,7 +235,7 @@ def test_a_host_that_was_lost_is_tried_again_less_and_less_often() -> None:
 
 def test_a_host_that_was_lost_and_taken_away_is_not_tried_again() -> None:
     policy = begun(Elastic(discovery_script=SCRIPT), {"a": 1, "b": 1})
-    policy.workers.set_hosts({"a": 1})
+    set_hosts(policy, {"a": 1})
     assert policy.decide(5) == [Update(0)]
     policy.host_lost(1, "silent", now=10)
     policy.departed(0, LOST, now=10)
@@ -248,34 +258,26 @@ def test_too_few_ranks_end_the_job_where_no_others_can_come() -> None:
     ]
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
 @pytest.mark.parametrize("script", [None, SCRIPT])
-def test_too_few_ranks_wait_for_a_lost_host(script: Path | None) -> None:
+def test_too_few_ranks_wait_for_a_lost_host(script: Path | None, comes_back: bool) -> None:
     policy = begun(Elastic(min_ranks=2, max_ranks=2, discovery_script=script), {"a": 1, "b": 1})
     policy.host_lost(1, "by ssh: no route", now=10)
     policy.departed(0, LOST, now=10)
     (said,) = policy.decide(10)
     assert isinstance(said, Say)
     assert policy.decide(10 + LOST_PAUSE_S) == [Start(2, 1, 0)]
-    policy.host_lost(1, "by ssh: no route", now=10 + LOST_PAUSE_S)
-    (end,) = policy.decide(10 + Elastic.timeout_s)
-    assert end == End((1, 2), f"no generation could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found")
-
-
-def test_the_job_continues_when_a_lost_host_is_back() -> None:
-    policy = begun(Elastic(min_ranks=2, max_ranks=2), {"a": 1, "b": 1})
-    policy.host_lost(1, "silent", now=10)
-    policy.departed(0, LOST, now=10)
-    assert isinstance(policy.decide(10)[0], Say)
-    assert policy.decide(10 + LOST_PAUSE_S) == [Start(2, 1, 0)]
-    policy.arrived(2)
-    (begin,) = policy.decide(11 + LOST_PAUSE_S)
-    assert isinstance(begin, Begin)
-    assert begin.generation.workers == (0, 2)
+    if comes_back:
+        policy.arrived(2)
+        assert workers_of(policy.decide(11 + LOST_PAUSE_S)) == (0, 2)
+    else:
+        policy.host_lost(1, "by ssh: no route", now=10 + LOST_PAUSE_S)
+        late = f"no generation could begin within {Elastic.timeout_s} s: 1 of at least 2 ranks found"
+        assert policy.decide(10 + Elastic.timeout_s) == [End((1, 2), late)]
 
 
 def test_a_host_that_is_lost_before_the_first_generation_ends_a_job_that_needs_it() -> None:
-    policy = JobPolicy(Elastic(min_ranks=2, max_ranks=2), START_S)
-    policy.workers.set_hosts({"a": 1, "b": 1})
+    policy = fresh(Elastic(min_ranks=2, max_ranks=2), {"a": 1, "b": 1})
     assert policy.decide(0) == [Start(0, 0, 0), Start(1, 1, 0)]
     policy.arrived(0)
     policy.host_lost(1, "no route", now=1)
@@ -284,8 +286,7 @@ def test_a_host_that_is_lost_before_the_first_generation_ends_a_job_that_needs_i
 
 
 def test_the_first_generation_does_not_wait_for_ever_for_all() -> None:
-    policy = JobPolicy(Elastic(min_ranks=2, ranks=3, max_ranks=3), START_S)
-    policy.workers.set_hosts({"a": 3})
+    policy = fresh(Elastic(min_ranks=2, ranks=3, max_ranks=3), {"a": 3})
     assert policy.decide(0) == [Start(0, 0, 0), Start(1, 0, 1), Start(2, 0, 2)]
     policy.arrived(0)
     assert policy.decide(START_S) == []
@@ -295,8 +296,7 @@ def test_the_first_generation_does_not_wait_for_ever_for_all() -> None:
 
 
 def test_nobody_replaces_what_fails_before_any_has_arrived() -> None:
-    policy = JobPolicy(Elastic(ranks=2, max_ranks=2), START_S)
-    policy.workers.set_hosts({"a": 2})
+    policy = fresh(Elastic(ranks=2, max_ranks=2), {"a": 2})
     assert len(policy.decide(0)) == 2
     policy.exited(0, 1, now=2)
     assert policy.decide(2) == []
@@ -320,7 +320,7 @@ def test_one_that_has_finished_waits_for_the_others() -> None:
 
 def test_as_many_changes_as_are_allowed() -> None:
     policy = begun(Elastic(reset_limit=0), {"a": 2, "b": 1})
-    policy.workers.set_hosts({"a": 2, "b": 1, "c": 4})
+    set_hosts(policy, {"a": 2, "b": 1, "c": 4})
     assert policy.decide(5) == []
     policy.exited(2, -9, now=10)
     policy.departed(0, LOST, now=10)
@@ -376,7 +376,7 @@ class Jobs(RuleBasedStateMachine):
         self.asked = self.has_finished = self.was_struck = False
         self.new_starts = self.commit = 0
         self.end: End | None = None
-        self.policy.workers.set_hosts(hosts if sum(hosts.values()) >= least else {"a": least})
+        set_hosts(self.policy, hosts if sum(hosts.values()) >= least else {"a": least})
         self.decide()
         if starts:
             self.all_arrive()
@@ -523,7 +523,7 @@ class Jobs(RuleBasedStateMachine):
     @precondition(lambda self: self.wanted.discovery_script is not None)
     @rule(hosts=slots)
     def hosts_change(self, hosts: dict[str, int]) -> None:
-        self.policy.workers.set_hosts(hosts)
+        set_hosts(self.policy, hosts)
         self.decide()
 
     @rule(data=st.data())

@@ -6,9 +6,7 @@ import pytest
 
 from gradwire.trainer.launcher.fixed import FixedRanks
 from gradwire.trainer.launcher.options import parse_job
-from gradwire.trainer.launcher.workers import End, Reach, Start
-
-REACHED = [Reach(0), Reach(1)]
+from gradwire.trainer.launcher.workers import End, Start
 
 
 @pytest.fixture
@@ -19,7 +17,7 @@ def ranks() -> FixedRanks:
 
 def begin(ranks: FixedRanks) -> None:
     for host in ranks.workers.hosts.values():
-        assert ranks.decide(0.0) == REACHED
+        assert ranks.decide(0.0) == []
         host.is_ready = True
     started = [Start(0, 0, 0), Start(1, 1, 0), Start(2, 1, 1)]
     assert ranks.decide(0.0) == started
@@ -55,7 +53,7 @@ def test_the_first_failure_ends_the_job_after_the_others_had_time(ranks: FixedRa
 
 
 def test_a_host_that_cannot_be_reached_ends_the_job_before_ranks_start(ranks: FixedRanks) -> None:
-    assert ranks.decide(0.0) == REACHED
+    assert ranks.decide(0.0) == []
     ranks.host_lost(1, "by ssh: no route", 1.0)
     assert ranks.decide(1.0) == [End((1, 2), "")]
 

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from gradwire.collectives import CollectiveError, ReplicasDiffer
 from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
 from gradwire.trainer.attachment import Attachment
-from gradwire.trainer.elastic.failures import Failures, FailuresOfGenerations, FailuresOfJob, GaveUp
+from gradwire.trainer.elastic.failures import Failures, GaveUp
 from gradwire.trainer.elastic.memory import Memory, NamedMemory, find_agent, load_kernels
 from gradwire.trainer.elastic.state import HostsUpdatedInterrupt, ObjectState
 from gradwire.trainer.world.generations import Worker, can_restart
@@ -222,12 +222,7 @@ def _failures(state: ObjectState, worker: Worker | None, max_failures: int) -> F
         raise RuntimeError(
             "the process that has started this one cannot be found in /proc, and commits are named after it"
         )
-    if agent is None:
-        return None
-    memory = NamedMemory.after(state.memory, agent)
-    if worker is None:
-        return FailuresOfJob(agent, memory, max_failures)
-    return FailuresOfGenerations(agent, memory, max_failures, worker)
+    return None if agent is None else Failures(agent, NamedMemory.after(state.memory, agent), max_failures, worker)
 
 
 def _check(state: ObjectState, optimizers: Sequence[Attachment]) -> None:

@@ -55,7 +55,7 @@ def run(
         call = pickle.dumps((func, tuple(args), dict(kwargs or {})))
         (Path(folder) / "call").write_bytes(pickle.dumps((main, call)))
         paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-        host = Host(LOCAL_HOST, count, 0, is_here=True)
+        host = Host(LOCAL_HOST, count, is_here=True)
         if status := run_job(Job([sys.executable, "-c", _RANK, folder], [host], paths)):
             raise RuntimeError(
                 f"horovod.run(): not all ranks have returned; exit status {status}, see the errors above"

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -42,24 +42,23 @@ class ElasticRanks(JobPolicy):
         self._of_all = {MASTER_PORT: str(store.port), RUN_ID: str(uuid.uuid4()), AGENT_STORE: "True"}
         self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)
         self.failed: tuple[int, ...] = ()
-        self._known: dict[str, Host] = {}
         self._addresses: dict[str, str] = {}
         self._told_lost: tuple[int, tuple[int, ...]] = -1, ()
-        self._have_hosts(job.hosts)
+        self.workers.set_hosts(job.hosts)
 
     @property
     def poll_s(self) -> float:
         """Return the longest time until the next decide()."""
         return _CHANGING_POLL_S if self.is_changing else _POLL_S
 
-    def host(self, node: int) -> Host:
-        """Return a host by its number."""
-        return self._known[self.workers.hosts[node].name]
-
     def variables(self, worker: int) -> dict[str, str]:
         """Return the environment variables of a worker. Raises ValueError and LinkError as address_for()."""
         place = self.workers.of[worker]
-        own = {MASTER_ADDR: self._address_at(self.host(place.node)), WORKER: str(worker), "LOCAL_RANK": str(place.slot)}
+        own = {
+            MASTER_ADDR: self._address_at(self.workers.hosts[place.node].host),
+            WORKER: str(worker),
+            "LOCAL_RANK": str(place.slot),
+        }
         return self._of_all | own
 
     def decide(self, now: float, *, is_interrupted: bool = False) -> list[Action]:
@@ -81,7 +80,7 @@ class ElasticRanks(JobPolicy):
     def _look(self, now: float) -> None:
         """Read the list of hosts, and the entries of the workers in the store."""
         if self._discovery is not None and (hosts := self._discovery.look()) is not None:
-            self._have_hosts(hosts.values())
+            self.workers.set_hosts(hosts)
         for worker in self.workers.coming():
             if self._generations.has_arrived(worker):
                 self.arrived(worker)
@@ -106,16 +105,12 @@ class ElasticRanks(JobPolicy):
                 self.failed = failed
                 self._generations.end(reason or ("a worker has failed" if failed else "all ranks have finished"))
 
-    def _have_hosts(self, hosts: Iterable[Host]) -> None:
-        self._known |= {host.name: host for host in hosts}
-        self.workers.set_hosts({host.name: host.slots for host in hosts})
-
     def _address_at(self, host: Host) -> str:
         """Return the address of this host for the workers of a host. Raises as address_for()."""
         if self._is_here:
             return "127.0.0.1"
         if host.name not in self._addresses:
-            others = self._known.values() if host.is_here else [host]
+            others = [each.host for each in self.workers.hosts.values()] if host.is_here else [host]
             self._addresses[host.name] = address_for(others, self._job, self._environment)
         return self._addresses[host.name]
 
@@ -130,8 +125,8 @@ class Discovery:
         self._complaint = ""
         self._start()
 
-    def look(self) -> dict[str, Host] | None:
-        """Return the hosts by name if a run of the script has ended since the last call. If the run failed, print why and
+    def look(self) -> list[Host] | None:
+        """Return the hosts if a run of the script has ended since the last call. If the run failed, print why and
         return None."""
         try:
             return self._look(time.monotonic())
@@ -148,7 +143,7 @@ class Discovery:
             self._process.wait()
             self._output.close()
 
-    def _look(self, now: float) -> dict[str, Host] | None:
+    def _look(self, now: float) -> list[Host] | None:
         if self._process is None:
             if now >= self._since + _AGAIN_S:
                 self._start()
@@ -172,14 +167,14 @@ class Discovery:
             self._output.close()
             raise ValueError(f"--host-discovery-script {self._script}: {error.strerror}") from error
 
-    def _read(self, exit_code: int) -> dict[str, Host]:
+    def _read(self, exit_code: int) -> list[Host]:
         named = f"--host-discovery-script {self._script}"
         if exit_code != 0:
             raise ValueError(f"{named} ended with exit code {exit_code}")
         self._output.seek(0)
         lines = [line.strip() for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
         try:
-            found = {host.name: host for host in place(None, parse_hosts(",".join(lines)))} if lines else {}
+            found = place(None, parse_hosts(",".join(lines))) if lines else []
         except ValueError as error:
             raise ValueError(f"{named}: {error}") from None
         self._complaint = ""

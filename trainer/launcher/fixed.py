@@ -8,10 +8,9 @@ import uuid
 from collections.abc import Mapping
 
 from gradwire.collectives.environment import AGENT_STORE
-from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.options import Job
 from gradwire.trainer.launcher.reach import RUN_ID, address_for, address_of, start_store
-from gradwire.trainer.launcher.workers import Action, End, Reach, Start, Workers
+from gradwire.trainer.launcher.workers import Action, End, Start, Workers
 from gradwire.trainer.world.generations import Generation
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT, PORTS
 
@@ -30,9 +29,8 @@ class FixedRanks:
     poll_s = 0.1
 
     def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
-        self._hosts = job.hosts
         self.workers = Workers(None)
-        self.workers.set_hosts({host.name: host.slots for host in job.hosts})
+        self.workers.set_hosts(job.hosts)
         places = self.workers.free_slots()
         for node, slot in places:
             self.workers.start(node, slot)
@@ -49,10 +47,6 @@ class FixedRanks:
         self.failed: list[int] = []
         self._has_begun = False
         self._end_at: float | None = None
-
-    def host(self, node: int) -> Host:
-        """Return a host by its number."""
-        return self._hosts[node]
 
     def variables(self, rank: int) -> dict[str, str]:
         """Return the environment variables of a rank."""
@@ -75,12 +69,10 @@ class FixedRanks:
         have_all_ended = not any(worker.is_running for worker in self.workers.of.values())
         if is_interrupted or have_all_ended or (self._end_at is not None and now >= self._end_at):
             return [End(tuple(self.failed), "")]
-        if self._has_begun:
+        if self._has_begun or not all(host.is_ready for host in self.workers.hosts.values()):
             return []
-        self._has_begun = all(host.is_ready for host in self.workers.hosts.values())
-        if self._has_begun:
-            return [Start(rank, worker.node, worker.slot) for rank, worker in self.workers.of.items()]
-        return [Reach(node) for node in self.workers.hosts]
+        self._has_begun = True
+        return [Start(rank, worker.node, worker.slot) for rank, worker in self.workers.of.items()]
 
     def close(self) -> None:
         """Close the store."""
@@ -89,7 +81,7 @@ class FixedRanks:
     def _fail(self, ranks: list[int], now: float) -> None:
         self.failed += ranks
         if self._end_at is None and ranks:
-            self._end_at = now + (_GRACE_S if self._has_begun and len(self._hosts) > 1 else 0.0)
+            self._end_at = now + (_GRACE_S if self._has_begun and len(self.workers.hosts) > 1 else 0.0)
 
 
 def rendezvous_of(job: Job, environment: Mapping[str, str]) -> tuple[str, int]:

@@ -13,11 +13,10 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a job, with the ranks first_rank, ..., first_rank + slots - 1. is_here: whether it is this host."""
+    """A host of a job. slots: the largest number of its ranks. is_here: whether it is this host."""
 
     name: str
     slots: int
-    first_rank: int
     is_here: bool
 
 
@@ -62,12 +61,9 @@ def place(ranks: int | None, slots: dict[str, int]) -> list[Host]:
         same = here if name in own and here is not None else name
         merged[same] = merged.get(same, 0) + number
     hosts: list[Host] = []
-    placed = 0
     for name, number in merged.items():
-        taken = min(number, ranks - placed)
-        if taken:
-            hosts.append(Host(name, taken, placed, name in own))
-        placed += taken
+        taken = min(number, ranks - sum(host.slots for host in hosts))
+        hosts += [Host(name, taken, name in own)] if taken else []
     return hosts
 
 

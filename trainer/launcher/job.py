@@ -19,7 +19,7 @@ from gradwire.trainer.launcher.fixed import FixedRanks
 from gradwire.trainer.launcher.options import Job
 from gradwire.trainer.launcher.output import JobFailure, Output, exit_status, failure_lines, say
 from gradwire.trainer.launcher.reach import AgentProcess, command_on, handed_on
-from gradwire.trainer.launcher.workers import Action, End, Kill, Reach, Release, Start, Stop
+from gradwire.trainer.launcher.workers import Action, End, Kill, Release, Start, Stop
 
 #: The time that agents have to end their workers (they kill them after 30 s) before the launcher kills the agents.
 _END_S = 45.0
@@ -60,6 +60,8 @@ class _JobRun:
             for number in (signal.SIGINT, signal.SIGTERM):
                 before[number] = signal.signal(number, lambda number, frame: signals.append(number))
         try:
+            for node in self._ranks.workers.hosts if self._job.elastic is None else ():
+                self._reach(node)  # before any rank starts
             while self._end is None:
                 self._hear(self._ranks.poll_s)
                 for action in self._ranks.decide(time.monotonic(), is_interrupted=bool(signals)):
@@ -92,8 +94,6 @@ class _JobRun:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Reach(node):
-                self._reach(node)
             case Start(worker, node, _):
                 self._start(worker, node)
             case Kill(worker):
@@ -109,7 +109,7 @@ class _JobRun:
         """Start the agent of a host, unless it runs already."""
         if node in self._agents:
             return
-        host = self._ranks.host(node)
+        host = self._ranks.workers.hosts[node].host
         script = [sys.executable, "-I", "-S", agent_script.__file__, *self._job.command]
         command = command_on(host, self._job, script, os.environ)
         if self._job.verbose:

@@ -4,9 +4,10 @@ which may take part, and which slots are free."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.world.generations import Generation
 
 #: After how many failures in a row, of workers that had not become ranks, the host gets no more workers.
@@ -22,7 +23,7 @@ class HostState:
     ranks. is_lost: whether its agent has ended and the host is not used before again_at, pause_s after the loss. is_released:
     whether its agent was asked to end; a host of the same name is then a new HostState."""
 
-    name: str
+    host: Host
     slots: int
     is_ready: bool = False
     is_failed: bool = False
@@ -31,6 +32,11 @@ class HostState:
     pause_s: float = 0.0
     again_at: float = -math.inf
     is_released: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of the host."""
+        return self.host.name
 
 
 @dataclass
@@ -62,13 +68,14 @@ class Workers:
         self.hosts: dict[int, HostState] = {}
         self._most = most
 
-    def set_hosts(self, slots: Mapping[str, int]) -> None:
+    def set_hosts(self, hosts: Iterable[Host]) -> None:
         """Set the hosts and their slots. A worker on a host or in a slot that is no longer there is leaving."""
-        known = {host.name for host in self.hosts.values() if not host.is_released}
-        for host in self.hosts.values():
-            host.slots = slots.get(host.name, 0)
-        for name in [name for name in slots if name not in known]:
-            self.hosts[len(self.hosts)] = HostState(name, slots[name])
+        found = {host.name: host for host in hosts}
+        known = {state.name for state in self.hosts.values() if not state.is_released}
+        for state in self.hosts.values():
+            state.slots = found[state.name].slots if state.name in found else 0
+        for host in [host for name, host in found.items() if name not in known]:
+            self.hosts[len(self.hosts)] = HostState(host, host.slots)
         for worker in self.of.values():
             is_there = worker.slot < self.hosts[worker.node].slots
             worker.is_leaving = not is_there or (worker.is_leaving and self._most_more == 0)
@@ -146,13 +153,6 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Start the agent of a host, unless it runs already."""
-
-    node: int
-
-
-@dataclass(frozen=True)
 class Start:
     """Start a worker on a host, in a slot without a running worker."""
 
@@ -213,5 +213,5 @@ class End:
     reason: str
 
 
-Action = Reach | Start | Kill | Stop | Release | Begin | Update | Say | End
+Action = Start | Kill | Stop | Release | Begin | Update | Say | End
 """What the ranks of a job decide on, and the launcher carries out."""
