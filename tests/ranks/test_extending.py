@@ -288,63 +288,30 @@ class NamedByASetting(Codec):
     name: str = "a_setting"  # type: ignore[misc]
 
 
-_DATACLASS = "a dataclass that derives from Codec is needed"
-_LOWER_CASE = "must be lower-case letters, digits and underscores, not"
 _ALGORITHM = functools.partial(register_algorithm, "allreduce")
 
 
 @pytest.mark.parametrize(
-    ("register", "arguments", "error", "said"),
+    ("register", "arguments", "error"),
     [
-        (
-            register_link,
-            ("auto", auto),
-            ValueError,
-            "a link called 'auto' exists already; taken are auto, process_group,",
-        ),
-        (register_link, ("My Link", auto), ValueError, f"{_LOWER_CASE} 'My Link'"),
-        (
-            register_link,
-            ("mine", "auto"),
-            TypeError,
-            "a function from a Membership and timeout_s to a Transport is needed",
-        ),
-        (register_codec, (Int8,), ValueError, "a codec called 'int8' exists already"),
-        (register_codec, (Nameless,), ValueError, f"{_LOWER_CASE} 'No Name'"),
-        (register_codec, (Needy,), TypeError, "'needy': every setting needs a default"),
-        (
-            register_codec,
-            (TooEarly,),
-            TypeError,
-            r"'too_early' is not a dataclass yet: put @register_codec above @dataclass\(frozen=True\)",
-        ),
-        (
-            register_codec,
-            (Thawed,),
-            TypeError,
-            r"'thawed' is not frozen: decorate it with @dataclass\(frozen=True\), so",
-        ),
-        (register_codec, (Half,), TypeError, "codec 'half' lacks _decode$"),
-        (register_codec, (Anonymous,), TypeError, r"codec Anonymous needs `name: ClassVar\[str\]`"),
-        (register_codec, (NamedByASetting,), TypeError, r"codec NamedByASetting needs `name: ClassVar\[str\]`"),
-        (register_codec, (Codec,), TypeError, _DATACLASS),
-        (register_codec, ("int8",), TypeError, f"{_DATACLASS}, not 'int8'"),
-        (
-            register_algorithm,
-            ("dance", "star", ring.allreduce),
-            ValueError,
-            "no collective is called 'dance'; known are all",
-        ),
-        (_ALGORITHM, ("ring", ring.allreduce), ValueError, "an allreduce algorithm called 'ring' exists already"),
-        (_ALGORITHM, ("auto", ring.allreduce), ValueError, "'auto' exists already"),
-        (_ALGORITHM, ("my ring", ring.allreduce), ValueError, "not 'my ring'"),
-        (_ALGORITHM, ("star", "ring"), TypeError, "a function from a Place to a Schedule is needed, not 'ring'"),
+        (register_link, ("auto", auto), ValueError),
+        (register_link, ("My Link", auto), ValueError),
+        (register_link, ("mine", "auto"), TypeError),
+        (register_codec, (Int8,), ValueError),
+        (register_codec, (Nameless,), ValueError),
+        *((register_codec, (kind,), TypeError) for kind in (Needy, TooEarly, Thawed, Half)),
+        *((register_codec, (kind,), TypeError) for kind in (Anonymous, NamedByASetting, Codec, "int8")),
+        (register_algorithm, ("dance", "star", ring.allreduce), ValueError),
+        *((_ALGORITHM, (name, ring.allreduce), ValueError) for name in ("ring", "auto", "my ring")),
+        (_ALGORITHM, ("star", "ring"), TypeError),
     ],
 )
 def test_what_cannot_be_registered(
-    register: Callable[..., object], arguments: tuple[Any, ...], error: type[Exception], said: str
+    register: Callable[..., object], arguments: tuple[Any, ...], error: type[Exception]
 ) -> None:
     before = {**LINKS}, {**CODECS}, {**PLANNERS["allreduce"]}
-    with pytest.raises(error, match=said):
+    given = arguments[0]
+    named = given if isinstance(given, str) else rf"{getattr(given, 'name', '-')}|{given.__name__}"
+    with pytest.raises(error, match=named):
         register(*arguments)
     assert before == (LINKS, CODECS, PLANNERS["allreduce"])

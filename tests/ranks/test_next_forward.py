@@ -1,4 +1,4 @@
-"""rules.NextForward: the same bits as without it, whatever reads what in between, and errors in the forward."""
+"""rules.NextForward, beside test_rules_table.py: what reads what before an update, and errors in the forward."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import copy
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gradwire as hvd
 from gradwire.collectives import PeerLost
 from gradwire.trainer.reducer.deferred import order_by_need
-from tests.harness import World, meet, wide_rows
-from tests.ranks.test_trainer_equivalence import by_closures, clipped, groups_of, in_parts, nesterov, plainly, scaled
+from tests.harness import World, meet
+from tests.ranks.test_rules_table import groups_of, used_wholly
 from tests.ranks.training import (
     STEPS,
     Data,
     assert_equal,
-    assert_same_on_all_ranks,
     assert_survived,
     buckets_of,
     copies,
@@ -34,31 +31,11 @@ from tests.ranks.training import (
     on_ranks,
     share,
     spy,
+    state_of,
     take_steps,
 )
 
 Train = Callable[[nn.Module, Any, Data], Any]
-
-
-class Net(nn.Module):
-    """Has a tied matrix, a parameter of a module that is never called, one of its own, and one that is never used."""
-
-    def __init__(self, *, with_unused: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 80)
-        self.scale = nn.Parameter(torch.ones(80))
-        self.position = nn.Embedding(4, 80)
-        self.blocks = nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 80), nn.Tanh())
-        self.last = nn.Linear(80, 3)
-        self.back = nn.Linear(3, 80)
-        self.back.weight = nn.Parameter(self.back.weight.detach().contiguous())
-        self.unused = nn.Linear(2, 2) if with_unused else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.first(x) * self.scale + self.position.weight.mean(0))
-        y: Tensor = self.last(x)
-        return y + F.linear(torch.tanh(self.back(y)), self.last.weight)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -68,7 +45,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def wrapped(
     kind: str,
     make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-    model_of: Callable[[], nn.Module] = Net,
+    model_of: Callable[[], nn.Module] = used_wholly,
     **options: Any,
 ) -> tuple[nn.Module, hvd.DistributedOptimizer]:
     model = model_of()
@@ -82,99 +59,6 @@ def trained(kind: str, steps: int = STEPS, **options: Any) -> tuple[nn.Module, h
     model, optimizer = wrapped(kind, **options)
     take_steps(model, optimizer, share, range(steps))
     return model, optimizer
-
-
-def state_of(model: nn.Module, optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
-    """Return parameters and optimizer state."""
-    parameters = list(model.state_dict().values())
-    states = optimizer.state_dict()["state"]
-    return parameters + [states[number][name] for number in sorted(states) for name in sorted(states[number])]
-
-
-def clipped_by_ours(model: nn.Module, optimizer: Any, data: Data) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        optimizer.clip_grad_norm_(0.01)
-        optimizer.step()
-
-
-def onto_the_average(model: nn.Module, optimizer: Any, data: Data) -> None:
-    """Call backward() twice for one step, the second onto what was exchanged; read gradients after the step."""
-    for step in range(STEPS):
-        for part in range(2):
-            loss_of(model, data(step, part, 2)).backward()
-        optimizer.step()
-        norm = sum(float(parameter.grad.norm()) for parameter in model.parameters())  # type: ignore[union-attr]
-        assert norm > 0
-        optimizer.zero_grad(set_to_none=False)
-
-
-def with_gradients_that_stay(model: nn.Module, optimizer: Any, data: Data) -> None:
-    """Step twice with the same gradients now and then."""
-    for step in range(STEPS):
-        loss_of(model, data(step)).backward()
-        optimizer.step()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def with_a_gradient_replaced(model: Any, optimizer: Any, data: Data) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, data(step)).backward()
-        model.first.weight.grad = torch.ones_like(model.first.weight)
-        optimizer.step()
-
-
-def with_other_rates(model: nn.Module, optimizer: Any, data: Data) -> None:
-    """A scheduler, and a hand that changes a rate in place, come between step() and the update."""
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.7)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(STEPS):
-            take_steps(model, optimizer, data, [step])
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-            scheduler.step()
-
-
-def with_a_rate_in_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(groups_of(model), lr=torch.tensor(0.01))
-    optimizer.param_groups[1]["lr"] = 0.02
-    return optimizer
-
-
-def with_a_frozen_parameter() -> nn.Module:
-    model = Net()
-    model.position.requires_grad_(False)
-    return model
-
-
-MOST = STEPS - 1
-"""The steps that are put off, if all are but the first, in which the order of arrival is learned."""
-
-#: How each trains, how many steps must have been put off, and what else differs from AdamW without a codec.
-CASES: dict[str, tuple[Train, int, dict[str, Any]]] = {
-    "SGD": (plainly, MOST, {"make": nesterov}),
-    "fused": (plainly, MOST, {"make": lambda model: torch.optim.Adam(groups_of(model), lr=0.01, fused=True)}),
-    "LAMB": (plainly, MOST, {"make": lambda model: hvd.LAMB(groups_of(model), lr=0.01)}),
-    "rates": (with_other_rates, MOST, {"make": with_a_rate_in_a_tensor}),
-    "fp16": (plainly, MOST, {"compression": "fp16"}),
-    "int8 with error feedback": (plainly, MOST, {"compression": hvd.ErrorFeedback("int8")}),
-    "a sum": (plainly, MOST, {"op": hvd.Sum, "groups": 2}),
-    "sums that depend on others": (plainly, 0, {"compression": "powersgd"}),
-    "a frozen parameter": (plainly, MOST, {"model_of": with_a_frozen_parameter}),
-    "an unused parameter": (plainly, 0, {"model_of": lambda: Net(with_unused=True)}),
-    "accumulation": (partial(in_parts, set_to_none=True, parts=2), MOST, {"backward_passes_per_step": 2}),
-    "clipping": (clipped, 0, {}),
-    "clipping by ours": (clipped_by_ours, 0, {}),
-    "GradScaler": (scaled, 0, {"backward_passes_per_step": 2}),
-    "closures": (by_closures, 0, {}),
-    "onto the average": (onto_the_average, MOST, {}),
-    "gradients that stay": (with_gradients_that_stay, MOST, {}),
-    "a gradient replaced": (with_a_gradient_replaced, 0, {}),
-}
 
 
 @on_ranks(2)
@@ -197,33 +81,6 @@ def test_hooks_of_all_optimizers_run_once_a_step() -> None:
     assert_equal(state_of(with_hooks, optimizer), state_of(plain, other))
     optimizer.close()
     other.close()
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("size", "case"),
-    [*((2, case) for case in CASES), *wide_rows((3, "SGD"), (3, "a sum"), (3, "sums that depend on others"))],
-)
-def test_same_bits_as_without_overlap(case: str) -> None:
-    """Parameters, optimizer state, and what training returns."""
-    train, puts_off, options = CASES[case]
-    expected_model, expected = wrapped("backward", **options)
-    model, optimizer = wrapped("next_forward", **options)
-    memory, step, put_off = [each.detach() for each in model.parameters()], optimizer.step, []
-
-    def looked_at(*args: Any) -> Any:
-        before = copies(memory)
-        loss = step(*args)
-        put_off.append(all(map(torch.equal, before, memory)))
-        return loss
-
-    object.__setattr__(optimizer, "step", looked_at)
-    assert train(model, optimizer, share) == train(expected_model, expected, share)
-    assert sum(put_off) == puts_off
-    assert_equal(state_of(model, optimizer), state_of(expected_model, expected))
-    assert_same_on_all_ranks(model.parameters())
-    for each in (optimizer, expected):
-        each.close()
 
 
 @on_ranks(2)
@@ -347,7 +204,7 @@ def test_parameters_used_before_they_are_updated_are_an_error() -> None:
 
 @on_ranks(2)
 def test_what_does_not_go_with_it_is_refused() -> None:
-    model = Net()
+    model = used_wholly()
     rule = hvd.rules.NextForward(model)
     for options, message in (
         ({"op": hvd.Adasum}, "does not support op='adasum'"),
@@ -395,7 +252,7 @@ def lose_one_in_an_exchange() -> tuple[int, ...]:
         loss_of(model, share(STEPS + 1))
     with pytest.raises(PeerLost):
         model.state_dict()
-    model.load_state_dict(Net().state_dict())
+    model.load_state_dict(used_wholly().state_dict())
     optimizer.close()
     hvd.shutdown()
     return caught.value.ranks

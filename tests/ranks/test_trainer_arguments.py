@@ -1,6 +1,5 @@
 """DistributedOptimizer's arguments across ranks: groups, and what must be alike everywhere."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -78,40 +77,32 @@ class Odd(hvd.Rule):
     pass
 
 
-DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
-    "compression": (
-        {"compression": hvd.Compression.fp16},
-        "compression is none on ranks 0, 2; torch.float16 on rank 1",
-    ),
-    "codec": ({"compression": "topk"}, r"compression is none on ranks 0, 2; topk\(.*\), feedback=True.* on rank 1"),
-    "policy": ({"policy": {"0.*": "int8"}}, r"policy is {} on ranks 0, 2; {'0\.\*': 'int8.*'} on rank 1"),
-    "bucket_bytes": ({"bucket_bytes": 7}, "bucket_bytes is None on ranks 0, 2; 7 on rank 1"),
-    "op": ({"op": hvd.Sum}, "op is average on ranks 0, 2; sum on rank 1"),
-    "adasum": (
-        {"op": hvd.Adasum},
-        "rule is Synchronous on ranks 0, 2; Adasum on rank 1. op is average on ranks 0, 2; adasum on rank 1",
-    ),
-    "passes": ({"backward_passes_per_step": 4}, "backward_passes_per_step is 1 on ranks 0, 2; 4 on rank 1"),
-    "predivide": ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor is 1.0 on ranks 0, 2; 2.0 on rank 1"),
-    "groups": ({"groups": 2}, r"groups is None on ranks 0, 2; \[0, 0, 0, 1, 1, 1\] on rank 1"),
-    "sparse": ({"sparse_as_dense": True}, "sparse_as_dense is False on ranks 0, 2; True on rank 1"),
-    "rule": ({"rule": Odd}, "rule is Synchronous on ranks 0, 2; Odd on rank 1"),
-}
+#: What rank 1 gives that the others do not, by the name that the error has for it.
+DIFFERENT: list[tuple[str, dict[str, Any]]] = [
+    ("compression", {"compression": hvd.Compression.fp16}),
+    ("compression", {"compression": "topk"}),
+    ("policy", {"policy": {"0.*": "int8"}}),
+    ("bucket_bytes", {"bucket_bytes": 7}),
+    ("op", {"op": hvd.Sum}),
+    ("rule", {"op": hvd.Adasum}),
+    ("backward_passes_per_step", {"backward_passes_per_step": 4}),
+    ("gradient_predivide_factor", {"gradient_predivide_factor": 2.0}),
+    ("groups", {"groups": 2}),
+    ("sparse_as_dense", {"sparse_as_dense": True}),
+    ("rule", {"rule": Odd}),
+]
 
 
 @on_ranks(3)
 def test_ranks_must_give_the_same_arguments() -> None:
-    for options, message in DIFFERENT.values():
+    for name, options in DIFFERENT:
         model = perceptron()
-        said = re.escape(f"rank {hvd.rank()}: the ranks do not make the same DistributedOptimizer: ") + message
-        with pytest.raises(ValueError, match=f"^{said}$"):
+        with pytest.raises(ValueError, match=rf"rank {hvd.rank()}: .*{name} is .* on ranks 0, 2; .* on rank 1"):
             hvd.DistributedOptimizer(
                 sgd(model.parameters()), model.named_parameters(), **(options if hvd.rank() == 1 else {})
             )
     named = [(f"net.{name}" if hvd.rank() else name, parameter) for name, parameter in model.named_parameters()]
-    with pytest.raises(
-        ValueError, match=r"'0.bias' has shape \[16\] and dtype torch.float32 on rank 0, and is not trained on rank 1"
-    ):
+    with pytest.raises(ValueError, match=r"'0.bias' .* on rank 0, and is not trained on rank 1"):
         hvd.DistributedOptimizer(sgd(model.parameters()), named, op=hvd.Adasum)
     # And after all this they can still make one.
     hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters()).close()

@@ -260,42 +260,6 @@ def test_what_is_not_finite_reaches_every_rank(name: Compressor, value: float) -
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("compression", [Int8(block=64), PowerSGD(rank=32)], ids=lambda codec: codec.name)
-def test_with_all_that_optimizers_can(compression: Compressor) -> None:
-    """Passes per step, no_sync, a closure, a second optimizer: as uncompressed, but for the rounding."""
-    seen = []
-    for one in (compression, "none"):
-        model, other = Ladder(), Ladder(1)
-        optimizer, second = optimizer_of(model, one, backward_passes_per_step=2), optimizer_of(other, one)
-        for step in range(3):
-            optimizer.zero_grad()
-            second.zero_grad()
-            with optimizer.no_sync():
-                loss_at(model, 10 * step, hvd.rank()).backward()
-            for part in (1, 2):
-                loss = loss_at(model, 10 * step + part, hvd.rank())
-                (loss + loss_at(other, 10 * step + part, hvd.rank()) if part == 2 else loss).backward()
-            optimizer.step()
-            second.step()
-
-            def closure(
-                model: nn.Module = model, second: Any = second, other: nn.Module = other, at: int = step
-            ) -> Tensor:
-                second.zero_grad()
-                loss = loss_at(other, 100 + at, hvd.rank())
-                loss.backward()
-                return loss
-
-            second.step(closure)
-        assert_same_on_all_ranks([*model.parameters(), *other.parameters()])
-        seen.append(copies([*model.parameters(), *other.parameters()]))
-        optimizer.close()
-        second.close()
-    for mine, exact in zip(*seen, strict=True):
-        torch.testing.assert_close(mine, exact, rtol=0, atol=2e-3)
-
-
 @pytest.mark.parametrize("name", ["onebit", "powersgd"])
 @on_ranks(2)
 def test_other_dtypes(name: Compressor) -> None:

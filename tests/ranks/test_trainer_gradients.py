@@ -1,22 +1,29 @@
-"""Which parameters have gradients, on which ranks, of what kind: missing, frozen, added, tied, mixed, of several optimizers."""
+"""Which gradients, beside test_rules_table.py: frozen, mixed, odd, of replaced parameters, of several optimizers, under hooks,
+compiled."""
 
 import gc
+import math
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 import gradwire as hvd
 from gradwire.collectives import ReplicasDiffer
+from tests.harness import wide_rows
 from tests.ranks.training import (
     STEPS,
     Data,
     assert_as_in_one_process,
     assert_close,
+    assert_equal,
     assert_same_on_all_ranks,
     batch,
+    copies,
     distributed,
     gradients,
     loss_of,
@@ -29,84 +36,6 @@ from tests.ranks.training import (
 )
 
 Optimizer = torch.optim.Optimizer
-
-
-class Branches(nn.Module):
-    """Three layers of which forward() uses those it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
-
-    def forward(self, inputs: Tensor, used: set[int]) -> Tensor:
-        return sum((self.branches[i](inputs) for i in sorted(used)), torch.zeros(len(inputs), 3, requires_grad=True))
-
-
-#: By step and rank, the branches that it uses.
-USED: dict[str, list[list[set[int]]]] = {
-    "other branches on each rank": [[{0}, {1}], [{0, 1}, {1, 2}], [{2}, {0}], [{1}, {1}]],
-    "a branch that nobody uses": [[{0}, {0, 1}], [{1}, {0, 1}], [{0}, {1}]],
-    "a branch used first and then no more": [[{0, 1, 2}, {0, 1, 2}], [{0}, {1}], [{0, 1}, {0}], [{1}, {1}]],
-    "a rank that uses none": [[{0, 1}, {0}], [set(), {0, 1, 2}], [{0}, set()], [set(), set()], [{1}, {2}]],
-    "a rank that uses none at first": [[set(), {0, 1}], [{0}, {1, 2}], [{2}, set()]],
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("case", USED)
-def test_branches(case: str, set_to_none: bool) -> None:
-    def train(model: Branches, optimizer: Optimizer, data: Data) -> None:
-        for step, by_rank in enumerate(USED[case]):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            inputs, targets = data(step)
-            if data is share:
-                (model(inputs, by_rank[hvd.rank()]) * targets).mean().backward()
-            else:
-                pieces = zip(inputs.chunk(2), targets.chunk(2), by_rank, strict=True)
-                torch.stack([(model(x, branches) * y).mean() for x, y, branches in pieces]).mean().backward()
-            optimizer.step()
-            if set_to_none:
-                reached = [any(i in used for used in by_rank) for i in range(3)]
-                assert [branch.weight.grad is not None for branch in model.branches] == reached
-
-    assert_as_in_one_process(train, model_of=Branches, bucket_bytes=100)
-
-
-@on_ranks(3)
-def test_a_rank_may_skip_backward() -> None:
-    """Rank 0 does not call it in step 1; the last rank not in step 0."""
-
-    def train(model: nn.Module, optimizer: Optimizer, data: Data) -> None:
-        for step in range(3):
-            model.zero_grad()  # which the wrapper does not hear of
-            skipping = {0: 2, 1: 0}.get(step)
-            for rank in [hvd.rank()] if data is share else range(3):
-                piece = share(step) if data is share else batch(step, rank, 3)
-                if rank != skipping:
-                    (loss_of(model, piece) / (1 if data is share else 3)).backward()
-            optimizer.step()
-
-    assert_as_in_one_process(train)
-
-
-@on_ranks(3)
-def test_freezing_and_thawing() -> None:
-    """Begin with the first layer frozen; thaw it, freeze the last, thaw that."""
-
-    def train(model: Any, optimizer: Optimizer, data: Data) -> None:
-        for step, trainable in enumerate([(2, 4), (0, 2, 4), (0, 2, 4), (0, 2), (0, 2), (4,), (0, 2, 4), (0, 2, 4)]):
-            for layer in (0, 2, 4):
-                model[layer].requires_grad_(layer in trainable)
-            take_steps(model, optimizer, data, [step])
-
-    def frozen() -> nn.Sequential:
-        model = perceptron()
-        model[0].requires_grad_(False)
-        return model
-
-    assert_as_in_one_process(train, model_of=frozen)
 
 
 @on_ranks(2)
@@ -136,42 +65,6 @@ def test_thawed_without_zero_grad() -> None:
     optimizer.zero_grad()
     (weight * hvd.rank()).sum().backward()
     assert weight.grad == 0.5
-
-
-@on_ranks(2)
-def test_add_param_group() -> None:
-    """Add the last layer between steps, and the first between backward() and step()."""
-
-    def train(model: Any, optimizer: Optimizer, data: Data) -> None:
-        for step in range(STEPS):
-            if step == 2:
-                optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.02})
-            model.zero_grad()
-            loss_of(model, data(step)).backward()
-            if step == 3:
-                optimizer.add_param_group({"params": list(model[0].parameters())})
-            optimizer.step()
-        assert len(optimizer.param_groups) == 3
-
-    assert_as_in_one_process(train, lambda model: sgd(model[2].parameters()))  # type: ignore[index]
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(6, 6, bias=False)
-        self.head = nn.Linear(6, 6)
-        self.head.weight = self.body.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.body(inputs))
-        return logits[:, :3]
-
-
-@on_ranks(2)
-def test_tied_weights() -> None:
-    assert_as_in_one_process(lambda *training: take_steps(*training, range(3)) and None, model_of=Tied)
 
 
 @on_ranks(3)
@@ -356,3 +249,83 @@ def test_replicas_that_do_not_start_equal(kind: str) -> None:
         model[0].weight += hvd.rank()
     model[0].requires_grad_(False)
     take_steps(model, distributed(model.parameters()), share, [0])
+
+
+@on_ranks(2)
+def test_a_weight_inside_and_outside_of_a_reentrant_checkpoint() -> None:
+    """The weight's gradient arrives twice, and that of `first` last. They are the derivatives of
+    32 * rank * first * shared**2 + sum(bias), averaged."""
+    first, shared = (nn.Parameter(torch.tensor([float(value)])) for value in (2, 3))
+    bias = nn.Parameter(torch.zeros(32))
+    optimizer = distributed([first, shared, bias], bucket_bytes=128)
+    inputs = torch.full((1,), float(hvd.rank()), requires_grad=True)
+    (checkpoint(shared.mul, inputs * first, use_reentrant=True) * shared + bias).sum().backward()
+    optimizer.close()
+    found = [float(p.grad[0]) for p in (first, shared, bias) if p.grad is not None]
+    assert found == [32 * 9 / 2, 32 * 2 * 2 * 3 / 2, 1.0]
+
+
+def called_hooks(model: nn.Module, optimizer: Optimizer, data: Data) -> list[str]:
+    calls = []
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append(f"before {math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters())):.4f}")  # type: ignore[union-attr]
+
+    everywhere = register_optimizer_step_pre_hook(before)
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: calls.append("after"))
+    optimizer.register_state_dict_pre_hook(lambda optimizer: calls.append("state_dict"))
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: calls.append("state_dict done"))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: calls.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: calls.append("load done"))
+    if isinstance(optimizer, hvd.DistributedOptimizer):
+        optimizer.set_backward_passes_per_step(2)  # so that it is step() that exchanges
+    loss_of(model, data(0)).backward()
+    optimizer.step()
+    everywhere.remove()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return calls
+
+
+@on_ranks(2)
+def test_hooks_run_once_each_and_see_the_gradients_that_a_step_uses() -> None:
+    model, alone = perceptron(), perceptron()
+    expected = called_hooks(alone, sgd(alone.parameters()), batch)
+    assert len(expected) == 7
+    assert called_hooks(model, hvd.DistributedOptimizer(sgd(model.parameters())), share) == expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("backend", "passes", "policy"),
+    [("eager", 1, {"*": "onebit"}), *wide_rows(("eager", 2, None), ("aot_eager", 1, None))],
+)
+def test_a_compiled_step(backend: str, passes: int, policy: dict[str, Any] | None) -> None:
+    """The whole of each step, from zero_grad() to step(), is the same compiled and as written, to the bit.
+
+    With two passes a step it is step() that exchanges. (aot_eager hands out gradients in another order, so buckets are others;
+    where a codec rounds them together, that shows.)
+    """
+    weights = []
+    for compiled in (False, True):
+        model = perceptron()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            model.named_parameters(),
+            backward_passes_per_step=passes,
+            policy=policy,
+            bucket_bytes=400,
+        )
+
+        def train(inputs: Tensor, targets: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            loss_of(model, (inputs, targets)).backward()
+            optimizer.step()
+
+        run = torch.compile(train, backend=backend) if compiled else train
+        for step in range(3):
+            run(*share(step))
+        assert_same_on_all_ranks(model.parameters())
+        weights.append(copies(model.parameters()))
+        optimizer.close()
+    assert_equal(*weights)

@@ -201,6 +201,14 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+def state_of(model: nn.Module, optimizer: hvd.DistributedOptimizer) -> list[Tensor]:
+    """Return parameters and optimizer state."""
+    parameters = list(model.state_dict().values())
+    states = optimizer.state_dict()["state"]
+    kept = [states[number][name] for number in sorted(states) for name in sorted(states[number])]
+    return copies([*parameters, *(each for each in kept if isinstance(each, Tensor))])
+
+
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in parameters]
 
