@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,48 +330,36 @@ def test_the_timeline_shows_all_ranks(ranks: Worlds, tmp_path: Path, compression
     nbytes, *_ = ranks(3).run(record, path, compression)
     trace = json.loads(path.read_text())
     assert sorted(path.parent.iterdir()) == [path.with_name("again.json"), path]
-    told = trace["otherData"]
-    assert set(told) == {f"rank {rank}" for rank in range(3)}
-    assert all(of_rank["events_dropped"] == 0 for of_rank in told.values())
+    assert {name: told["events_dropped"] for name, told in trace["otherData"].items()} == {
+        f"rank {r}": 0 for r in range(3)
+    }
     events = trace["traceEvents"]
     assert min(event["ts"] for event in events if event["ph"] != "M") == 0
     exchanges = []
     for rank in range(3):
-        lanes = {
-            event["tid"]: event["args"]["name"]
-            for event in events
-            if event["pid"] == rank and event["name"] == "thread_name"
-        }
-        mine = [
-            (lanes[event["tid"]].split(": ")[1], event)
-            for event in events
-            if event["pid"] == rank and event["ph"] != "M"
-        ]
-
-        def named(lane: str, name: str, of: Any = mine) -> list[dict[str, Any]]:
-            return [event for where, event in of if where == lane and event["name"] == name]
-
-        backward, waits, steps = (named("training", name) for name in ("backward", "wait", "step"))
-        assert len(backward) == len(waits) == len(steps) == len(named("training", "exchange begins")) == 3
-        ready = named("buckets", "bucket ready")
-        assert len(ready) >= 3
-        for one, wait, step in zip(backward, waits, steps, strict=True):
+        mine = [event for event in events if event["pid"] == rank]
+        lanes = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
+        assert set(lanes.values()) >= {"verbs: operations", "communicator 1: operations", "communicator 1: training"}
+        found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        for event in (event for event in mine if event["ph"] != "M"):
+            found[lanes[event["tid"]].split(": ")[1], event["name"]].append(event)
+        passes, waits, steps = (found["training", name] for name in ("backward", "wait", "step"))
+        assert len(passes) == len(waits) == len(steps) == len(found["training", "exchange begins"]) == 3
+        assert len(found["buckets", "bucket ready"]) >= 3
+        for one, wait, step in zip(passes, waits, steps, strict=True):
             assert one["ts"] + one["dur"] <= wait["ts"] + 1e-3  # rounding of microseconds
             assert wait["ts"] + wait["dur"] <= step["ts"] + 1e-3
-        operations = [event for where, event in mine if where == "operations"]
-        assert {"allreduce", "allgather", "broadcast"} <= {event["name"] for event in operations}
-        assert set(lanes.values()) >= {"verbs: operations", "communicator 1: operations", "communicator 1: training"}
-        large = [e for e in named("operations", "allreduce") if e["args"].get("bytes", 0) >= nbytes]
+        assert all(found["operations", verb] for verb in ("allreduce", "allgather", "broadcast"))
+        assert all("float32[" in event["args"]["call"] for event in found["operations", "allreduce"])
+        large = [e for e in found["operations", "allreduce"] if e["args"].get("bytes", 0) >= nbytes]
         assert len(large) >= 3
         assert all(event["args"]["algorithm"] for event in large)
-        assert all("float32[" in event["args"]["call"] for event in named("operations", "allreduce"))
         if compression == "onebit":
-            assert all(named("operations", part) for part in ("encode", "send", "wait", "decode"))
+            assert all(found["operations", part] for part in ("encode", "send", "wait", "decode"))
         exchanges.append(waits)
     for step in range(3):  # all end the exchange together, as far as clocks and machine tell
         ends = [waits[step]["ts"] + waits[step]["dur"] for waits in exchanges]
-        starts = [waits[step]["ts"] for waits in exchanges]
-        assert max(starts) <= min(ends) + 5e6
+        assert max(waits[step]["ts"] for waits in exchanges) <= min(ends) + 5e6
 
 
 @in_world
