@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +24,16 @@ def count_from(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least}")
     return int(text)
+
+
+def number_from(least: float, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g}")
+    return number
 
 
 def names_of(known: Sequence[str], text: str) -> list[str]:
@@ -45,3 +57,10 @@ def add_results(parser: argparse.ArgumentParser, drawn: str = "") -> None:
     parser.add_argument("-J", "--json", type=Path, metavar="FILE", help="write meta and rows")
     if drawn:
         parser.add_argument("--plot", type=picture, metavar="FILE.png", help=f"draw {drawn}")
+
+
+def add_turns(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Add the flags of training in turns. steps: the default of the steps in one turn."""
+    add, positive = parser.add_argument, partial(count_from, 1)
+    add("--steps", type=positive, default=steps, help=f"steps in one turn (default {steps})")
+    add("--rounds", type=positive, default=20, help="timed turns of each competitor (default 20)")

@@ -12,7 +12,7 @@ others. On rank 0, a broadcast would seem too fast, because the root finishes fi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,6 +106,16 @@ def slowest_rank(seconds: Times, device: torch.device) -> Times:
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     slowest: Times = tensor.cpu().numpy()
     return slowest
+
+
+def step_seconds(
+    competitors: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, steps: int
+) -> dict[str, Times]:
+    """Return the seconds of a training step in each turn, on its slowest rank, by competitor, each of which trains for so many
+    steps when it is called. Collective."""
+    protocol = Protocol(rounds, warmup_iters=2, check_iters=0)
+    turns, _ = take_turns(list(competitors.values()), meeting(device), protocol)
+    return dict(zip(competitors, slowest_rank(turns / steps, device), strict=True))
 
 
 def every_rank(seconds: Times, device: torch.device) -> Times:

@@ -12,7 +12,6 @@ By default, sums, calls, and the processor's time for messages take no time. --t
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.options import add_results, count_from, names_of
+from gradwire.bench.hosts import rate_bits_per_s
+from gradwire.bench.options import add_results, count_from, names_of, number_from
 from gradwire.bench.results import write_json
 from gradwire.bench.simulate.exchange import SHIFTED, Network
 from gradwire.bench.simulate.models import MODELS
@@ -38,32 +38,23 @@ from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import speed_of
 from gradwire.collectives.plan.cost import Costs, LinkCost
 
-_RATES = {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
-
 
 def _rate(text: str) -> float:
     """Return the bytes per second of a rate such as 100gbit."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
-    if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate: write a number and mbit or gbit, as in 100gbit")
-    return float(match[1]) * _RATES[match[2]]
-
-
-def _number(least: float, text: str) -> float:
     try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if not least <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least:g}")
-    return number
+        byte_s = rate_bits_per_s(text) / 8
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if byte_s == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate: nothing would arrive")
+    return byte_s
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradwire simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, positive, not_negative = parser.add_argument, partial(count_from, 1), partial(_number, 0.0)
+    add, positive, not_negative = parser.add_argument, partial(count_from, 1), partial(number_from, 0.0)
     add(
         "--preset",
         type=partial(names_of, tuple(PRESETS)),
@@ -77,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--inside", type=_rate, default="80gbit", help="rate between two ranks of one host (80gbit)")
     add("--tuned", type=Path, metavar="FILE", help="times of calls, messages and sums: from gradwire tune")
     add("--batch", type=positive, help="samples per rank and step")
-    add("--samples-per-s", type=partial(_number, 1e-9), help="speed of one rank alone, forward and backward")
+    add("--samples-per-s", type=partial(number_from, 1e-9), help="speed of one rank alone, forward and backward")
     add("--exchange", choices=EXCHANGES, default="buckets", help="how gradients are grouped (buckets)")
     add("--algorithm", default="auto", help=f"auto, {', '.join(SHIFTED)}; with --codec also two_shot, one_shot")
     add("--codec", choices=tuple(CODECS), help="codec of gradients; its speed is measured here")
@@ -86,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--quorum", type=positive, help="number of workers whose gradients make an update (all)")
     add("--groups", type=positive, help="number of groups of ranks, each of which pushes as one worker")
     add("--jitter", type=not_negative, default=0.0, metavar="SIGMA", help="of computing times, lognormal (0)")
-    add("--mtbf-hours", type=partial(_number, 1e-9), help="mean time between failures of a rank")
-    add("--checkpoint-minutes", type=partial(_number, 1e-9), default=30.0, help="time between checkpoints (30)")
+    add("--mtbf-hours", type=partial(number_from, 1e-9), help="mean time between failures of a rank")
+    add("--checkpoint-minutes", type=partial(number_from, 1e-9), default=30.0, help="time between checkpoints (30)")
     add("--restart-minutes", type=not_negative, default=5.0, help="duration of a restart (5)")
     add("--steps", type=positive, default=100, help="simulated steps (100)")
     add("--seed", type=partial(count_from, 0), default=0, help="seed of jitter and failures (0)")

@@ -27,19 +27,9 @@ from torch.nn.functional import gelu, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as hvd
-from gradwire.bench.options import add_results, count_from, names_of
+from gradwire.bench.options import add_results, add_turns, count_from, names_of
 from gradwire.bench.results import software_and_machine, write_json
-from gradwire.bench.timing import (
-    TURNS,
-    Protocol,
-    Times,
-    format_interval,
-    median_and_p99,
-    meeting,
-    slowest_rank,
-    speedup_interval,
-    take_turns,
-)
+from gradwire.bench.timing import TURNS, Times, format_interval, median_and_p99, speedup_interval, step_seconds
 from gradwire.bench.workloads.loop import share_cores, shares
 
 GLOO, OURS, NOTHING, COMPUTE = "gloo", "gradwire", "no exchange", "compute"
@@ -203,8 +193,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--width", type=partial(count_from, 1), default=512, help="features of a sample (default 512)")
     add("--layers", type=partial(count_from, 1), default=6, help="layers, each of 8 width^2 parameters (default 6)")
-    add("--steps", type=partial(count_from, 1), default=2, help="steps in one turn (default 2)")
-    add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
+    add_turns(parser, steps=2)
     add_results(parser)
     return parser.parse_args(arguments)
 
@@ -213,10 +202,7 @@ def measure(chosen: argparse.Namespace, program: str) -> list[BackendRow]:
     """Return the rows of a program, the same on all ranks."""
     build, backends = PROGRAMS[program]
     competitors = {backend: build(chosen, backend) for backend in backends}
-    cpu = torch.device("cpu")
-    protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
-    turns, _ = take_turns(list(competitors.values()), meeting(cpu), protocol)
-    seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, cpu), strict=True))
+    seconds = step_seconds(competitors, torch.device("cpu"), chosen.rounds, chosen.steps)
     return [
         BackendRow(
             program=program,

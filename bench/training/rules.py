@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.bench.options import add_results, count_from
+from gradwire.bench.options import add_results, count_from, number_from
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.training.rules_report import RuleRow, draw, format_header, format_row
 from gradwire.bench.workloads import bytes_gpt, strategies
@@ -166,7 +166,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     bytes_gpt.add_flags(parser)
     until = parser.add_mutually_exclusive_group()
     until.add_argument("--steps", type=positive, help="steps of each run (default 600)")
-    until.add_argument("--seconds", type=float, help="seconds of each run, instead of steps")
+    until.add_argument("--seconds", type=partial(number_from, 0.001), help="seconds of each run, instead of steps")
     add("--seed", type=not_negative, default=0, help="seed of the weights and the data (default 0)")
     add("--every", type=positive, default=30, help="steps between two exchanges of local updates (default 30)")
     add("--outer-lr", type=float, default=0.7, help="outer learning rate of diloco and streaming (default 0.7)")
@@ -188,8 +188,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     chosen.competitors = chosen.competitors or [competitor_spec(text) for text in DEFAULT]
     if chosen.seconds is None:
         chosen.steps = chosen.steps or 600
-    elif chosen.seconds <= 0:
-        parser.error(f"--seconds must be positive, not {chosen.seconds}")
     room = chosen.every // FRAGMENTS
     if chosen.delay >= room and any(each.rule == "streaming" for each in chosen.competitors):
         parser.error(

@@ -28,18 +28,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire as hvd
-from gradwire.bench.options import add_results, count_from
+from gradwire.bench.options import add_results, add_turns
 from gradwire.bench.results import software_and_machine, write_json
-from gradwire.bench.timing import (
-    TURNS,
-    Protocol,
-    format_interval,
-    median_and_p99,
-    meeting,
-    slowest_rank,
-    speedup_interval,
-    take_turns,
-)
+from gradwire.bench.timing import TURNS, format_interval, median_and_p99, speedup_interval, step_seconds
 from gradwire.bench.workloads import bytes_gpt, strategies
 from gradwire.bench.workloads.loop import Trainee, Workload, choose_device, share_cores
 from gradwire.trainer.reducer.compression import AUTO, NAMES
@@ -122,8 +113,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--commits", action="store_true", help="compare a commit of hvd.elastic after every step, too")
     add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
     add("--overlap", action="store_true", help="compare waiting in the next forward, too, and clip no gradients")
-    add("--steps", type=partial(count_from, 1), default=5, help="steps in one turn (default 5)")
-    add("--rounds", type=partial(count_from, 1), default=20, help="timed turns of each competitor (default 20)")
+    add_turns(parser, steps=5)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
     add_results(parser)
     return parser.parse_args(arguments)
@@ -174,9 +164,7 @@ def measure(
     if AUTO in chosen.compression:
         for _ in range(-(-AUTO_STEPS * (1 + len(chosen.compression)) // chosen.steps)):
             competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
-    protocol = Protocol(chosen.rounds, warmup_iters=2, check_iters=0)
-    turns, _ = take_turns(list(competitors.values()), meeting(device), protocol)
-    seconds = dict(zip(competitors, slowest_rank(turns / chosen.steps, device), strict=True))
+    seconds = step_seconds(competitors, device, chosen.rounds, chosen.steps)
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
     beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
     rows: list[StepRow] = []

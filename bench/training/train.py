@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import gradwire as hvd
-from gradwire.bench.options import count_from
+from gradwire.bench.options import count_from, number_from
 from gradwire.bench.workloads import bytes_gpt, digits_cnn, strategies
 from gradwire.bench.workloads.loop import Trainee, Training, Workload, choose_device, share_cores
 
@@ -44,7 +44,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", choices=MODELS, default=MODELS[0], help="what to train (bytes_gpt)")
     bytes_gpt.add_flags(parser, batch=8)
     add("--steps", type=positive, help="train for this many steps in all")
-    add("--seconds", type=float, help="train for about this long in all (60, or 400 steps of digits_cnn)")
+    add(
+        "--seconds",
+        type=partial(number_from, 0.001),
+        help="train for about this long in all (60, or 400 steps of digits_cnn)",
+    )
     add("--compression", default="none", help="what gradients travel as: a codec, such as int8 (none)")
     add("--compare", choices=["ddp"], help="train a second model under torch's DDP, in turns with ours")
     add("--seed", type=partial(count_from, 0), default=0, help="of the weights, the order of the data and dropout (0)")
@@ -53,8 +57,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--resume", action="store_true", help="continue from the newest checkpoint in --out, if there is one")
     add("--checkpoint-every", type=positive, default=100, help="steps between validations and checkpoints (100)")
     chosen = parser.parse_args(arguments)
-    if chosen.seconds is not None and chosen.seconds <= 0:
-        parser.error(f"--seconds must be positive, not {chosen.seconds}")
     if chosen.steps is None and chosen.seconds is None:
         chosen.steps, chosen.seconds = (None, 60.0) if chosen.model == "bytes_gpt" else (400, None)
     chosen.out = chosen.out or Path("runs") / chosen.model
