@@ -101,17 +101,14 @@ def test_states_go_through_a_file_bit_for_bit(tmp_path: Path) -> None:
             use(at)
     for use in (second.save_optimizer_states, second.load_optimizer_states):
         for wrong in (None, 3, b"states"):  # on one rank, and the other one does not wait
-            with pytest.raises(
-                TypeError if hvd.rank() else ValueError,
-                match="needs the path of a file, a str" if hvd.rank() else "because rank 1 cannot",
-            ):
+            with pytest.raises(TypeError if hvd.rank() else ValueError):
                 use(wrong if hvd.rank() else path)  # type: ignore[arg-type]
     kept = torch.load(path, weights_only=True)
     hvd.barrier()
     if hvd.rank() == 0:
         torch.save({**kept, "states": {**kept["states"], 7: {"state": 3}}}, path)  # which rank 1 holds
     hvd.barrier()
-    with pytest.raises(ValueError, match="a state that AdamW cannot load" if hvd.rank() else "because rank 1"):
+    with pytest.raises(ValueError, match="rank 1 was given a state that cannot be loaded"):
         second.load_optimizer_states(path)
     if hvd.rank() == 0:
         torch.save(kept, path)

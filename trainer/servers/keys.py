@@ -68,14 +68,15 @@ class Catalogue:
         return Packing([value], [encoding])
 
     def new_values(self, key: Any, value: Any) -> dict[Name, Tensor]:
-        """Return the values of new keys, by key. Raises TypeError if a value is not a tensor, ValueError if a key exists."""
+        """Return the values of new keys, by key, dense and on the CPU. Raises TypeError if a value is not a tensor, ValueError
+        if a key exists."""
         named = {}
         for name, tensor in pairs_of(key, value, "value"):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"value of key {name!r} must be a tensor, not {tensor!r}")
             if name in self._specs:
                 raise ValueError(f"key {name!r} has been given to init() before; push() changes it")
-            named[name] = tensor
+            named[name] = dense(tensor).cpu()
         return named
 
     def tensors(self, key: Any, given: Any, what: str) -> list[tuple[KeySpec, list[Tensor]]]:

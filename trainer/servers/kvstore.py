@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.trainer.checkpoint import on_all_ranks
 from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.servers.aggregator import Counts, Scheme
 from gradwire.trainer.servers.keys import (
@@ -126,7 +127,7 @@ class KVStore:
         self._check()
 
         def given() -> tuple[dict[Name, Tensor], Any]:
-            named = {name: dense(tensor).cpu() for name, tensor in self._catalogue.new_values(key, value).items()}
+            named = self._catalogue.new_values(key, value)
             if self._factory is not None:
                 for name, tensor in named.items():
                     check_updatable(name, tensor.shape, tensor.dtype, self._factory)
@@ -287,8 +288,7 @@ class KVStore:
         fname is not a path on one rank, this rank raises TypeError, and the others ValueError. If the file cannot be written,
         rank 0 raises OSError, and the others ValueError.
         """
-        path = self._agreed_path("save_optimizer_states", fname)
-        self.barrier()  # the states then contain all earlier pushes
+        path = self._checked_path(fname)
         write_states(path, self._optimizer_name, self._states(), self._communicator)
 
     @names_rank
@@ -299,27 +299,17 @@ class KVStore:
         Raises ValueError, with nothing loaded, before set_optimizer(), for another kind of file, and if the state of a key is
         missing or cannot be loaded. For invalid paths and unreadable files, raises as save_optimizer_states() does.
         """
-        path = self._agreed_path("load_optimizer_states", fname)
-        self.barrier()
+        path = self._checked_path(fname)
         states = read_states(path, self._optimizer_name, self._communicator)
         if missing := [spec.name for spec in self._catalogue if spec.name not in states]:
             raise ValueError(f"{fname} has no state of key {missing[0]!r}; it has {', '.join(map(repr, states))}")
         before = self._states()
 
-        def load() -> tuple[None, Any]:
-            try:
-                self._load(states)
-            except Exception as error:
-                message = f"{fname} has a state that {self._optimizer_name} cannot load: {error!r}"
-                raise ValueError(message) from error
-            return None, None
-
-        try:
-            agreed(self._communicator, load)
-        except ValueError:
+        def take_back() -> None:
             self._load(before)
             self._communicator.barrier()  # no rank pushes before all servers have loaded
-            raise
+
+        on_all_ranks(self._communicator, lambda: self._load(states), take_back)
 
     @staticmethod
     @names_rank
@@ -369,6 +359,16 @@ class KVStore:
         for entry in self._entries():
             entry.load_state_dict({"optimizer": states[names[entry.key.number]]})
 
+    def _checked_path(self, fname: str | os.PathLike[str]) -> Path:
+        """Return the path given to a method of optimizer states, once all pushes have arrived, if all ranks have passed a valid
+        one. Collective. Raises ValueError before set_optimizer()."""
+        self._check()
+        if self._factory is None:
+            raise ValueError("optimizer states need an optimizer: call set_optimizer() first")
+        path = agreed(self._communicator, lambda: (Path(fname), None))
+        self.barrier()
+        return path
+
     def _check(self, priority: int = 0) -> None:
         """Raise RuntimeError if the store is closed, and ValueError for a priority other than 0."""
         if self._servers.is_closed:
@@ -378,21 +378,6 @@ class KVStore:
                 f"priority={priority!r}: only 0 is allowed; every call is done when it returns, so the queue is empty "
                 "and priority has no effect"
             )
-
-    def _agreed_path(self, method: str, fname: str | os.PathLike[str]) -> Path:
-        """Return the path given to a method of optimizer states, if all ranks have passed a valid one. Collective."""
-        self._check()
-        if self._factory is None:
-            raise ValueError(f"{method}() needs an optimizer: call set_optimizer() first")
-
-        def given() -> tuple[Path, Any]:
-            try:
-                return Path(fname), None
-            except TypeError:
-                message = f"{method}() needs the path of a file, a str or os.PathLike, not {fname!r}"
-                raise TypeError(message) from None
-
-        return agreed(self._communicator, given)
 
     def __repr__(self) -> str:
         return f"KVStore({self._type!r}), rank {self.rank} of {self.num_workers}, {len(self._catalogue)} keys"

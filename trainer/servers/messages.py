@@ -100,18 +100,6 @@ class QuorumLost(CollectiveError):
         super().__init__(message, rank=rank, operation=operation, ranks=ranks)
 
 
-def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:
-    """Return an error of a Communicator of two ranks, with its ranks 0 and 1 replaced by those in pair. rank: this rank."""
-    if isinstance(error, PeerLost):
-        reasons = {pair[lost]: reason for lost, reason in error.reasons.items()}
-        lost = [pair[lost] for lost in error.ranks]
-        return PeerLost(lost, rank=rank, operation=operation, has_left=error.has_left, reasons=reasons)
-    if isinstance(error, CollectiveTimeout):
-        awaited = [pair[awaited] for awaited in error.waiting_for]
-        return CollectiveTimeout(error.seconds, awaited, rank=rank, operation=operation)
-    return CollectiveError(f"ranks {pair[0]} and {pair[1]}: {error}", rank=rank, operation=operation)
-
-
 def text_of(error: BaseException) -> str:
     """Return the text of an error, or its class name if the text is empty, as for KeyboardInterrupt."""
     return str(error) or type(error).__name__
@@ -121,11 +109,11 @@ def to_record(error: BaseException) -> dict[str, Any]:
     """Return a record of an error, to be sent to other ranks as JSON."""
     record: dict[str, Any] = {"text": text_of(error)}
     if isinstance(error, QuorumLost):
-        return {**record, "lost": error.ranks, "quorum": error.quorum}
-    if isinstance(error, PeerLost):
-        return {**record, "lost": error.ranks, "has_left": error.has_left, "reasons": list(error.reasons.items())}
-    if isinstance(error, CollectiveTimeout):
-        return {**record, "awaited": error.waiting_for, "seconds": error.seconds}
+        record |= {"lost": error.ranks, "quorum": error.quorum}
+    elif isinstance(error, PeerLost):
+        record |= {"lost": error.ranks, "has_left": error.has_left, "reasons": list(error.reasons.items())}
+    elif isinstance(error, CollectiveTimeout):
+        record |= {"awaited": error.waiting_for, "seconds": error.seconds}
     return record
 
 
@@ -140,3 +128,13 @@ def from_record(record: dict[str, Any], rank: int, operation: str) -> Collective
     if "awaited" in record:
         return CollectiveTimeout(record["seconds"], record["awaited"], rank=rank, operation=operation)
     return CollectiveError(record["text"], rank=rank, operation=operation)
+
+
+def of_pair(error: CollectiveError, pair: tuple[int, int], rank: int, operation: str) -> CollectiveError:
+    """Return an error of a Communicator of two ranks, with its ranks 0 and 1 replaced by those in pair. rank: this rank."""
+    record = to_record(error)
+    for ranks in record.keys() & {"lost", "awaited"}:
+        record[ranks] = [pair[each] for each in record[ranks]]
+    if "reasons" in record:
+        record["reasons"] = [(pair[lost], reason) for lost, reason in record["reasons"]]
+    return from_record({**record, "text": f"ranks {pair[0]} and {pair[1]}: {error}"}, rank, operation)

@@ -202,9 +202,11 @@ class Sender:
         return tensors
 
 
-def weighted_sum(tensors: Sequence[tuple[Tensor | None, float]], dtype: torch.dtype) -> Tensor | None:
+def weighted_sum(
+    tensors: Sequence[tuple[Tensor | None, float]], dtype: torch.dtype, *, in_place: bool = False
+) -> Tensor | None:
     """Return the sum of tensors of one shape times their factors, in their order, as a tensor of dtype. A single dense tensor
-    with factor 1 is returned without a copy.
+    with factor 1 is returned without a copy. in_place: whether the sum may be computed in the memory of the first tensor.
 
     None counts as zeros; if all are None, the sum is None. It is sparse and coalesced if all others are sparse. Floating-point
     numbers are added in float32 or wider. For integers, all factors must be 1.
@@ -222,7 +224,7 @@ def weighted_sum(tensors: Sequence[tuple[Tensor | None, float]], dtype: torch.dt
     first = first.to_dense() if first.is_sparse else first
     if not others and factor == 1:
         return first.to(dtype)
-    total = first.to(wide, copy=True)
+    total = first.to(wide, copy=not in_place)
     if factor != 1:
         total.mul_(factor)
     for tensor, factor in others:

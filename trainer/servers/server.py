@@ -41,7 +41,7 @@ class Key:
 
 
 class Entry:
-    """Holds the tensors of one key, and updates them with the workers' pushes.
+    """Holds the tensors of one key, and updates them with the workers' pushes, whose memory it may use.
 
     The Aggregator decides which pushes make an update. A push of a worker whose earlier push waits for the next update is kept
     until then. optimizer: steps the tensors; without one, an update sets them to the pushed ones. users: the optimizer whose
@@ -200,7 +200,7 @@ class Entry:
     def _apply(self, shares: list[tuple[Pushed, float]]) -> None:
         self._newest = None
         totals = [
-            weighted_sum([(pushed[number], factor) for pushed, factor in shares], tensor.dtype)
+            weighted_sum([(pushed[number], factor) for pushed, factor in shares], tensor.dtype, in_place=True)
             for number, tensor in enumerate(self.tensors)
         ]
         if self._optimizer is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire.collectives import CollectiveError
 from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.packing import Sender
 from gradwire.trainer.servers.server import Key
@@ -78,7 +80,8 @@ class Worker:
     def refuse(self, reason: str) -> None:
         """Let all pulls of all workers raise CollectiveError."""
         for link in self._links.values():
-            link.request("refusal", {"refuse": reason})
+            with suppress(CollectiveError):  # without the server, the other workers fail too
+                link.request("refusal", {"refuse": reason})
 
     def counts(self) -> list[Counts]:
         """Return the Counts of all pushes so far, one for each server. All pushes of this worker have arrived then."""
