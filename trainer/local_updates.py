@@ -1,4 +1,4 @@
-"""LocalUpdates: a torch optimizer whose ranks step alone, and average their movements every so many steps."""
+"""LocalUpdates: a torch optimizer whose ranks step alone, and average their pseudo-gradients every so many steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class LocalReport:
 
     steps: the number of steps of the optimizer, including those before a checkpoint that was loaded.
     warmup_bytes_per_step: bytes of gradients, per step of the warm-up.
-    bytes_per_step: bytes of movements, per step after the warm-up.
+    bytes_per_step: bytes of pseudo-gradients, per step after the warm-up.
     inner_bytes_per_step: bytes of gradients to inner ranks, per step after the warm-up.
     bytes_sent: all bytes that this rank has sent since the optimizer was made.
-    bytes_saved: a ratio: the bytes of the movements without compression, divided by the bytes that this rank has sent for them.
+    bytes_saved: a ratio: the bytes of the pseudo-gradients without compression, divided by those that this rank has sent.
     wait_share: the time that this rank has waited for others, divided by the time since the optimizer was made.
     batch_per_rank: the batch size of this rank, as given to report(). global_batch: batch_per_rank times the number of ranks.
     """
@@ -61,10 +61,10 @@ class LocalUpdates(DistributedOptimizer):
     `every` steps.
 
     In the first `warmup_steps` steps, gradients are averaged, as by DistributedOptimizer. After that, only the ranks of the
-    same `inner` set exchange gradients. Once in `every` steps, all ranks average the movements of their parameters, that is,
-    the changes since the last exchange. The outer optimizer applies the average to the *common parameters*, a copy that is
-    equal on all ranks. With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023); with
-    outer=None the parameters are averaged. docs/guides/local-updates.md is the guide.
+    same `inner` set exchange gradients. Once in `every` steps, all ranks average their *pseudo-gradients*, that is, the
+    parameters at the last exchange minus the parameters now. The outer optimizer applies the average to the *common
+    parameters*, a copy that is equal on all ranks. With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is DiLoCo
+    (Douillard et al. 2023); with outer=None the parameters are averaged. docs/guides/local-updates.md is the guide.
 
     Replicas must start equal (broadcast_parameters before the first step). Right after an exchange, they are equal again,
     or with several fragments or a delay, nearly equal. Validate, and end training, when a multiple of `every` steps
@@ -72,20 +72,8 @@ class LocalUpdates(DistributedOptimizer):
     state. If the hashes differ, all ranks raise ReplicasDiffer.
 
     optimizer, named_parameters, process_set, backward_passes_per_step, bucket_bytes: as in DistributedOptimizer.
-    every: the number of steps from one exchange to the next.
-    outer: an optimizer of the same parameters, as a template: its class, settings and state are used. None averages the
-    parameters. With codec="chunktopk", None sums the movements, because few ranks send the same elements.
-    warmup_steps: the number of synchronous steps at the start.
-    warmup_codec: the compression of gradients in the warm-up, and among inner ranks.
-    codec, policy: the compression of movements, as compression= and policy= of DistributedOptimizer, for parameters of any
-    size. codec and warmup_codec do not take "auto". The error feedback of "chunktopk" takes the place of outer momentum
-    (SparseLoCo, 2025).
-    fragments: the number of parts of the parameters, which are exchanged in turn, each once in `every` steps.
-    delay: the number of steps that a rank takes while a fragment is exchanged.
-    alpha: the weight of a rank's own parameters after such a delay: alpha * own + (1 - alpha) * common parameters (Streaming
-    DiLoCo, Douillard et al. 2025).
-    inner: a process set that averages gradients in every step, such as the ranks of a host; the ranks of each host pass
-    their own process set.
+    every, outer, warmup_steps, policy, fragments, delay, alpha, inner: as in rules.LocalUpdates. codec: its `compression`.
+    warmup_codec: the compression of gradients in the warm-up, and among inner ranks. The codecs are not "auto".
 
     Every rank saves its own state_dict() and parameters. On the same number of ranks, training resumes bit for bit. On
     another number, every rank loads the state_dict() and parameters of any rank, and the residuals are redistributed as by

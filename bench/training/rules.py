@@ -90,7 +90,7 @@ A server makes an update of what all ranks have pushed (server), all but one (qu
 ahead), or any (asynchronous).
 loss: on text not trained on, with the parameters that ranks have, each a share of it; over first: over the first
 competitor's. reaches: the share of the first competitor's time, steps and bytes after which a loss as low as its last is seen.
-sent: by a rank, of gradients, movements or parameters, uncompressed ones as 2(p-1)/p of them."""
+sent: by a rank, of gradients, pseudo-gradients or parameters, uncompressed ones as 2(p-1)/p of them."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def test_loaded_weights_become_the_common_parameters(load: Callable[..., None]) 
 
 
 @on_ranks(2)
-def test_changes_that_differ_between_ranks_are_movements() -> None:
+def test_changes_that_differ_between_ranks_are_part_of_pseudo_gradients() -> None:
     """Clamp the parameters in place between all steps; the common parameters remain as they are."""
 
     def clamp(_: int, parameters: Sequence[Tensor], __: Sequence[Tensor]) -> None:
@@ -278,7 +278,7 @@ CODED: dict[str, dict[str, Any]] = {
 
 @in_world
 def sum_of_codes(team_of: str, *, inner: bool) -> None:
-    """Have each team move numbers of its own by 1, on all of its ranks: with outer=None, all get that movement as it is.
+    """Have each team move numbers of its own by 1, on all of its ranks: with outer=None, all move as far.
 
     inner: whether a team's ranks average their gradients.
     """
@@ -415,7 +415,7 @@ def test_what_one_rank_cannot_load_no_rank_loads(codec: str) -> None:
 
 @on_ranks(2)
 def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
-    """Count bytes: as many go out for all gradients of a step as for all movements every fourth step."""
+    """Count bytes: as many go out for all gradients of a step as for all pseudo-gradients every fourth step."""
     model = network().double()
     optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
     train(model, optimizer, range(WARMUP))

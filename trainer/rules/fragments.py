@@ -23,7 +23,7 @@ from gradwire.trainer.world.world import here
 
 class Fragment:
     """Holds the outer copies of some parameters, in float32 at least, so that small steps are not lost, and a copy of the outer
-    optimizer, which steps them. Its gradients are the movements, which the synchronous rule exchanges."""
+    optimizer, which steps them. Its gradients are the pseudo-gradients, which the synchronous rule exchanges."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], outer: torch.optim.Optimizer, setup: Setup
@@ -77,8 +77,8 @@ class Fragment:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Set the outer parameters' gradients, in the buckets, to the values at which this rank's movements began - parameter.
-        Frozen parameters have none."""
+        """Set the outer parameters' gradients, in the buckets, to this rank's pseudo-gradients: the values that the parameters
+        had, minus the parameters. Frozen parameters have none."""
         self._moving, self._loaded = self._loaded, {}
         for index, (parameter, outer) in enumerate(zip(self._parameters, self._outer, strict=True)):
             outer.requires_grad_(parameter.requires_grad)
@@ -92,7 +92,7 @@ class Fragment:
                 torch.sub(begin, parameter, out=outer.grad)
 
     def exchange(self, step: int) -> None:
-        """Step the outer parameters by all ranks' movements. Raises ReplicasDiffer if they then differ between ranks."""
+        """Step the outer parameters by all ranks' pseudo-gradients. Raises ReplicasDiffer if they then differ between ranks."""
         self._agree_on_loaded()
         self.rule.synchronize()
         self._optimizer.step()
@@ -103,7 +103,7 @@ class Fragment:
     @torch.no_grad()
     def _agree_on_loaded(self) -> None:
         """Set the outer parameters to values that all ranks have loaded alike since the last exchange. Changes that differ
-        between ranks, such as those of clamp_(), become part of the movements. Collective.
+        between ranks, such as those of clamp_(), become part of the pseudo-gradients. Collective.
 
         Raises RuntimeError on all ranks if the values were loaded during the exchange of this fragment, whose result has then
         been merged into them.
@@ -114,9 +114,9 @@ class Fragment:
         agreed = {index for index, _ in alike}
         if mixed := agreed & {index for theirs in everyones for index, _, late in theirs if late}:
             raise RuntimeError(
-                f"{here()}the parameter {self._names[min(mixed)]!r} was loaded while the movements of an earlier step were "
-                "exchanged, so it has been mixed with the common parameters of that step: after a load_state_dict() of the "
-                "model, call load_state_dict() of the optimizer, too"
+                f"{here()}the parameter {self._names[min(mixed)]!r} was loaded while the pseudo-gradients of an earlier "
+                "step were exchanged, so it has been mixed with the common parameters of that step: after a load_state_dict() "
+                "of the model, call load_state_dict() of the optimizer, too"
             )
         for index, (value, _) in self._moving.items():
             outer, begin = self._outer[index], self._merged(index)
@@ -140,7 +140,7 @@ class Fragment:
 
     def _merged(self, index: int) -> Tensor:
         """Return the outer parameter, less the rounding error with which merge() wrote it into the parameter. Movements are
-        measured from this value; the error would be taken for a movement otherwise."""
+        measured from this value; the error would become part of the pseudo-gradient otherwise."""
         parameter, outer = self._parameters[index], self._outer[index]
         if index in self._merged_late:
             return self._merged_late[index]
@@ -151,8 +151,8 @@ class Fragment:
         return [(parameter._version, parameter.data_ptr()) for parameter in self._parameters]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer parameters, the state of the outer optimizer and its exchange, and the values from which movements
-        are measured, where they are not those of the outer parameters."""
+        """Return the outer parameters, the state of the outer optimizer and its exchange, and the values from which the
+        parameters are subtracted, where they are not those of the outer parameters."""
         return {
             "outer": [outer.detach().clone() for outer in self._outer],
             "optimizer": self.rule.state_dict(),
@@ -192,19 +192,19 @@ def cut(parameters: Sequence[Tensor], fragments: int) -> list[slice]:
 
 
 def is_one_shot(encoding: Cast | Encoding) -> bool:
-    """Return whether a one-shot codec sends the movements, so that every rank adds all codes."""
+    """Return whether a one-shot codec sends the pseudo-gradients, so that every rank adds all codes."""
     return isinstance(encoding, Encoding) and isinstance(encoding.codec, Codec) and encoding.codec.one_shot
 
 
 def averaging_outer(
     parameters: Sequence[Tensor], encodings: Sequence[Cast | Encoding], among: Communicator, inner: Communicator | None
 ) -> torch.optim.Optimizer:
-    """Return the outer optimizer that averages parameters. encodings: of the movements of the parameters. Collective.
+    """Return the outer optimizer that averages parameters. encodings: of the pseudo-gradients of the parameters. Collective.
 
     The optimizer is SGD with rate 1, except for one-shot codecs. A one-shot code has few numbers, mostly at different places on
     every rank, so the mean over all ranks would be only a fraction of each number sent. With the number of different codes as
     the rate, the result is their sum. Each rank sends one code, or each host if its ranks sum inside. Ranks with the same
-    `inner` ranks have the same movements, and so the same code.
+    `inner` ranks have the same pseudo-gradients, and so the same code.
     """
     hosts = among.topology.hosts
     encoders = hosts if sums_inside(hosts) else [[rank] for host in hosts for rank in host]

@@ -1,9 +1,9 @@
-"""The rule of local updates: ranks step by themselves, and exchange their movements at intervals.
+"""The rule of local updates: ranks step by themselves, and exchange their pseudo-gradients at intervals.
 
-Each rank trains its own copy of the model. Every `every` steps, the ranks average the movements of their parameters since the
-last exchange. An outer optimizer applies the average, as if it were a gradient, to the outer parameters, which are equal on all
-ranks (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1, this averages the parameters (local SGD, Stich 2018). The
-synchronous rule exchanges the movements like gradients, with its buckets, codecs and checkpoints.
+Each rank trains its own copy of the model. Every `every` steps, the ranks average their pseudo-gradients: the parameters at the
+last exchange minus the parameters now. An outer optimizer applies the average, as if it were a gradient, to the outer parameters,
+which are equal on all ranks (DiLoCo, Douillard et al. 2023). With an outer SGD of rate 1, this averages the parameters (local
+SGD, Stich 2018). The synchronous rule exchanges the pseudo-gradients like gradients, with its buckets, codecs and checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +21,17 @@ from torch import Tensor
 from gradwire.collectives import CollectiveError, Communicator, Work
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.checkpoint import agree, need, need_whole, on_all_ranks, without
+from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.reducer.arguments import Average
-from gradwire.trainer.reducer.compression import Policy
+from gradwire.trainer.reducer.compression import Compression, Compressor, Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
-from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut
+from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut, is_one_shot
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
+from gradwire.trainer.world.process_sets import ProcessSetLike
+from gradwire.trainer.world.world import current_world, names_rank
 
 _log = logging.getLogger("gradwire")
 
@@ -37,25 +40,84 @@ KEY = "gradwire_local"
 
 
 @dataclass(frozen=True)
-class Locality:
-    """The settings of local updates, from the arguments of LocalUpdates. outer: None averages the parameters. policy: selects
-    the encodings of movements. inner: the Communicator of the ranks that average their gradients in every step. owns_inner:
-    whether nothing else uses `inner`, so that close() closes it."""
+class LocalUpdates:
+    """The rule of local updates: every rank steps alone, and the ranks exchange the changes of their parameters once in `every`
+    steps. docs/guides/local-updates.md is the guide; hvd.LocalUpdates is an optimizer with this rule and a report of its costs.
+
+    The compression= and policy= of the optimizer are for the gradients of the warm-up, and among inner ranks. op= must be
+    Average. Between exchanges the ranks have different parameters, for which check_replicas_every= raises ReplicasDiffer.
+
+    every: the number of steps from one exchange to the next.
+    outer: an optimizer of the same parameters, as a template: its class, settings and state are used. None averages the
+    parameters. With compression="chunktopk", None sums the pseudo-gradients, because few ranks send the same elements.
+    warmup_steps: the number of synchronous steps at the start.
+    compression, policy: the compression of pseudo-gradients, as compression= and policy= of DistributedOptimizer, for
+    parameters of any size; not "auto". The error feedback of "chunktopk" takes the place of outer momentum (SparseLoCo, 2025).
+    fragments: the number of parts of the parameters, which are exchanged in turn, each once in `every` steps.
+    delay: the number of steps that a rank takes while a fragment is exchanged.
+    alpha: the weight of a rank's own parameters after such a delay: alpha * own + (1 - alpha) * common parameters.
+    inner: a process set that averages gradients in every step, such as the ranks of a host; the ranks of each host pass
+    their own process set.
+
+    Raises ValueError or TypeError for invalid arguments; the optimizer does so for those that do not fit its parameters.
+    """
 
     every: int
-    outer: torch.optim.Optimizer | None
-    warmup_steps: int
-    policy: Policy
-    fragments: int
-    delay: int
-    alpha: float
-    inner: Communicator | None
-    owns_inner: bool
+    outer: torch.optim.Optimizer | None = None
+    warmup_steps: int = 0
+    compression: Compressor = Compression.none
+    policy: Mapping[str, Compressor] | None = None
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.5
+    inner: ProcessSetLike = None
+
+    @names_rank
+    def __post_init__(self) -> None:
+        for name in ("every", "warmup_steps", "fragments", "delay"):
+            value, least = getattr(self, name), 1 if name in ("every", "fragments") else 0
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number >= {least}, not {value!r}")
+        if self.fragments > self.every:
+            raise ValueError(f"fragments={self.fragments} must be at most every={self.every}")
+        if self.delay >= self.every // self.fragments:
+            raise ValueError(
+                f"delay={self.delay} must be less than every // fragments = {self.every // self.fragments}: one fragment "
+                "is in flight at a time"
+            )
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha must be at least 0 and less than 1, not {self.alpha!r}")
+        if not isinstance(self.outer, torch.optim.Optimizer | None):
+            raise TypeError(f"outer must be a torch.optim.Optimizer or None, not {type(self.outer).__name__}")
+        if self.outer is None:
+            _check_averaging(self.policy_of_pseudo_gradients)
+
+    def __call__(self, setup: Setup) -> LocalSteps:
+        parameters = tensors_of(setup.optimizer.param_groups)
+        if self.fragments > len(parameters):
+            raise ValueError(f"fragments={self.fragments} must be at most the number of parameters, {len(parameters)}")
+        if self.outer is not None and set(tensors_of(self.outer.param_groups)) != set(parameters):
+            raise ValueError("outer must be an optimizer of the same parameters as optimizer")
+        inner = self.inner
+        if not isinstance(inner, Communicator | None):
+            inner = current_world().open_communicator(inner, tensors=parameters)
+        try:
+            return LocalSteps(setup, self, inner)
+        except BaseException:
+            if inner is not None and inner is not self.inner:
+                inner.close()
+            raise
+
+    @property
+    def policy_of_pseudo_gradients(self) -> Policy:
+        """Return the policy of pseudo-gradients, in which compression= applies to parameters of any size."""
+        by_pattern = dict(self.policy or {})
+        return Policy(Compression.none, by_pattern if "*" in by_pattern else {**by_pattern, "*": self.compression})
 
     @property
     def described(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks, as text by the names of the arguments."""
-        codec, policy = self.policy.described
+        codec, policy = self.policy_of_pseudo_gradients.described
         groups = [] if self.outer is None else self.outer.param_groups
         settings = [{name: group[name] for name in group if name != "params"} for group in groups]
         return {
@@ -68,7 +130,7 @@ class Locality:
 
 
 class LocalSteps(Rule):
-    """Averages gradients during the warm-up (and among inner ranks after it), and movements from then on.
+    """Averages gradients during the warm-up (and among inner ranks after it), and pseudo-gradients from then on.
 
     step: the number of steps of the optimizer, including those before a checkpoint. warmup_taken, alone_taken: the number of
     steps since this object was made, in the warm-up and after it.
@@ -76,15 +138,16 @@ class LocalSteps(Rule):
 
     shares_state = False
 
-    def __init__(self, setup: Setup, locality: Locality) -> None:
+    def __init__(self, setup: Setup, settings: LocalUpdates, inner: Communicator | None) -> None:
+        """inner: the Communicator of settings.inner."""
         super().__init__(setup)
         if setup.op != Average:
             raise ValueError(f"LocalUpdates averages, and does not support op={setup.op!r}")
-        self._locality = locality
-        inner = locality.inner
+        self._settings = settings
+        self._policy = settings.policy_of_pseudo_gradients
         self.can_move = inner is None
         self._outer = replace(
-            setup, predivide=1.0, policy=locality.policy, passes=Passes(1), traffic=Traffic(setup.communicator)
+            setup, predivide=1.0, policy=self._policy, passes=Passes(1), traffic=Traffic(setup.communicator)
         )
         self._inner = None if inner is None else replace(setup, communicator=inner, traffic=Traffic(inner))
         self._names: list[str] = []
@@ -93,7 +156,7 @@ class LocalSteps(Rule):
         self._fragments: list[Fragment] = []
         self._pending: tuple[int, int] | None = None  # (fragment that is exchanged, step after which it is merged)
         self._done: Work | None = None  # the exchange of that fragment, until it has been waited for
-        self._thread = DaemonThread("gradwire-local") if locality.delay else None
+        self._thread = DaemonThread("gradwire-local") if settings.delay else None
         self._waited_s = 0.0
         self._looks = True  # whether to look for parameters that something else than a step has changed
         self._has_common = False  # whether the outer parameters are equal on all ranks
@@ -101,12 +164,12 @@ class LocalSteps(Rule):
 
     @property
     def wait_s(self) -> float:
-        rules = [fragment.rule for fragment in self._fragments if not self._locality.delay]
+        rules = [fragment.rule for fragment in self._fragments if not self._settings.delay]
         return self._waited_s + sum(rule.wait_s for rule in (*rules, *filter(None, [self._averaging])))
 
     @property
     def sent(self) -> tuple[ExchangeStats, ExchangeStats, ExchangeStats]:
-        """Return the counts of bytes that this rank has sent so far: of gradients in the warm-up, of movements, and of
+        """Return the counts of bytes that this rank has sent so far: of gradients in the warm-up, of pseudo-gradients, and of
         gradients to inner ranks."""
         inner = ExchangeStats() if self._inner is None else self._inner.traffic.stats
         return self.setup.traffic.stats, self._outer.traffic.stats, inner
@@ -127,8 +190,8 @@ class LocalSteps(Rule):
         self._parameters += parameters
 
     def start(self) -> None:
-        self._locality.policy.checked(self._names)
-        check_settings(self.communicator, "LocalUpdates", self._locality.described)
+        self._policy.checked(self._names)
+        check_settings(self.communicator, "LocalUpdates", self._settings.described)
         self._enter(0)
 
     def synchronize(self) -> None:
@@ -155,9 +218,9 @@ class LocalSteps(Rule):
         self.step += 1
         if self._averaging is not None:
             self._averaging.after_step()
-        if self.step <= self._locality.warmup_steps:
+        if self.step <= self._settings.warmup_steps:
             self.warmup_taken += 1
-            if self.step == self._locality.warmup_steps:
+            if self.step == self._settings.warmup_steps:
                 self._enter(self.step)
             return
         self.alone_taken += 1
@@ -178,8 +241,8 @@ class LocalSteps(Rule):
 
     def _is_due(self, number: int) -> bool:
         """Return whether a fragment is exchanged after this step: fragments take turns, evenly spread over `every`."""
-        every, fragments = self._locality.every, self._locality.fragments
-        return (self.step - self._locality.warmup_steps - (number + 1) * every // fragments) % every == 0
+        every, fragments = self._settings.every, self._settings.fragments
+        return (self.step - self._settings.warmup_steps - (number + 1) * every // fragments) % every == 0
 
     def _exchange(self, number: int) -> None:
         """Exchange a fragment: at once, or with a delay in the background."""
@@ -194,13 +257,13 @@ class LocalSteps(Rule):
             work = Work(rank, f"exchange of fragment {number}", lambda: fragment.exchange(step))
             self._thread.submit(work.run)
             self._done = work
-            self._pending = number, step + self._locality.delay
+            self._pending = number, step + self._settings.delay
 
     def _merge(self, number: int) -> None:
         """Wait for the fragment that is being exchanged, and merge it into the parameters."""
         self._settle()
         self._pending = None
-        self._fragments[number].merge(self._locality.alpha)
+        self._fragments[number].merge(self._settings.alpha)
 
     def _settle(self) -> None:
         """Wait until the exchange of a fragment that is running is done."""
@@ -221,17 +284,18 @@ class LocalSteps(Rule):
         self._waited_s = self.wait_s  # includes the waits of the rules that end here
         self._close_rules()
         self._averaging, self._fragments = None, []
-        locality = self._locality
-        if step < locality.warmup_steps:
+        settings = self._settings
+        if step < settings.warmup_steps:
             self._averaging = self._averaged(self.setup)
             return
         if self._inner is not None:
             self._averaging = self._averaged(self._inner)
-        outer = locality.outer
+        outer = settings.outer
         if outer is None:
-            encodings = list(map(locality.policy.encoding, self._names, self._parameters))
-            outer = averaging_outer(self._parameters, encodings, self.communicator, locality.inner)
-        parts = cut(self._parameters, locality.fragments)
+            encodings = list(map(self._policy.encoding, self._names, self._parameters))
+            inner = None if self._inner is None else self._inner.communicator
+            outer = averaging_outer(self._parameters, encodings, self.communicator, inner)
+        parts = cut(self._parameters, settings.fragments)
         self._fragments = [Fragment(self._names[part], self._parameters[part], outer, self._outer) for part in parts]
 
     def _averaged(self, setup: Setup) -> Synchronous:
@@ -254,8 +318,8 @@ class LocalSteps(Rule):
             self._close_rules()
             if self._thread is not None:
                 self._thread.close()
-            if self._locality.inner is not None and self._locality.owns_inner:
-                self._locality.inner.close()
+            if self._inner is not None and self._inner.communicator is not self._settings.inner:
+                self._inner.communicator.close()
 
     # Checkpoints
 
@@ -285,14 +349,14 @@ class LocalSteps(Rule):
 
     def _read(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check a state, and return what is equal in all states of one checkpoint."""
-        part, warmup_steps = state_dict[KEY], self._locality.warmup_steps
+        part, warmup_steps = state_dict[KEY], self._settings.warmup_steps
         step, pending, fragments = part["step"], part["pending"], part["fragments"]
         need_whole("step", step, 0)
-        mine = cut(self._parameters, self._locality.fragments) if step >= warmup_steps else []
+        mine = cut(self._parameters, self._settings.fragments) if step >= warmup_steps else []
         if len(fragments) != len(mine):
             raise ValueError(
                 f"saved with {len(fragments)} fragments after step {step}, which is not what "
-                f"warmup_steps={warmup_steps} and fragments={self._locality.fragments} make"
+                f"warmup_steps={warmup_steps} and fragments={self._settings.fragments} make"
             )
         for saved, span in zip(fragments, mine, strict=True):
             shapes = [list(outer.shape) for outer in saved["outer"]], [list(p.shape) for p in self._parameters[span]]
@@ -318,7 +382,7 @@ class LocalSteps(Rule):
                 self.setup.optimizer.load_state_dict(without(state_dict, KEY))
 
         self._on_all(load)
-        keep_rates = self._locality.outer is None
+        keep_rates = self._settings.outer is None
         for number, fragment in enumerate(self._fragments if part["fragments"] is not None else ()):
             mine, *others = [each[KEY]["fragments"][number] for each in (state_dict, *also)]
             self._on_all(functools.partial(fragment.load_state_dict, mine, others, keep_rates=keep_rates))
@@ -326,3 +390,14 @@ class LocalSteps(Rule):
         if part["pending"] is not None:
             number, merge_at = part["pending"]
             self._pending = number, merge_at
+
+
+def _check_averaging(policy: Policy) -> None:
+    """Raise ValueError if pseudo-gradients would first be averaged over all ranks, and later over those that send a number."""
+    for encoding in policy.encodings:
+        if is_one_shot(encoding) and encoding.warmup_steps:
+            raise ValueError(
+                f"ErrorFeedback({encoding.codec.name!r}, warmup_steps={encoding.warmup_steps}) does not support "
+                "outer=None: pseudo-gradients with this codec are summed, but those of its warm-up, which are uncompressed, "
+                "would have to be averaged. Use a warm-up in which gradients are averaged: LocalUpdates(warmup_steps=...)"
+            )
