@@ -22,7 +22,6 @@ from gradwire.collectives import CollectiveError, Communicator, Work
 from gradwire.collectives.daemon import DaemonThread
 from gradwire.trainer.checkpoint import agree, need, need_whole, on_all_ranks, without
 from gradwire.trainer.optimizers.wrapped import tensors_of
-from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
@@ -115,18 +114,16 @@ class LocalUpdates:
         return Policy(Compression.none, by_pattern if "*" in by_pattern else {**by_pattern, "*": self.compression})
 
     @property
-    def described(self) -> dict[str, str]:
-        """Return the settings that must be equal on all ranks, as text by the names of the arguments."""
+    def described(self) -> str:
+        """Return the rule and its settings as text, which must be equal on all ranks."""
         codec, policy = self.policy_of_pseudo_gradients.described
         groups = [] if self.outer is None else self.outer.param_groups
         settings = [{name: group[name] for name in group if name != "params"} for group in groups]
-        return {
-            **{name: str(getattr(self, name)) for name in ("every", "warmup_steps", "fragments", "delay", "alpha")},
-            "codec": codec,
-            "policy": policy,
-            "outer": "none" if self.outer is None else f"{type(self.outer).__name__} {settings}",
-            "inner": "none" if self.inner is None else "a process set",
-        }
+        outer = "none" if self.outer is None else f"{type(self.outer).__name__} {settings}"
+        numbers = {name: getattr(self, name) for name in ("every", "warmup_steps", "fragments", "delay", "alpha")}
+        inner = "none" if self.inner is None else "a process set"
+        given = {**numbers, "compression": codec, "policy": policy, "outer": outer, "inner": inner}
+        return f"LocalUpdates({', '.join(f'{name}={value}' for name, value in given.items())})"
 
 
 class LocalSteps(Rule):
@@ -191,7 +188,6 @@ class LocalSteps(Rule):
 
     def start(self) -> None:
         self._policy.checked(self._names)
-        check_settings(self.communicator, "LocalUpdates", self._settings.described)
         self._enter(0)
 
     def synchronize(self) -> None:
