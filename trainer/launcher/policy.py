@@ -35,7 +35,8 @@ class _Happened:
     leave. waits_since: when the workers for the next generation turned out to be too few. arrived_since: since when workers are
     ready that are not ranks. failed: the workers that are lost. is_struck: whether a signal or the loss of a host has ended a
     rank, so that the other ranks may have failed as a consequence. has_trained: whether training has continued in the
-    generation. reasons: why workers left. news: the changes, in words for the user."""
+    generation. reasons: why workers left. news: the changes, in words for the user.
+    """
 
     departed: set[int] = field(default_factory=set)
     blamed_since: dict[int, float] = field(default_factory=dict)

@@ -235,7 +235,8 @@ class Worker:
     number: that of the worker. generation: the present or last generation of this process. losses: the lost ranks of that
     generation. Both are None before the first generation. is_late: whether the job had begun without this process. The process
     is then alone in a world of one while it builds its model, so that no other rank waits for that. When it is ready, it calls
-    take_place() again."""
+    take_place() again.
+    """
 
     def __init__(self, environment: MutableMapping[str, str], timeout_s: float) -> None:
         """environment: that of the process, which take_place() changes. Raises as generations_of."""

@@ -87,7 +87,8 @@ def init(
     Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
     RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if the ranks do not find each
     other in time; in an elastic job, TimeoutError if the launcher begins no world with this process in time, and RuntimeError
-    if the job has ended."""
+    if the job has ended.
+    """
     if _holder.world is not None:
         if not _holder.world.is_of_this_process:
             raise RuntimeError(
