@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwire as hvd
 from gradwire.collectives.compression.powersgd import PowerSGD
+from tests.harness import Worlds
 from tests.ranks.training import (
     STEPS,
     Data,
@@ -28,6 +29,7 @@ from tests.ranks.training import (
     assert_same_on_all_ranks,
     batch,
     copies,
+    in_world,
     loss_of,
     on_ranks,
     share,
@@ -435,3 +437,44 @@ def test_a_feature_by_every_rule(name: str) -> None:
         whole = whole or state
         if rule in SAME_GRADIENTS and (rule != "sharded" or feature.exact):
             assert_equal(state, whole[: len(state)])
+
+
+def optimizer_by(rule: str, model: nn.Module) -> hvd.DistributedOptimizer:
+    return hvd.DistributedOptimizer(
+        nesterov(model), model.named_parameters(), bucket_bytes=12_000, **RULES[rule](model)
+    )
+
+
+@in_world
+def begun() -> dict[str, Any]:
+    """Return what this rank saves after three steps, by rule."""
+    states = {}
+    for rule in RULES:
+        optimizer = optimizer_by(rule, model := used_wholly())
+        take_steps(model, optimizer, share if rule in SAME_GRADIENTS else batch, range(3))
+        states[rule] = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        optimizer.close()
+    return states
+
+
+@in_world
+def gone_on(saved: list[dict[str, Any]]) -> None:
+    alone = used_wholly()
+    take_steps(alone, nesterov(alone), batch, range(6))
+    for rule in RULES:
+        optimizer = optimizer_by(rule, model := used_wholly())
+        mine, *also = [each[rule] for each in saved[hvd.rank() :: hvd.size()]]
+        model.load_state_dict(mine["model"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the number of ranks
+            optimizer.load_state_dict(
+                mine["optimizer"], also=[each["optimizer"] for each in also] if rule in ("sharded", "local") else []
+            )
+        take_steps(model, optimizer, share if rule in SAME_GRADIENTS else batch, range(3, 6))
+        optimizer.close()
+        assert_same_on_all_ranks(model.parameters())
+        assert_close(model.parameters(), alone.parameters(), rtol=1e-4, atol=1e-5, msg=rule)
+
+
+def test_training_goes_on_on_another_number_of_ranks(ranks: Worlds) -> None:
+    ranks(2).run(gone_on, ranks(3).run(begun))

@@ -387,34 +387,24 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(norm_type: float) -> N
 
 
 @on_ranks(2)
-def test_what_would_go_wrong_silently_is_an_error() -> None:
+def test_a_gradient_is_whole_in_the_shares_of_all_ranks() -> None:
+    """What may not be done with a share of a gradient stands in test_rules_table.py; training goes on after a refusal."""
     with exchanged_by("ring") as communicator:
         model = Network()
         optimizer = wrapped(model, communicator, "adam", shard=True, compression="none")
         train(model, optimizer, range(1))
-        loss_of_next = partial(loss_of, model, 1, hvd.rank())
-        with pytest.raises(RuntimeError, match=r"that of an earlier exchange.*zero_grad"):
-            loss_of_next().backward()
-        hvd.barrier()
         optimizer.zero_grad()
-        loss_of_next().backward()
+        loss_of(model, 1, hvd.rank()).backward()
         shares = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         owned = [torch.stack(hvd.allgather_object(share)) for share in shares]
         assert all(((each != 0).sum(0) <= 1).all() for each in owned), "each element is one rank's, and zero elsewhere"
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(RuntimeError, match=r"rank \d.*has been changed since backward.*clip_grad_norm_"):
-            optimizer.step()
-        optimizer.zero_grad()
-        loss_of_next().backward()
         model.one.grad = torch.ones(())
-        with pytest.raises(RuntimeError, match=r"'one' has been changed since backward"):
+        with pytest.raises(RuntimeError, match=r"'one' .*changed since backward"):
             optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(ValueError, match=r"rules\.Sharded does not support step\(closure\)"):
-            optimizer.step(lambda: 0.0)
         with pytest.raises(ValueError, match="every rank has its own state"):
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         train(model, optimizer, range(1, 3))
+        assert_same_on_all_ranks(model.parameters())
         optimizer.close()
 
 
