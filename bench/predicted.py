@@ -22,12 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import gradwire as hvd
 from gradwire.bench.options import count_from, picture, size
 from gradwire.bench.results import software_and_machine, write_json
-from gradwire.bench.timing import Protocol, Timer, take_turns
+from gradwire.bench.timing import Protocol, Timer, slowest_rank, take_turns
 from gradwire.collectives import Communicator
 from gradwire.collectives.notation import format_size
 from gradwire.collectives.plan.cost import Costs
@@ -39,6 +38,7 @@ from gradwire.collectives.timed_calls import spend_bursts
 #: get three times as many turns, since wake-ups make their times vary most.
 _TURN_S, _MOST_CALLS, _SHORT_S = 0.01, 32, 0.001
 
+CPU = torch.device("cpu")
 Case = tuple[str, str]
 """An algorithm and a codec."""
 
@@ -146,9 +146,7 @@ def _call(comm: Communicator, tensor: torch.Tensor, case: Case) -> Callable[[], 
 def _in_turns(calls: Mapping[Case, Callable[[], object]], timer: Timer, turns: int) -> dict[Case, float]:
     """Return the seconds of each call: of the slowest rank, the median over turns. Collective."""
     seconds, _ = take_turns(list(calls.values()), timer, Protocol(turns, warmup_iters=1, check_iters=0))
-    medians = torch.from_numpy(np.median(seconds, axis=1))
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    return dict(zip(calls, medians.tolist(), strict=True))
+    return dict(zip(calls, slowest_rank(np.median(seconds, axis=1), CPU).tolist(), strict=True))
 
 
 def _codec(calls: Mapping[Case, Callable[[], object]], timer: Timer, predicted: Mapping[str, float]) -> str:
@@ -159,9 +157,7 @@ def _codec(calls: Mapping[Case, Callable[[], object]], timer: Timer, predicted: 
     while not trial.settled:
         medians = trial.note(timer(calls["auto", trial.choice]))
         if medians is not None:
-            slowest = torch.tensor(medians, dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            trial.judge(slowest.tolist())
+            trial.judge(slowest_rank(np.array(medians), CPU).tolist())
     return trial.choice
 
 
@@ -273,7 +269,7 @@ def main(arguments: Sequence[str]) -> int:
         costs = comm.tune()
         tuned_s = time.perf_counter() - began
         costs = comm.measure_codecs(CODECS)
-        meta: dict[str, Any] = {**software_and_machine(torch.device("cpu")), "tuned_s": tuned_s}
+        meta: dict[str, Any] = {**software_and_machine(CPU), "tuned_s": tuned_s}
         meta |= {"title": title(comm, meta), "costs": json.loads(costs.to_json())}
         is_first = comm.rank == 0
         measured = comm.measured

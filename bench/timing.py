@@ -119,7 +119,7 @@ def step_seconds(
 
 
 def every_rank(seconds: Times, device: torch.device) -> Times:
-    """Return, on every rank, the times of all ranks: the shape of `seconds`, preceded by the number of ranks."""
+    """Return, on every rank, the times (or counts) of all ranks: the shape of `seconds`, preceded by the number of ranks."""
     mine = torch.from_numpy(seconds).to(device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
@@ -131,14 +131,6 @@ def most_bytes(sent: int | None, device: torch.device) -> int | None:
     """Return, on every rank, the bytes of the rank that sends most; None if no rank knows its bytes."""
     most = int(slowest_rank(np.array([-1.0 if sent is None else sent]), device)[0])
     return most if most >= 0 else None
-
-
-def over_ranks(counts: npt.NDArray[np.int64], device: torch.device) -> npt.NDArray[np.int64]:
-    """Return, on every rank, the elementwise sum over the ranks. May overwrite `counts`."""
-    tensor = torch.from_numpy(counts).to(device)
-    dist.all_reduce(tensor)
-    total: npt.NDArray[np.int64] = tensor.cpu().numpy()
-    return total
 
 
 def median_and_p99(seconds: Times) -> tuple[float, float]:

@@ -39,7 +39,6 @@ from gradwire.bench.timing import (
     every_rank,
     meeting,
     most_bytes,
-    over_ranks,
     take_turns,
 )
 from gradwire.collectives import Communicator
@@ -156,9 +155,9 @@ def measure(
         check = partial(compressed.differing if codecs else count_wrong, buffers.output, *expected)
         competitors = [make(*entrant) for entrant in entrants]
         seconds, wrong = take_turns(competitors, timer, protocol, buffers.reset, check)
-        everyones, wrong_anywhere = every_rank(seconds, device), over_ranks(np.array(wrong), device)
+        everyones, wrong_anywhere = (every_rank(each, device) for each in (seconds, np.array(wrong, np.float64)))
         for index, (fields, (algorithm, label)) in enumerate(zip(known, entrants, strict=True)):
-            fields["wrong"] = int(wrong_anywhere[index]) if protocol.check_iters > 0 else None
+            fields["wrong"] = int(wrong_anywhere[:, index].sum()) if protocol.check_iters > 0 else None
             if label in codecs:
                 fields |= compressed.parts(comm, job, buffers, *codecs[label], protocol, timer)
             measured.append(measured_row(case, job, algorithm, everyones[:, index], **fields))

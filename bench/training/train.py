@@ -106,9 +106,9 @@ class Run:
         torch.save(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
         hvd.barrier()
-        for older in self.folder.glob("checkpoint.*"):
-            if f".step{step}." not in older.name:
-                older.unlink(missing_ok=True)
+        for other in self.folder.glob("checkpoint.*"):
+            if not other.match(f"checkpoint.step{step}.rank*of{hvd.size()}.pt"):
+                other.unlink(missing_ok=True)
         hvd.barrier()
 
     def resume(self) -> None:
@@ -118,17 +118,18 @@ class Run:
         of another rank's.
         """
         rank, size = hvd.rank(), hvd.size()
-        mine: dict[int, list[Path]] = {}
+        mine: dict[tuple[int, int], list[Path]] = {}
         for path in self.folder.glob("checkpoint.*.pt"):
             step, saved = (int(found) for found in re.findall(r"\.step(\d+)\.rank\d+of(\d+)\.", path.name)[0])
             files = [self._file(step, other, saved) for other in (rank % saved, *range(size + rank, saved, size))]
             if all(map(Path.exists, files)):
-                mine[step] = files
-        steps = set.intersection(*map(set, hvd.allgather_object(list(mine))))
-        if not steps:
+                mine[step, saved] = files
+        everywhere = set.intersection(*map(set, hvd.allgather_object(list(mine))))
+        if not everywhere:
             return
-        self.training.steps = self._resumed_at = max(steps)
-        state, *others = (torch.load(path, weights_only=True) for path in mine[self.training.steps])
+        newest = max(everywhere)  # the step, and the number of ranks that saved it
+        self.training.steps = self._resumed_at = newest[0]
+        state, *others = (torch.load(path, weights_only=True) for path in mine[newest])
         if state["modules"].keys() != self.trainees.keys():
             raise ValueError(f"the checkpoint in {self.folder} has {list(state['modules'])}, not {list(self.trainees)}")
         self.training.elapsed_s = state["elapsed_s"]
