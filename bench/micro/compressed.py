@@ -70,7 +70,8 @@ class StandIn(Codec):
         return self.real.alignment
 
     def at(self, step: int) -> Codec:
-        return StandIn(self.real.at(step), self._clock)
+        real = self.real.at(step)
+        return self if real is self.real else StandIn(real, self._clock)
 
     def wire_bytes(self, numel: int) -> int:
         return self.real.wire_bytes(numel)
