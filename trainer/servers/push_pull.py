@@ -64,8 +64,12 @@ class PushPull:
             worker.push(key, pushed, weight=weight, pulls=True, deadline=deadline)
         for place, (key, numbers) in enumerate(self._parts):
             self.versions[place], newest = worker.pull(key, deadline=deadline)
-            with torch.no_grad():
-                torch._foreach_copy_([self._parameters[number] for number in numbers], newest)
+            self._copy([self._parameters[number] for number in numbers], newest)
+
+    @torch.no_grad()
+    def _copy(self, parameters: Sequence[Tensor], newest: Sequence[Tensor]) -> None:
+        for parameter, value in zip(parameters, newest, strict=True):
+            parameter.copy_(value)
 
     def counts(self) -> list[Counts]:
         """Return the Counts of all contributions so far, one for each server. Raises RuntimeError on the ranks of a group for
@@ -139,8 +143,7 @@ class GroupPushPull(PushPull):
         for buffer in self._buffers:
             self._group.broadcast(buffer, 0)
         if self._worker is None:
-            with torch.no_grad():
-                torch._foreach_copy_(self._parameters, self._flat.views(self._buffers))
+            self._copy(self._parameters, self._flat.views(self._buffers))
 
     def _average(
         self, mine: Sequence[Tensor | None], forms: Sequence[Forms], rows: Sequence[list[int]], share: float
