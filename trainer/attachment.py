@@ -16,6 +16,7 @@ from gradwire.collectives import CollectiveError, Communicator
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.reducer.setup import Passes, Setup
+from gradwire.trainer.reducer.traffic import Traffic
 from gradwire.trainer.reports.metrics import Reports, WantedReports
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.sharded import Sharded
@@ -54,8 +55,8 @@ class Attachment:
     shutdown() use it.
 
     optimizer: the wrapped optimizer. process_set: that of the DistributedOptimizer. make_rule: makes the rule from its Setup.
-    setup_on: makes the Setup for a Communicator. passes: counts calls of backward(). names: the user's names of parameters.
-    reported: the wanted reports.
+    make_setup: makes the Setup for a Communicator and the count of its bytes. passes: counts calls of backward(). names: the
+    user's names of parameters. reported: the wanted reports.
 
     communicator: the Communicator of the ranks; it belongs to this optimizer alone. rule: the rule. parameters: those of the
     param groups, as the rule knows them. called: their names. was_synchronized: whether the user has called synchronize() since
@@ -70,7 +71,7 @@ class Attachment:
         optimizer: torch.optim.Optimizer,
         process_set: ProcessSetLike,
         make_rule: Callable[[Setup], Rule],
-        setup_on: Callable[[Communicator], Setup],
+        make_setup: Callable[..., Setup],
         passes: Passes,
         names: Mapping[Tensor, str],
         reported: WantedReports,
@@ -80,7 +81,7 @@ class Attachment:
         self.parameters: list[Tensor] = []
         self.called: dict[Tensor, str] = {}
         self.was_synchronized = False
-        self._process_set, self._make_rule, self._setup_on = process_set, make_rule, setup_on
+        self._process_set, self._make_rule, self._make_setup = process_set, make_rule, make_setup
         self._passes, self._names, self._reported = passes, names, reported
         self._attach(described_passes=str(passes.per_step))
 
@@ -94,7 +95,7 @@ class Attachment:
         else:
             self.communicator = current_world().open_communicator(process_set, tensors=parameters)
         record_in_timelines(self.communicator)
-        setup = self._setup_on(self.communicator)
+        setup = self._make_setup(self.communicator, traffic=Traffic(self.communicator))
         self.rule = Rule(setup)  # a rule without communication, until the real one is made
         self.parameters, self.called = [], {}
         check_every = self._reported.check_replicas_every

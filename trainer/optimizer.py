@@ -6,6 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from gradwire.trainer.reducer.arguments import (
 )
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, wanted
 from gradwire.trainer.reducer.setup import Passes, Setup
-from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
+from gradwire.trainer.reducer.traffic import ExchangeStats
 from gradwire.trainer.reports.metrics import StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers
 from gradwire.trainer.rules.adasum import Adasum as AdasumRule
@@ -159,31 +160,25 @@ class DistributedOptimizer(WrappingOptimizer):
         given = None if named_parameters is None else names.values()
         checked = Policy(wanted(compression, allow), policy).checked(given)
         numbers = check_groups(num_groups, groups, parameters)
-        # Kept in attach_again(), since detach() clears the state that some optimizers begin with.
-        tried: set[Tensor] = set()
-
         self.optimizer = optimizer
         share_hooks(self, optimizer)  # because the wrapped optimizer runs them, each once
         self._passes = passes = Passes(backward_passes_per_step)
         self._skips = False
 
-        def setup_on(communicator: Communicator) -> Setup:
-            return Setup(
-                communicator,
-                op,
-                gradient_predivide_factor,
-                traffic=Traffic(communicator),
-                optimizer=optimizer,
-                policy=checked,
-                bucket_bytes=bucket_bytes,
-                passes=passes,
-                groups=numbers,
-                sparse_as_dense=sparse_as_dense,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                tried=tried,
-            )
-
-        self.attachment = Attachment(optimizer, process_set, make_rule, setup_on, passes, names, reported)
+        make_setup = partial(
+            Setup,
+            op=op,
+            predivide=gradient_predivide_factor,
+            optimizer=optimizer,
+            policy=checked,
+            bucket_bytes=bucket_bytes,
+            passes=passes,
+            groups=numbers,
+            sparse_as_dense=sparse_as_dense,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            tried=set(),  # for all worlds, since detach() clears the state that some optimizers begin with
+        )
+        self.attachment = Attachment(optimizer, process_set, make_rule, make_setup, passes, names, reported)
         """What connects this optimizer to the other ranks, for join(), elastic training and the like."""
 
     @property

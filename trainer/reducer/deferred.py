@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from gradwire.collectives.torch_internals import map_only, plainly
+from gradwire.trainer.optimizers.wrapped import uncompiled
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.planner import BucketLayout
 from gradwire.trainer.reducer.reducer import Reducer
@@ -184,6 +187,27 @@ class DeferredWait:
             first_s = min(buffer.ended_s for buffer in buffers)
             self._ready.append([each - first_s for each in full_s])
             self._taken.append([buffer.seconds for buffer in buffers])
+
+
+@dataclass(frozen=True, eq=False)
+class Weakly:
+    """A hook of a module or optimizer that calls a method. It does not keep the method's object alive, and does nothing in a copy
+    of the hooked object."""
+
+    method: weakref.WeakMethod[Callable[..., None]] | None = None
+
+    @classmethod
+    def of(cls, method: Callable[..., None]) -> Weakly:
+        return cls(weakref.WeakMethod(method))
+
+    @uncompiled
+    def __call__(self, *args: object) -> None:
+        method = self.method() if self.method is not None else None
+        if method is not None:
+            method(*args)
+
+    def __reduce__(self) -> tuple[type[Weakly], tuple[()]]:
+        return Weakly, ()
 
 
 def order_by_need(ready_s: Sequence[float], exchange_s: Sequence[float]) -> list[int]:

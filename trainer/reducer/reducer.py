@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
@@ -543,24 +542,3 @@ class Reducer:
         """Discard the measured steps, and measure anew."""
         if self.planner.choice is not None:
             self.planner.choice.restart()
-
-
-@dataclass(frozen=True, eq=False)
-class Weakly:
-    """A hook of a module or optimizer that calls a method. It does not keep the method's object alive, and does nothing in a copy
-    of the hooked object."""
-
-    method: weakref.WeakMethod[Callable[..., None]] | None = None
-
-    @classmethod
-    def of(cls, method: Callable[..., None]) -> Weakly:
-        return cls(weakref.WeakMethod(method))
-
-    @uncompiled
-    def __call__(self, *args: object) -> None:
-        method = self.method() if self.method is not None else None
-        if method is not None:
-            method(*args)
-
-    def __reduce__(self) -> tuple[type[Weakly], tuple[()]]:
-        return Weakly, ()

@@ -21,10 +21,9 @@ from gradwire.collectives import CollectiveError
 from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks, without_step_hooks
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.deferred import DeferredWait, is_awaited
+from gradwire.trainer.reducer.deferred import DeferredWait, Weakly, is_awaited
 from gradwire.trainer.reducer.dtensors import shard_of
 from gradwire.trainer.reducer.layout import SMALL_BUCKET_BYTES
-from gradwire.trainer.reducer.reducer import Weakly
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous

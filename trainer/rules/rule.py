@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -95,15 +94,10 @@ class Rule:
         self.synchronize()
         return loss
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager that is entered while the optimizer steps, after synchronize()."""
-        return nullcontext()
-
     def take_step(self) -> Any:
         """Step the optimizer, without a closure, after synchronize(); return its result."""
         self.synchronize()
-        with self.stepping():
-            return self.setup.optimizer.step()
+        return self.setup.optimizer.step()
 
     def settle(self) -> None:
         """Finish all work that backward() and steps have begun, so that parameters and optimizer state are up to date."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,17 +134,16 @@ class ShardedSteps(Synchronous):
             f"rank {self.communicator.rank}: rules.Sharded does not support step(closure): call backward(), then step()"
         )
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Let the optimizer step the pieces in the with block. Raises RuntimeError if gradients have changed since
-        backward()."""
+    def take_step(self) -> Any:
+        """Step the pieces. Raises RuntimeError if gradients have changed since backward()."""
+        self.synchronize()
         for bucket in self.buckets:
             if (name := bucket.changed()) is not None:
                 raise RuntimeError(f"rank {self.communicator.rank}: {_CHANGED.format(name)}")
             bucket.copy_slots(bucket.own_grads)
         self._pieces.fill()
         with self._pieces.in_place_of_parameters():
-            yield
+            return self.setup.optimizer.step()
 
     def before_method(self, name: str) -> None:
         raise self._refused(name, "this rank's optimizer has pieces of the parameters only: leave out rule=")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,8 +52,12 @@ class Synchronous(Rule):
     def synchronize(self) -> None:
         self.reducer.flush()
 
-    def stepping(self) -> AbstractContextManager[None]:
-        return self.sparse_again(self.reducer.parameters) if self.reducer.planner.densified else nullcontext()
+    def take_step(self) -> Any:
+        self.synchronize()
+        if not self.reducer.planner.densified:
+            return self.setup.optimizer.step()
+        with self.sparse_again(self.reducer.parameters):
+            return self.setup.optimizer.step()
 
     @contextmanager
     def sparse_again(self, parameters: Collection[Tensor]) -> Iterator[None]:
@@ -79,7 +83,7 @@ class Synchronous(Rule):
         self._within_step.close()
         self.reducer.open_window()
         loss = super().evaluate(closure)
-        self._within_step.enter_context(self.stepping())
+        self._within_step.enter_context(self.sparse_again(self.reducer.parameters))
         if loss is None:
             return None
         if isinstance(loss, Tensor):
