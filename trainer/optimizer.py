@@ -331,6 +331,7 @@ class DistributedOptimizer(WrappingOptimizer):
         """
         return self._rule.state_dict()
 
+    @names_rank
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
         """Load a state into the wrapped optimizer of this rank. Collective with codecs or rules.Sharded.
         docs/guides/checkpoints.md is the guide.

@@ -17,7 +17,7 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES
 from gradwire.trainer.checkpoint import on_all_ranks
 from gradwire.trainer.reducer.arguments import check_tensor
-from gradwire.trainer.world.world import here
+from gradwire.trainer.world.world import names_rank
 
 ALIGNMENT_BYTES = LINE_BYTES
 """The bytes of each tensor begin at a multiple of this."""
@@ -67,6 +67,7 @@ class Tree:
         yield found
 
 
+@names_rank
 def flatten(tree: Any, name: str, *, keeps_others: bool = False) -> Tree:
     """Return the Tree of dicts, lists, tuples, sets, tensors, numbers, strings, booleans and None. Tensors are not copied.
 
@@ -101,7 +102,7 @@ def flatten(tree: Any, name: str, *, keeps_others: bool = False) -> Tree:
             return {"other": value}
         place = name + "".join(f"[{key!r}]" for key in path)
         raise TypeError(
-            f"{here()}{place} is a {kind.__name__}, and what is kept are tensors, numbers, strings, booleans, None, dicts, "
+            f"{place} is a {kind.__name__}, and what is kept are tensors, numbers, strings, booleans, None, dicts, "
             "lists, tuples and sets of these, and objects with state_dict() and load_state_dict()"
         )
 
@@ -148,9 +149,7 @@ def _filled(layout: Any, new: _New) -> Any:
             module, qualified, items = content
             named = _named_tuple(module, qualified)
             if named is None:
-                raise TypeError(
-                    f"{here()}saved or sent was a {module}.{qualified}, which is no named tuple in this process"
-                )
+                raise TypeError(f"saved or sent was a {module}.{qualified}, which is no named tuple in this process")
             return named._make([fill(each) for each in items])
         if kind in _SEQUENCES:
             return _SEQUENCES[kind]([fill(each) for each in content])

@@ -10,7 +10,6 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
-from gradwire.trainer.world.world import here
 
 
 def check_settings(communicator: Communicator, of: str, settings: Mapping[str, str]) -> None:
@@ -26,7 +25,7 @@ def check_settings(communicator: Communicator, of: str, settings: Mapping[str, s
             given = "; ".join(f"{value} on {ranks_text(who)}" for value, who in ranks.items())
             faults.append(f"{name} is {given}")
     if faults:
-        raise ValueError(f"{here()}the ranks do not make the same {of}: {'. '.join(faults)}")
+        raise ValueError(f"rank {communicator.rank}: the ranks do not make the same {of}: {'. '.join(faults)}")
 
 
 def check_order(communicator: Communicator, of: str, names: Sequence[str]) -> None:
@@ -37,7 +36,7 @@ def check_order(communicator: Communicator, of: str, names: Sequence[str]) -> No
         for number, (first, other) in enumerate(zip(everyones[0], theirs, strict=False)):
             if first != other:
                 raise ValueError(
-                    f"{here()}{of} needs the parameters in the same order on all ranks: number {number} is "
+                    f"rank {communicator.rank}: {of} needs the parameters in the same order on all ranks: number {number} is "
                     f"{first!r} on rank 0, and {other!r} on rank {rank}"
                 )
 
@@ -55,7 +54,7 @@ def agree_on_parameters(communicator: Communicator, names: Sequence[str], parame
         for name in sorted(theirs.keys() & first_shards.keys()):
             if theirs[name] != first_shards[name]:
                 raise ValueError(
-                    f"{here()}ranks 0 and {rank} of the process_set hold different shards of {name!r} "
+                    f"rank {communicator.rank}: ranks 0 and {rank} of the process_set hold different shards of {name!r} "
                     f"({first_shards[name] or 'all of it'}; {theirs[name] or 'all of it'}): gradients are exchanged among "
                     "ranks that hold the same. Beside fully_shard(model, mesh=mesh['shard']), that is "
                     "process_set=mesh.get_group('replicate')"
@@ -65,7 +64,7 @@ def agree_on_parameters(communicator: Communicator, names: Sequence[str], parame
             name, _ = min(difference)
             on_first, on_other = (kinds.get(name, "is not trained") for kinds in (first_kinds, theirs))
             raise ValueError(
-                f"{here()}ranks 0 and {rank} do not train the same parameters: {name!r} "
+                f"rank {communicator.rank}: ranks 0 and {rank} do not train the same parameters: {name!r} "
                 f"{on_first} on rank 0, and {on_other} on rank {rank}"
             )
     return list(first_kinds)

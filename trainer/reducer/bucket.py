@@ -16,7 +16,6 @@ from gradwire.trainer.reducer.dtensors import as_gradient_of, held_here, is_plac
 from gradwire.trainer.reducer.layout import BucketPlan
 from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Setup
-from gradwire.trainer.world.world import here
 
 _SMALL = 1 << 14
 """Gradients of at most this many elements are copied together, since a call takes about as long as the copy of one."""
@@ -77,7 +76,8 @@ class Bucket:
             self.buffer = PlainBuffer(setup, values, kind.codec(dtype))
         self.memory = self.buffer.values.to(dtype)
         self.shares = communicator.shares(self.memory.numel(), dtype) if setup.in_shares else ()
-        others = [parts for rank, parts in enumerate(self.shares) if rank != communicator.rank]
+        self._rank = communicator.rank
+        others = [parts for rank, parts in enumerate(self.shares) if rank != self._rank]
         self._of_others = [self.memory[part] for parts in others for part in parts]
         self.spans = [slice(start, start + each.numel()) for each, start in zip(held, plan.offsets, strict=True)]
         self._views = [
@@ -173,7 +173,7 @@ class Bucket:
             return dense
         if self.shares:
             raise ValueError(
-                f"{here()}the gradient of {self.names[slot]!r} is sparse, which rules.Sharded does not support: give "
+                f"rank {self._rank}: the gradient of {self.names[slot]!r} is sparse, which rules.Sharded does not support: give "
                 "sparse_as_dense=True, or use a layer with sparse=False"
             )
         return None

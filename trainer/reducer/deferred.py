@@ -18,7 +18,6 @@ from gradwire.trainer.optimizers.wrapped import uncompiled
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.planner import BucketLayout
 from gradwire.trainer.reducer.reducer import Reducer
-from gradwire.trainer.world.world import here
 
 _MEASURED, _MORE, _KEPT = 3, 4, 48
 """After _MEASURED steps with one layout, the ranks agree on the order in which they launch its buckets. They do so again after
@@ -26,8 +25,8 @@ _MORE times as many steps, and so on, since each order changes the times a littl
 steps."""
 
 _MOVED = (
-    "{}{!r} has been moved to {} on {} while its gradient was being exchanged: with rules.NextForward, call settle() of the "
-    "distributed optimizer before"
+    "rank {}: {!r} has been moved to {} on {} while its gradient was being exchanged: with rules.NextForward, call settle() of "
+    "the distributed optimizer before"
 )
 
 
@@ -133,7 +132,8 @@ class DeferredWait:
             for slot, parameter in enumerate(bucket.parameters):
                 if is_awaited(parameter.grad):
                     if parameter.dtype is not bucket.memory.dtype or parameter.device != bucket.memory.device:
-                        raise RuntimeError(_MOVED.format(here(), bucket.names[slot], parameter.dtype, parameter.device))
+                        rank, name = reducer.setup.communicator.rank, bucket.names[slot]
+                        raise RuntimeError(_MOVED.format(rank, name, parameter.dtype, parameter.device))
                     parameter.grad = bucket.gradients[slot]
             self.waiting.remove(bucket)
             if not self.waiting:

@@ -31,7 +31,6 @@ from gradwire.trainer.reducer.layout import (
 from gradwire.trainer.reducer.setup import Combination, Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
 from gradwire.trainer.reducer.traffic import Traffic
-from gradwire.trainer.world.world import here
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -326,6 +325,6 @@ def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, parameter in named:
         if parameter.dtype not in EXCHANGEABLE_DTYPES:
             raise ValueError(
-                f"{here()}parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
+                f"parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
                 f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
             )

@@ -18,7 +18,6 @@ from gradwire.trainer.reducer.compression import Cast, Encoding
 from gradwire.trainer.reducer.replicas import ReplicaCheck, hash_of
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.synchronous import Synchronous
-from gradwire.trainer.world.world import here
 
 
 class Fragment:
@@ -114,9 +113,9 @@ class Fragment:
         agreed = {index for index, _ in alike}
         if mixed := agreed & {index for theirs in everyones for index, _, late in theirs if late}:
             raise RuntimeError(
-                f"{here()}the parameter {self._names[min(mixed)]!r} was loaded while the pseudo-gradients of an earlier "
-                "step were exchanged, so it has been mixed with the common parameters of that step: after a load_state_dict() "
-                "of the model, call load_state_dict() of the optimizer, too"
+                f"rank {self._check.communicator.rank}: the parameter {self._names[min(mixed)]!r} was loaded while the "
+                "pseudo-gradients of an earlier step were exchanged, so it has been mixed with the common parameters of that "
+                "step: after a load_state_dict() of the model, call load_state_dict() of the optimizer, too"
             )
         for index, (value, _) in self._moving.items():
             outer, begin = self._outer[index], self._merged(index)

@@ -29,7 +29,7 @@ from gradwire.trainer.reducer.shards.ranges import RESIDUAL, length
 from gradwire.trainer.reducer.shards.transfer import movements_as
 from gradwire.trainer.reducer.shards.trial import fault_of
 from gradwire.trainer.rules.synchronous import SHARDS, Synchronous
-from gradwire.trainer.world.world import here, names_rank
+from gradwire.trainer.world.world import names_rank
 
 _VERSION = 3
 _RESIDUALS = {2: "owed", 3: "residuals"}
@@ -232,7 +232,7 @@ class ShardedSteps(Synchronous):
         missing = set(range(given.part["world_size"])).difference(given.saved)
         if missing:
             raise ValueError(
-                f"{here()}load_state_dict: saved on {given.part['world_size']} ranks, and no rank was given the "
+                f"load_state_dict: saved on {given.part['world_size']} ranks, and no rank was given the "
                 f"state of {ranks_text(missing)}: give it to any rank, as load_state_dict(..., also=[...])"
             )
         return given

@@ -15,7 +15,6 @@ from gradwire.trainer.reducer.checkpoint import load_state, state_of
 from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
-from gradwire.trainer.world.world import here
 
 SHARDS = "gradwire_shards"
 """The key of the description of pieces in the state_dict() of a DistributedOptimizer with rules.Sharded."""
@@ -127,7 +126,7 @@ class Synchronous(Rule):
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         if SHARDS in state_dict:
-            raise ValueError(f"{here()}load_state_dict: saved with rules.Sharded, and loaded without")
+            raise ValueError("load_state_dict: saved with rules.Sharded, and loaded without")
         load_state(self.reducer, state_dict, also)
 
     def close(self) -> None:

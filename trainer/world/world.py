@@ -241,11 +241,6 @@ def current_settings() -> Settings:
     return Settings() if _holder.world is None else _holder.world.settings
 
 
-def here() -> str:
-    """Return the first words of messages about a caller's mistake: this rank; nothing without a world."""
-    return "" if _holder.world is None else f"rank {_holder.world.rank}: "
-
-
 class _NamesRank(ContextDecorator):
     """The door between users and checks: it begins the messages of ValueErrors, TypeErrors and RuntimeErrors with this rank.
 

@@ -26,7 +26,6 @@ from gradwire.trainer.reducer.shards.ranges import (
     taken,
 )
 from gradwire.trainer.reducer.shards.transfer import CodedTransfer, Transfer
-from gradwire.trainer.world.world import here
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -122,8 +121,8 @@ class Pieces:
                 numbers = each.state[name].contiguous().view(kind).to(whole.device)
                 if numbers.numel() != length(each.ranges):
                     raise ValueError(
-                        f"{here()}state {name!r} of a piece of {length(each.ranges)} elements has {numbers.numel()}: "
-                        "rules.Sharded is for optimizers that update every element independently"
+                        f"rank {self._communicator.rank}: state {name!r} of a piece of {length(each.ranges)} elements has "
+                        f"{numbers.numel()}: rules.Sharded is for optimizers that update every element independently"
                     )
                 for part, values in zip(parts_of(whole, each.ranges), split(numbers, each.ranges), strict=True):
                     part.copy_(values)
