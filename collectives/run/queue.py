@@ -172,7 +172,7 @@ class WorkQueue:
                         self._queue.appendleft(work)  # an interrupt came first
                     number = last_begun()
                     self.leave(turn, self.number if number is None else number)
-                if has_begun:
+                if has_begun and not work.is_completed():
                     work.end()
 
     def _run_here(self, work: Work, *, is_queued: bool) -> None:

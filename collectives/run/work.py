@@ -24,8 +24,9 @@ class Work:
     """Handle of one asynchronous operation, which verbs return with `async_op=True`.
 
     counted: whether this is one of the operations that all ranks number and call in the same order; False for a message.
-    timeout_s: seconds for which functions that were given to when_done() may delay the operation. Attributes of an operation
-    that is done: seconds, how long it ran, including waits for other ranks; ended_s, the end by time.perf_counter()."""
+    timeout_s: seconds for which functions that were given to when_done() may delay the operation. is_of_cuda: whether the
+    operation may concern CUDA tensors. Attributes of an operation that is done: seconds, how long it ran, including waits for
+    other ranks; ended_s, the end by time.perf_counter()."""
 
     def __init__(
         self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True, timeout_s: float = math.inf
@@ -40,6 +41,7 @@ class Work:
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._issued = _cuda_event() if torch.cuda.is_initialized() else None
+        self.is_of_cuda = self._issued is not None
         self._finished: torch.cuda.Event | None = None
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
@@ -73,11 +75,6 @@ class Work:
         the function itself submits run at once, on its thread, before they are returned."""
         if self.queue is None or not self.queue.call_after(self, callback):
             call_back(self.operation, callback)
-
-    @property
-    def is_of_cuda(self) -> bool:
-        """Return whether the operation may concern CUDA tensors."""
-        return self._issued is not None
 
     @property
     def has_begun(self) -> bool:
