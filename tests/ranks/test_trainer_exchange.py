@@ -132,24 +132,19 @@ def test_time_spent_waiting_is_measured() -> None:
 
 @on_ranks(3)
 @pytest.mark.parametrize(
-    ("kind", "who"),
+    ("last", "name"),
     [
-        ("shape", r"'parameter [23]' has shape .* and dtype torch\.float32 on rank 0, and has shape .* on rank 2"),
-        ("dtype", r"'parameter [23]' has .* dtype torch\.float32 on rank 0, and has .* dtype torch\.float64 on rank 2"),
-        ("count", r"'parameter 4' is not trained on rank 0, and has shape \[1, 1\] and dtype torch\.float32 on rank 2"),
+        ([(3, 4, torch.float32)], "parameter [23]"),
+        ([(3, 2, torch.float64)], "parameter [23]"),
+        ([(3, 2, torch.float32), (1, 1, torch.float32)], "parameter 4"),
     ],
+    ids=["shape", "dtype", "count"],
 )
-def test_ranks_must_have_the_same_parameters(kind: str, who: str) -> None:
+def test_ranks_must_have_the_same_parameters(last: list[tuple[int, int, torch.dtype]], name: str) -> None:
     """The last rank has another shape or dtype, or parameters more."""
-    layers = [nn.Linear(2, 3), nn.Linear(3, 2)]
-    if hvd.rank() == hvd.size() - 1:
-        layers = {
-            "shape": [nn.Linear(2, 3), nn.Linear(3, 4)],
-            "dtype": [nn.Linear(2, 3), nn.Linear(3, 2, dtype=torch.float64)],
-            "count": [nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(1, 1)],
-        }[kind]
-    message = f"^rank {hvd.rank()}: ranks 0 and 2 do not train the same parameters: {who}$"
-    with pytest.raises(ValueError, match=message):
+    given = last if hvd.rank() == hvd.size() - 1 else [(3, 2, torch.float32)]
+    layers = [nn.Linear(2, 3), *(nn.Linear(inputs, outputs, dtype=dtype) for inputs, outputs, dtype in given)]
+    with pytest.raises(ValueError, match=f"^rank {hvd.rank()}: .*'{name}' .* on rank 0, and .* on rank 2$"):
         distributed([p for layer in layers for p in layer.parameters()], 0.1)
 
 

@@ -511,7 +511,7 @@ def test_an_inner_communicator_that_was_given_stays_open() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"gradient_as_bucket_view": False}], ids=str)
+@pytest.mark.parametrize("options", [{"groups": 2}, {"gradient_as_bucket_view": False}], ids=str)
 def test_it_is_a_rule(options: dict[str, Any]) -> None:
     """Of a DistributedOptimizer, whose other arguments change no bits."""
     models = [network().double(), network().double()]
