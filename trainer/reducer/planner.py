@@ -112,7 +112,9 @@ class BucketPlanner:
         """Add parameters, for the next extended() or agreed(). Raises ValueError for dtypes that cannot be exchanged; frozen
         parameters may have any dtype."""
         named = zip(names, parameters, strict=True)
-        _check_dtypes((name, parameter) for name, parameter in named if parameter.requires_grad)
+        _check_dtypes(
+            self._setup.communicator.rank, ((name, parameter) for name, parameter in named if parameter.requires_grad)
+        )
         policy = self._setup.policy
         self.names += names
         self.parameters += parameters
@@ -187,7 +189,9 @@ class BucketPlanner:
         if any(map(_requires_grad, self._others)):
             known = layout.indices
             newcomers = [index for index in reversed(self._trainable()) if index not in known]
-            _check_dtypes((self.names[index], self.parameters[index]) for index in newcomers)
+            _check_dtypes(
+                self._setup.communicator.rank, ((self.names[index], self.parameters[index]) for index in newcomers)
+            )
             self._known_sparse |= self._sparse_among(self._new_tables(newcomers))
             dense = [index for index in newcomers if index not in self._known_sparse]
             sparse = [*sparse, *(index for index in newcomers if index in self._known_sparse)]
@@ -207,7 +211,9 @@ class BucketPlanner:
         self._is_stale = False
         if self.choice is not None:
             self.choice.sizes.clear()
-        _check_dtypes((self.names[index], self.parameters[index]) for index in trainable)
+        _check_dtypes(
+            self._setup.communicator.rank, ((self.names[index], self.parameters[index]) for index in trainable)
+        )
         known = dict.fromkeys([*(self._arrivals or ()), *self._order, *reversed(trainable)])
         self.is_learning = not layout.indices | set(self._arrivals or ()) >= set(trainable)
         self._arrivals = None
@@ -320,11 +326,11 @@ def presence_of(buckets: Sequence[Bucket], communicator: Communicator) -> list[P
     return [PlainBuffer(Combination(communicator, Sum, traffic=Traffic(communicator)), counts)]
 
 
-def _check_dtypes(named: Iterable[tuple[str, Tensor]]) -> None:
+def _check_dtypes(rank: int, named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise ValueError for a parameter of a dtype that cannot be exchanged."""
     for name, parameter in named:
         if parameter.dtype not in EXCHANGEABLE_DTYPES:
             raise ValueError(
-                f"parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
+                f"rank {rank}: parameter {name!r} has dtype {parameter.dtype}; gradients can be exchanged for "
                 f"{', '.join(map(str, EXCHANGEABLE_DTYPES))}"
             )
