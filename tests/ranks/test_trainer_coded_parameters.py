@@ -172,8 +172,6 @@ def go_on_elsewhere(parts: list[tuple[Any, Any, list[Tensor]]]) -> None:
 def test_a_checkpoint_goes_on_bit_for_bit_and_elsewhere_with_all_residuals(ranks: Worlds) -> None:
     parts = ranks(3).run(save_and_go_on)
     ranks(2).run(go_on_elsewhere, parts)
-    for _, state, _ in parts:  # as version 0.2.0 saved them
-        state[SHARDS] |= {"version": 2, "owed": state[SHARDS].pop("residuals")}
     ranks(4).run(go_on_elsewhere, parts)
 
 

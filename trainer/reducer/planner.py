@@ -168,7 +168,7 @@ class BucketPlanner:
     @property
     def is_encoded(self) -> bool:
         """Return whether a codec encodes any parameter, or may do so: a checkpoint then contains the layout of the buckets."""
-        may_be = self._setup.returning is not None or self._setup.policy.auto is not None
+        may_be = self._setup.parameter_encoding is not None or self._setup.policy.auto is not None
         return may_be or any(isinstance(kind, Encoding) for kind in self.encodings)
 
     # Layouts

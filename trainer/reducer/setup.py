@@ -94,9 +94,9 @@ class Setup(Combination):
     bucket_bytes: the maximum size of a bucket; None selects a default size for each kind of bucket. passes: counts calls of
     backward(); a step follows passes.per_step of them. groups: the group number of each parameter in a group; a group shares a
     bucket if the dtypes allow it, and other parameters are fused by bucket_bytes. sparse_as_dense: whether sparse gradients are
-    made dense. gradient_as_bucket_view: whether parameter.grad is in a bucket's memory after an exchange. returning: with
-    sharded states, the encoding of the parameters' movements, which a rank sends after it has stepped its share; None sends the
-    parameters uncompressed. tried: the parameters for which it is known that the optimizer supports sharded states.
+    made dense. gradient_as_bucket_view: whether parameter.grad is in a bucket's memory after an exchange. parameter_encoding:
+    with sharded states, the encoding of the parameters' deltas, which a rank sends after it has stepped its share; None sends
+    the parameters uncompressed. tried: the parameters for which it is known that the optimizer supports sharded states.
     """
 
     optimizer: torch.optim.Optimizer
@@ -106,5 +106,5 @@ class Setup(Combination):
     groups: Mapping[Tensor, int] = field(default_factory=dict)
     sparse_as_dense: bool = False
     gradient_as_bucket_view: bool = True
-    returning: Cast | Encoding | None = None
+    parameter_encoding: Cast | Encoding | None = None
     tried: set[Tensor] = field(default_factory=set)

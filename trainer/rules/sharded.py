@@ -1,8 +1,8 @@
 """The rule of sharded states: every rank steps its share of the parameters, and keeps the optimizer's state of this share only.
 
 ZeRO stage 1 (Rajbhandari et al. 2020): gradients are reduced so that every rank gets its share of each bucket, the optimizer
-steps the pieces of parameters in this share, and the parameters are gathered. The buckets are those of the synchronous rule,
-and the two exchanges are the halves of its allreduce, so a piece's gradient has the same bits as there.
+steps the shards of parameters in this share, and the parameters are gathered. The buckets are those of the synchronous rule,
+and the two exchanges are the halves of its allreduce, so a shard's gradient has the same bits as there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gradwire.trainer.reducer.bucket import dense_strides
 from gradwire.trainer.reducer.compression import Compression, Compressor
 from gradwire.trainer.reducer.dtensors import shard_of
 from gradwire.trainer.reducer.setup import Setup
-from gradwire.trainer.reducer.shards.pieces import Held, Pieces, cut_whole, is_by_element
-from gradwire.trainer.reducer.shards.ranges import RESIDUAL, length
-from gradwire.trainer.reducer.shards.transfer import movements_as
+from gradwire.trainer.reducer.shards.gather import parameter_encoding_of
+from gradwire.trainer.reducer.shards.optimizer_shards import OptimizerShards, cut_whole, is_by_element
+from gradwire.trainer.reducer.shards.shard import RESIDUAL, length
 from gradwire.trainer.reducer.shards.trial import fault_of
 from gradwire.trainer.rules.synchronous import SHARDS, Synchronous
 from gradwire.trainer.world.world import names_rank
@@ -58,22 +58,22 @@ class Sharded:
 
     @names_rank
     def __post_init__(self) -> None:
-        movements_as(self.parameter_compression)
+        parameter_encoding_of(self.parameter_compression)
 
     def __call__(self, setup: Setup) -> ShardedSteps:
-        return ShardedSteps(replace(setup, returning=movements_as(self.parameter_compression)))
+        return ShardedSteps(replace(setup, parameter_encoding=parameter_encoding_of(self.parameter_compression)))
 
     @property
     def described(self) -> str:
         """Return the rule and its settings as text, which must be equal on all ranks."""
-        returning = movements_as(self.parameter_compression)
-        return f"Sharded(parameter_compression={'none' if returning is None else returning.identity})"
+        encoding = parameter_encoding_of(self.parameter_compression)
+        return f"Sharded(parameter_compression={'none' if encoding is None else encoding.identity})"
 
 
 class ShardedSteps(Synchronous):
-    """Exchanges gradients like the synchronous rule, and lets the optimizer step pieces of the parameters.
+    """Exchanges gradients like the synchronous rule, and lets the optimizer step shards of the parameters.
 
-    After backward(), parameter.grad holds the average in this rank's piece, and zeros elsewhere, so that sums over the ranks
+    After backward(), parameter.grad holds the average in this rank's shard, and zeros elsewhere, so that sums over the ranks
     count every element once.
     """
 
@@ -81,7 +81,7 @@ class ShardedSteps(Synchronous):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(replace(setup, in_shares=True))
-        self._pieces = Pieces(self.setup)
+        self._shards = OptimizerShards(self.setup)
         self._gathered_s = 0.0
         self._has_started = False
 
@@ -101,10 +101,10 @@ class ShardedSteps(Synchronous):
         self._try(parameters)
         super().add(names, parameters)
         if self._has_started:
-            self._pieces.cut(self.buckets)
+            self._shards.cut(self.buckets)
 
     def _try(self, parameters: Sequence[Tensor]) -> None:
-        """Raise ValueError on all ranks if the optimizer cannot step pieces of these parameters. Collective."""
+        """Raise ValueError on all ranks if the optimizer cannot step shards of these parameters. Collective."""
         optimizer, tried = self.setup.optimizer, self.setup.tried
         new = [parameter for parameter in parameters if parameter not in tried]
 
@@ -123,11 +123,11 @@ class ShardedSteps(Synchronous):
     def start(self) -> None:
         super().start()
         self._has_started = True
-        self._pieces.cut(self.buckets)
+        self._shards.cut(self.buckets)
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._pieces.cut(self.buckets)
+        self._shards.cut(self.buckets)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         raise ValueError(
@@ -135,30 +135,30 @@ class ShardedSteps(Synchronous):
         )
 
     def take_step(self) -> Any:
-        """Step the pieces. Raises RuntimeError if gradients have changed since backward()."""
+        """Step the shards. Raises RuntimeError if gradients have changed since backward()."""
         self.synchronize()
         for bucket in self.buckets:
             if (name := bucket.changed()) is not None:
                 raise RuntimeError(f"rank {self.communicator.rank}: {_CHANGED.format(name)}")
             bucket.copy_slots(bucket.own_grads)
-        self._pieces.fill()
-        with self._pieces.in_place_of_parameters():
+        self._shards.fill()
+        with self._shards.in_place_of_parameters():
             return self.setup.optimizer.step()
 
     def before_method(self, name: str) -> None:
-        raise self._refused(name, "this rank's optimizer has pieces of the parameters only: leave out rule=")
+        raise self._refused(name, "this rank's optimizer has shards of the parameters only: leave out rule=")
 
     def after_step(self) -> None:
         begin = time.perf_counter()
-        self._pieces.gather(self.reducer.step - 1)
+        self._shards.gather(self.reducer.step - 1)
         self._gathered_s += time.perf_counter() - begin
         super().after_step()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> Tensor:
-        """See Rule.clip_grad_norm_; the norm is over all ranks' pieces. Collective."""
+        """See Rule.clip_grad_norm_; the norm is over all ranks' shards. Collective."""
         self.synchronize()
-        parts = self._pieces.gradients()
+        parts = self._shards.gradients()
         own = torch.nn.utils.get_total_norm([part for each in parts for part in each], norm_type)
         total = own.to(self.communicator.control_device, torch.float64)
         if math.isinf(norm_type):
@@ -177,25 +177,25 @@ class ShardedSteps(Synchronous):
         return total.to(own.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state of this rank's pieces, each with one dimension; SHARDS describes the pieces."""
+        """Return the wrapped optimizer's state of this rank's shards, each with one dimension; SHARDS describes the shards."""
         states = self.setup.optimizer.state
         for parameter in self.reducer.parameters:
             if parameter in states and not states[parameter]:  # made by reading optimizer.state[parameter]
                 del states[parameter]
-        with self._pieces.in_place_of_parameters():
+        with self._shards.in_place_of_parameters():
             state = super().state_dict()
-        pieces = self._pieces.all
+        shards = self._shards.all
         return {
             **state,
             SHARDS: {
                 "version": _VERSION,
                 "world_size": self.communicator.size,
                 "rank": self.communicator.rank,
-                "shapes": [list(piece.parameter.shape) for piece in pieces],
-                "ranges": [[list(each) for each in piece.ranges] for piece in pieces],
+                "shapes": [list(shard.parameter.shape) for shard in shards],
+                "ranges": [[list(each) for each in shard.ranges] for shard in shards],
                 _RESIDUALS[_VERSION]: None
-                if self.setup.returning is None
-                else [piece.tensor.clone() for piece in pieces],
+                if self.setup.parameter_encoding is None
+                else [shard.tensor.clone() for shard in shards],
             },
         }
 
@@ -209,19 +209,19 @@ class ShardedSteps(Synchronous):
         given = self._given([state_dict, *also])
         bare = {**without(state_dict, SHARDS), "state": {}}
         super().load_state_dict(bare, also)
-        self._pieces.cut(self.buckets)
+        self._shards.cut(self.buckets)
         state: dict[int, dict[str, Any]] = {}
-        for number, piece in enumerate(self._pieces.all):
+        for number, shard in enumerate(self._shards.all):
             kept = _kept(state_dict, number)
             if given is None:
-                found = cut_whole(piece, kept)
+                found = cut_whole(shard, kept)
             else:
-                held = [Held(each[SHARDS]["ranges"][number], _kept(each, number)) for each in given.contributed]
-                found = self._pieces.merged(piece, kept, held)
-            piece.set_residual(found.pop(RESIDUAL, None))
+                held = [(each[SHARDS]["ranges"][number], _kept(each, number)) for each in given.contributed]
+                found = self._shards.merged(shard, kept, held)
+            shard.set_residual(found.pop(RESIDUAL, None))
             if found:
                 state[number] = found
-        with self._pieces.in_place_of_parameters():
+        with self._shards.in_place_of_parameters():
             self.setup.optimizer.load_state_dict({**bare, "state": state})
 
     def _given(self, states: Sequence[dict[str, Any]]) -> Given | None:
@@ -239,14 +239,14 @@ class ShardedSteps(Synchronous):
 
     def _read(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check a state, and return what is equal in all states of one checkpoint."""
-        part, shapes = state_dict[SHARDS], [list(piece.parameter.shape) for piece in self._pieces.all]
+        part, shapes = state_dict[SHARDS], [list(shard.parameter.shape) for shard in self._shards.all]
         if part["version"] not in _RESIDUALS:
             raise ValueError(f"it is a {SHARDS!r} of version {part['version']!r}")
         if part["shapes"] != shapes:
             raise ValueError(f"it is of parameters of shapes {part['shapes']}, not {shapes}")
         need_whole("world_size", part["world_size"], 1)
         need_whole("rank", part["rank"], 0, part["world_size"])
-        if _residuals(part) is not None and self.setup.returning is None:
+        if _residuals(part) is not None and self.setup.parameter_encoding is None:
             raise ValueError("saved with parameter_compression, whose residuals need a parameter_compression here too")
         names = []
         for number, ranges in enumerate(part["ranges"]):
@@ -270,6 +270,6 @@ def _kept(part: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _residuals(description: dict[str, Any]) -> list[Tensor] | None:
-    """Return the residuals in the description of pieces; None without parameter_compression."""
+    """Return the residuals in the description of shards; None without parameter_compression."""
     residuals: list[Tensor] | None = description[_RESIDUALS[description["version"]]]
     return residuals

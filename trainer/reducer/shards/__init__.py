@@ -1,1 +1,1 @@
-"""A rank's shares of the parameters: the pieces that its optimizer steps, and their transfer to all ranks."""
+"""A rank's shards of the parameters: its optimizer steps them, and all ranks gather them."""

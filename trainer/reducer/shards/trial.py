@@ -1,7 +1,7 @@
-"""A trial of an optimizer: whether it steps the pieces of parameters as it steps whole parameters.
+"""A trial of an optimizer: whether it steps the shards of parameters as it steps whole parameters.
 
 Sharded states are right only for optimizers that update every element independently. Nothing in an optimizer says whether it
-does so. Therefore copies of the optimizer step small tensors: one copy steps them whole, and others step the pieces that ranks
+does so. Therefore copies of the optimizer step small tensors: one copy steps them whole, and others step the shards that ranks
 would have.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gradwire.collectives.torch_internals import without_step_hooks
 from gradwire.trainer.optimizers.copies import of_copies
-from gradwire.trainer.reducer.shards.pieces import cut_whole, is_by_element
-from gradwire.trainer.reducer.shards.ranges import Piece, Ranges, length, memory_of, parts_of, split
+from gradwire.trainer.reducer.shards.optimizer_shards import cut_whole, is_by_element
+from gradwire.trainer.reducer.shards.shard import Ranges, Shard, length, memory_of, parts_of, split
 
 _STEPS = 32
 """Some optimizers combine elements only after their first steps, up to the 25th."""
@@ -35,7 +35,7 @@ tensors of 4096 elements or more, or of matrices with 128 rows and columns or mo
 thread."""
 
 _LEAST, _ALIGNMENT = 256, 64
-"""The least elements of a tensor, and a divisor of the lengths of its pieces. At the end of a piece of another length, torch may
+"""The least elements of a tensor, and a divisor of the lengths of its shards. At the end of a shard of another length, torch may
 compute with single numbers instead of vectors, which can change the last bit."""
 
 _LEAST_RATE = 0.01
@@ -43,7 +43,7 @@ _LEAST_RATE = 0.01
 
 
 def fault_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> str | None:
-    """Return why an optimizer cannot step its parameters in pieces; None if it can.
+    """Return why an optimizer cannot step its parameters in shards; None if it can.
 
     parameters: those of the optimizer to decide about. The optimizer, the random number generators and the hooks of optimizers
     are left alone.
@@ -55,7 +55,7 @@ def fault_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
         with _random_numbers_kept({parameter.device for parameter in shapes}), without_step_hooks(optimizer):
             return _difference(optimizer, shapes)
     except Exception as error:
-        return f"a trial of it, on small tensors and pieces of them, raised {type(error).__name__}: {error}"
+        return f"a trial of it, on small tensors and shards of them, raised {type(error).__name__}: {error}"
 
 
 def _shapes(optimizer: torch.optim.Optimizer, parameters: set[Tensor]) -> dict[Tensor, list[int]]:
@@ -97,7 +97,7 @@ def _cut(numel: int) -> tuple[Ranges, ...]:
 
 
 def _difference(optimizer: torch.optim.Optimizer, shapes: Mapping[Tensor, list[int]]) -> str | None:
-    """Step tensors of these shapes whole and in pieces; return the first difference in text, or None."""
+    """Step tensors of these shapes whole and in shards; return the first difference in text, or None."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     wholes = {
         parameter: nn.Parameter(_spread(generator, shape, -4, 0).to(parameter.device, parameter.dtype))
@@ -108,31 +108,31 @@ def _difference(optimizer: torch.optim.Optimizer, shapes: Mapping[Tensor, list[i
         for parameter in shapes
         if (state := optimizer.state.get(parameter))
     }
-    ranks: list[dict[Tensor, Piece]] = []
+    ranks: list[dict[Tensor, Shard]] = []
     steppers = [_stepper(optimizer, wholes, {each: copy.deepcopy(state) for each, state in states.items()})]
     for rank in range(len(_cut(0))):
-        pieces = {}
+        shards = {}
         for parameter, whole in wholes.items():
             by_rank = _cut(whole.numel())
-            pieces[parameter] = Piece(whole.detach().clone(), by_rank, by_rank[rank], has_residual=False)
-        ranks.append(pieces)
-        cut = {each: cut_whole(pieces[each], copy.deepcopy(state)) for each, state in states.items()}
-        steppers.append(_stepper(optimizer, {each: piece.tensor for each, piece in pieces.items()}, cut))
+            shards[parameter] = Shard(whole.detach().clone(), by_rank, by_rank[rank], has_residual=False)
+        ranks.append(shards)
+        cut = {each: cut_whole(shards[each], copy.deepcopy(state)) for each, state in states.items()}
+        steppers.append(_stepper(optimizer, {each: shard.tensor for each, shard in shards.items()}, cut))
     for step in range(_STEPS):
         for parameter, whole in wholes.items():
             gradient = _gradient(generator, whole, step)
             whole.grad = gradient.clone()
-            for pieces in ranks:
-                piece = pieces[parameter]
-                piece.tensor.grad = _taken(gradient, piece.ranges)
+            for shards in ranks:
+                shard = shards[parameter]
+                shard.tensor.grad = _taken(gradient, shard.ranges)
         for stepper in steppers:
             stepper.step()
     for parameter, whole in wholes.items():
-        pieces_of = [pieces[parameter] for pieces in ranks]
-        kept = [stepper.state.get(piece.tensor, {}) for stepper, piece in zip(steppers[1:], pieces_of, strict=True)]
-        if what := _differing(whole, steppers[0].state.get(whole, {}), pieces_of, kept):
+        shards_of = [shards[parameter] for shards in ranks]
+        kept = [stepper.state.get(shard.tensor, {}) for stepper, shard in zip(steppers[1:], shards_of, strict=True)]
+        if what := _differing(whole, steppers[0].state.get(whole, {}), shards_of, kept):
             return (
-                f"it steps the pieces of a tensor of shape {shapes[parameter]} to other values of {what} than the tensor. If it "
+                f"it steps the shards of a tensor of shape {shapes[parameter]} to other values of {what} than the tensor. If it "
                 "clips gradients by their norm, use one that does not, and clip_grad_norm_() of the distributed optimizer"
             )
     return None
@@ -190,16 +190,16 @@ def _resized(state: Mapping[str, Any], shape: Sequence[int], wanted: Sequence[in
 
 
 def _differing(
-    whole: Tensor, state: Mapping[str, Any], pieces: Sequence[Piece], states: Sequence[Mapping[str, Any]]
+    whole: Tensor, state: Mapping[str, Any], shards: Sequence[Shard], states: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return what differs between a stepped tensor and its stepped pieces, and between their states; None if nothing does."""
-    if not _is_joined(whole, pieces, [piece.tensor for piece in pieces]):
+    """Return what differs between a stepped tensor and its stepped shards, and between their states; None if nothing does."""
+    if not _is_joined(whole, shards, [shard.tensor for shard in shards]):
         return "the weights"
-    stepped = [(piece, kept) for piece, kept in zip(pieces, states, strict=True) if piece.ranges]
+    stepped = [(shard, kept) for shard, kept in zip(shards, states, strict=True) if shard.ranges]
     for name in dict.fromkeys([*state, *(name for _, kept in stepped for name in kept)]):
         values = [kept.get(name) for _, kept in stepped]
         if is_by_element(name, values[0]):
-            is_same = _is_joined(state.get(name), [piece for piece, _ in stepped], values)
+            is_same = _is_joined(state.get(name), [shard for shard, _ in stepped], values)
         else:
             is_same = all(_is_same(state.get(name), value) for value in values)
         if not is_same:
@@ -207,16 +207,16 @@ def _differing(
     return None
 
 
-def _is_joined(whole: object, pieces: Sequence[Piece], values: Sequence[object]) -> bool:
-    """Return whether the values of the pieces are those of the whole tensor."""
-    if not isinstance(whole, Tensor) or whole.shape != pieces[0].parameter.shape:
+def _is_joined(whole: object, shards: Sequence[Shard], values: Sequence[object]) -> bool:
+    """Return whether the values of the shards are those of the whole tensor."""
+    if not isinstance(whole, Tensor) or whole.shape != shards[0].parameter.shape:
         return False
     elements = whole.detach().reshape(-1)
     return all(
         isinstance(value, Tensor)
-        and value.shape == (length(piece.ranges),)
-        and all(map(_is_same, parts_of(elements, piece.ranges), split(value.detach(), piece.ranges)))
-        for piece, value in zip(pieces, values, strict=True)
+        and value.shape == (length(shard.ranges),)
+        and all(map(_is_same, parts_of(elements, shard.ranges), split(value.detach(), shard.ranges)))
+        for shard, value in zip(shards, values, strict=True)
     )
 
 

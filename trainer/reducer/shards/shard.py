@@ -1,4 +1,4 @@
-"""A piece: the elements of a parameter that one rank steps, and their places in memory."""
+"""A shard: the elements of a parameter that one rank steps, and their places in memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Parts of a parameter, from one element up to another, counted in the order of its memory."""
 
 RESIDUAL = "gradwire_residual"
-"""The key in the state of a piece for its residual: the error of codes, which is added to the optimizer's next update."""
+"""The key in the state of a shard for its residual: the error of codes, which is added to the optimizer's next update."""
 
 
 @dataclass
-class Piece:
+class Shard:
     """The elements of a parameter that this rank steps. tensor: the elements in `ranges`, with one dimension; a view of the
     parameter if there is one range and `has_residual` is False.
 

@@ -1,4 +1,4 @@
-"""The transfer of a bucket's parameters to the optimizer, in pieces, and of the stepped pieces to all ranks."""
+"""How the optimizer gets its shards of a bucket's parameters, and how all ranks get the stepped shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.compression import Cast, Compressor, Encoding, encoding_for, encoding_of
 from gradwire.trainer.reducer.setup import Combination
-from gradwire.trainer.reducer.shards.ranges import Piece, in_place, memory_of, parts_of, split
+from gradwire.trainer.reducer.shards.shard import Shard, in_place, memory_of, parts_of, split
 
 _SHOT = 2
 """Makes the seeds of stochastic rounding here differ from those for gradients, whose shots are 0 and 1."""
@@ -23,8 +23,8 @@ _Pairs: TypeAlias = tuple[list[Tensor], list[Tensor]]
 """Tensors to change, and at the same places the tensors to copy to, add to or subtract from them."""
 
 
-def movements_as(compression: Compressor) -> Cast | Encoding | None:
-    """Return the encoding of the parameters' movements for a user's argument; None to send parameters uncompressed. Raises
+def parameter_encoding_of(compression: Compressor) -> Cast | Encoding | None:
+    """Return the encoding of the parameters' deltas for a user's argument; None to send parameters uncompressed. Raises
     ValueError for a codec that is for gradients only."""
     kind = encoding_of(compression)
     if isinstance(kind, Cast):
@@ -42,51 +42,51 @@ def movements_as(compression: Compressor) -> Cast | Encoding | None:
     return kind
 
 
-class Transfer:
-    """Copies a bucket's parameters to the optimizer's pieces, and the stepped pieces to all ranks, by views that are made once.
+class ShardGather:
+    """Copies a bucket's parameters to the optimizer's shards, and the stepped shards to all ranks, by views that are made once.
 
-    flat: memory with the bucket's layout. Other transfers may use it except during gather().
+    flat: memory with the bucket's layout. Other gathers may use it except during gather().
     """
 
-    def __init__(self, bucket: Bucket, pieces: Sequence[Piece], flat: Tensor, combination: Combination) -> None:
+    def __init__(self, bucket: Bucket, shards: Sequence[Shard], flat: Tensor, combination: Combination) -> None:
         self._flat = flat[: bucket.memory.numel()]
         self._communicator = combination.communicator
         self._traffic = combination.traffic
-        self._pieces = pieces
+        self._owned = shards
         self._spans = bucket.spans
         memories = [bucket.memory[span] for span in bucket.spans]
-        self._parts = [parts_of(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
-        self._gradients = [in_place(each, piece.ranges) for each, piece in zip(memories, pieces, strict=True)]
+        self._parts = [parts_of(each, shard.ranges) for each, shard in zip(memories, shards, strict=True)]
+        self._gradients = [in_place(each, shard.ranges) for each, shard in zip(memories, shards, strict=True)]
         self._make_views()
 
     def gradients(self) -> list[Tensor]:
-        """Return views of the pieces of the existing gradients."""
-        pairs = zip(self._pieces, self._parts, strict=True)
-        return [part for piece, parts in pairs if piece.parameter.grad is not None for part in parts]
+        """Return views of the shards of the existing gradients."""
+        pairs = zip(self._owned, self._parts, strict=True)
+        return [part for shard, parts in pairs if shard.parameter.grad is not None for part in parts]
 
     def _make_views(self) -> None:
         """Make views of the parameters at their current addresses."""
-        self._addresses = [piece.parameter.data_ptr() for piece in self._pieces]
+        self._addresses = [shard.parameter.data_ptr() for shard in self._owned]
         self._homes: list[Tensor] = []
-        """The memory of each piece; gather() restores it if an optimizer has given the piece other memory."""
+        """The memory of each shard; gather() restores it if an optimizer has given the shard other memory."""
         self._filled: _Pairs = [], []
         self._taken: _Pairs = [], []
         self._given: _Pairs = [], []
-        for piece, span, parts, gradient in zip(self._pieces, self._spans, self._parts, self._gradients, strict=True):
-            if len(piece.ranges) != 1:
-                _pair(self._filled, split(gradient, piece.ranges), parts)
-            self._join(piece, memory_of(piece.parameter), self._flat[span])
+        for shard, span, parts, gradient in zip(self._owned, self._spans, self._parts, self._gradients, strict=True):
+            if len(shard.ranges) != 1:
+                _pair(self._filled, split(gradient, shard.ranges), parts)
+            self._join(shard, memory_of(shard.parameter), self._flat[span])
 
-    def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
+    def _join(self, shard: Shard, whole: Tensor, place: Tensor) -> None:
         """Make the views of a parameter. whole: its elements. place: their place in `flat`."""
-        ranges = piece.ranges
+        ranges = shard.ranges
         is_one = len(ranges) == 1
-        if is_one and piece.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
-            piece.tensor.data = whole[slice(*ranges[0])]
-        home = piece.tensor.detach()
+        if is_one and shard.tensor.data_ptr() != whole[slice(*ranges[0])].data_ptr():
+            shard.tensor.data = whole[slice(*ranges[0])]
+        home = shard.tensor.detach()
         self._homes.append(home)
         _pair(self._taken, parts_of(place, ranges), split(home, ranges))
-        if is_one:  # the piece is a view of the parameter
+        if is_one:  # the shard is a view of the parameter
             (start, stop), numel = ranges[0], whole.numel()
             others = tuple(each for each in ((0, start), (stop, numel)) if each[0] < each[1])
             _pair(self._given, parts_of(whole, others), parts_of(place, others))
@@ -95,19 +95,19 @@ class Transfer:
             _pair(self._given, [whole], [place])
 
     def fill(self) -> None:
-        """Set the values and gradients of the pieces, for the optimizer."""
-        if self._addresses != [piece.parameter.data_ptr() for piece in self._pieces]:
+        """Set the values and gradients of the shards, for the optimizer."""
+        if self._addresses != [shard.parameter.data_ptr() for shard in self._owned]:
             self._make_views()
         _apply(torch._foreach_copy_, self._filled)
-        for piece, gradient in zip(self._pieces, self._gradients, strict=True):
-            piece.tensor.grad = gradient if piece.parameter.grad is not None else None
+        for shard, gradient in zip(self._owned, self._gradients, strict=True):
+            shard.tensor.grad = gradient if shard.parameter.grad is not None else None
 
     def gather(self, step: int) -> None:
-        """Copy the stepped pieces to all ranks' parameters. Collective. step: the number of earlier exchanges of gradients."""
-        for piece, home in zip(self._pieces, self._homes, strict=True):
-            if piece.tensor.data_ptr() != home.data_ptr():
-                home.copy_(piece.tensor)
-                piece.tensor.data = home
+        """Copy the stepped shards to all ranks' parameters. Collective. step: the number of earlier exchanges of gradients."""
+        for shard, home in zip(self._owned, self._homes, strict=True):
+            if shard.tensor.data_ptr() != home.data_ptr():
+                home.copy_(shard.tensor)
+                shard.tensor.data = home
         self._exchange(step)
 
     def _exchange(self, step: int) -> None:
@@ -121,17 +121,18 @@ class Transfer:
         self._communicator.gather_shares(self._flat)
 
 
-class CodedTransfer(Transfer):
-    """Sends the optimizer's movements of the pieces to all ranks, as codes. A piece keeps the error of its code, which is added
-    to its next movement, so every codec has error feedback here (8-bit weights on the wire: ZeRO++, Wang et al. 2023).
+class CodedShardGather(ShardGather):
+    """Sends the deltas of the shards, which the optimizer's step makes, to all ranks as codes. A shard keeps the error of its
+    code, which is added to its next delta, so every codec has error feedback here (8-bit weights on the wire: ZeRO++, Wang et
+    al. 2023).
 
-    kind: the encoding of movements, by a codec without state. number: differs between buckets.
+    kind: the encoding of deltas, by a codec without state. number: differs between buckets.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        pieces: Sequence[Piece],
+        shards: Sequence[Shard],
         flat: Tensor,
         combination: Combination,
         kind: Cast | Encoding,
@@ -139,7 +140,7 @@ class CodedTransfer(Transfer):
     ) -> None:
         self._encoding = encoding_for(kind, flat.dtype)
         self._number = number
-        super().__init__(bucket, pieces, flat, combination)
+        super().__init__(bucket, shards, flat, combination)
         self._shares = [[self._flat[part] for part in parts] for parts in bucket.shares]
         self._lengths = [sum(part.numel() for part in parts) for parts in self._shares]
         self._numbers = torch.empty(max(self._lengths), dtype=torch.float32, device=flat.device)
@@ -151,12 +152,12 @@ class CodedTransfer(Transfer):
         self._residuals: _Pairs = [], []
         super()._make_views()
 
-    def _join(self, piece: Piece, whole: Tensor, place: Tensor) -> None:
-        home = piece.tensor.detach()
+    def _join(self, shard: Shard, whole: Tensor, place: Tensor) -> None:
+        home = shard.tensor.detach()
         self._homes.append(home)
-        _pair(self._moved, split(home, piece.ranges), parts_of(whole, piece.ranges))
-        _pair(self._taken, parts_of(place, piece.ranges), split(home, piece.ranges))
-        _pair(self._residuals, split(home, piece.ranges), parts_of(place, piece.ranges))
+        _pair(self._moved, split(home, shard.ranges), parts_of(whole, shard.ranges))
+        _pair(self._taken, parts_of(place, shard.ranges), split(home, shard.ranges))
+        _pair(self._residuals, split(home, shard.ranges), parts_of(place, shard.ranges))
         _pair(self._given, [whole], [place])
 
     def fill(self) -> None:
@@ -164,7 +165,7 @@ class CodedTransfer(Transfer):
         _apply(torch._foreach_add_, self._moved)
 
     def _exchange(self, step: int) -> None:
-        _apply(torch._foreach_sub_, self._moved)  # now the pieces are movements
+        _apply(torch._foreach_sub_, self._moved)  # now the shards are deltas
         for part in self._shares[self._communicator.rank]:
             part.zero_()  # also between parameters, where other uses of `flat` have left numbers
         _apply(torch._foreach_copy_, self._taken)

@@ -1,11 +1,10 @@
-"""This rank's pieces of the parameters, which the optimizer steps in place of the parameters, and their optimizer state."""
+"""This rank's shards of the parameters, which the optimizer steps in place of the parameters, and their optimizer state."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import Bucket, zeros_for
 from gradwire.trainer.reducer.setup import Setup
-from gradwire.trainer.reducer.shards.ranges import (
+from gradwire.trainer.reducer.shards.gather import CodedShardGather, ShardGather
+from gradwire.trainer.reducer.shards.shard import (
     RESIDUAL,
-    Piece,
     Ranges,
+    Shard,
     length,
     memory_of,
     overlap,
@@ -25,23 +25,14 @@ from gradwire.trainer.reducer.shards.ranges import (
     split,
     taken,
 )
-from gradwire.trainer.reducer.shards.transfer import CodedTransfer, Transfer
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class Held:
-    """A part of an optimizer's state of one parameter: of the elements in `ranges`, one after the other."""
+class OptimizerShards:
+    """Holds the shards into which the shares of the buckets cut an optimizer's parameters.
 
-    ranges: Ranges
-    state: Mapping[str, Any]
-
-
-class Pieces:
-    """Holds the pieces into which the shares of the buckets cut an optimizer's parameters.
-
-    The optimizer's state belongs to the pieces. If the buckets and so the pieces change, the state moves to the new pieces: its
+    The optimizer's state belongs to the shards. If the buckets and so the shards change, the state moves to the new shards: its
     parts are summed over all ranks as integers. Ranks that do not hold a part add zeros, so no bit changes.
     """
 
@@ -49,22 +40,22 @@ class Pieces:
         self._optimizer = setup.optimizer
         self._combination = setup
         self._communicator = setup.communicator
-        self._returning = setup.returning
+        self._parameter_encoding = setup.parameter_encoding
         self._buckets: list[Bucket] = []
-        self._transfers: list[Transfer] = []
+        self._gathers: list[ShardGather] = []
         self._cut: list[Tensor] = []
-        self._of: dict[Tensor, Piece] = {}
+        self._of: dict[Tensor, Shard] = {}
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @property
-    def all(self) -> list[Piece]:
-        """Return the pieces in the order of the optimizer's parameters."""
+    def all(self) -> list[Shard]:
+        """Return the shards in the order of the optimizer's parameters."""
         return [self._of[parameter] for parameter in self._parameters()]
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Make new pieces if the buckets' shares have changed. Collective."""
+        """Make new shards if the buckets' shares have changed. Collective."""
         everything = self._parameters()
         is_same = len(everything) == len(self._cut) and all(map(operator.is_, everything, self._cut))
         if self._buckets == list(buckets) and is_same:
@@ -86,26 +77,28 @@ class Pieces:
             if known is None or known.by_rank != wanted[parameter] or known.is_moved:
                 self._recut(parameter, wanted[parameter])
             self._of[parameter].tensor.grad = None
-        self._transfers = []  # free its memory before the next one is allocated
-        self._transfers = self._new_transfers(buckets)
+        self._gathers = []  # free its memory before the next one is allocated
+        self._gathers = self._new_gathers(buckets)
 
     def _recut(self, parameter: Tensor, by_rank: tuple[Ranges, ...]) -> None:
-        """Make a new piece of a parameter, and move the existing state to it. Collective if an old piece has a state."""
+        """Make a new shard of a parameter, and move the existing state to it. Collective if an old shard has a state."""
         before = self._of.get(parameter)
-        has_residual = self._returning is not None
-        piece = self._of[parameter] = Piece(parameter, by_rank, by_rank[self._communicator.rank], has_residual)
+        has_residual = self._parameter_encoding is not None
+        shard = self._of[parameter] = Shard(parameter, by_rank, by_rank[self._communicator.rank], has_residual)
         state = self._optimizer.state.pop(parameter if before is None else before.tensor, None) or {}
         if before is None:
-            state = cut_whole(piece, state)
+            state = cut_whole(shard, state)
         else:
             kept = {**state, RESIDUAL: before.tensor} if has_residual else state
-            state = self.merged(piece, kept, [Held(before.ranges, kept)])
-        piece.set_residual(state.pop(RESIDUAL, None))
+            state = self.merged(shard, kept, [(before.ranges, kept)])
+        shard.set_residual(state.pop(RESIDUAL, None))
         if state:
-            self._optimizer.state[piece.tensor] = state
+            self._optimizer.state[shard.tensor] = state
 
-    def merged(self, piece: Piece, mine: Mapping[str, Any], held: Sequence[Held]) -> dict[str, Any]:
-        """Return the state of a piece, from the parts of its parameter's state on all ranks. Collective.
+    def merged(
+        self, shard: Shard, mine: Mapping[str, Any], held: Sequence[tuple[Ranges, Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        """Return the state of a shard, from the parts of its parameter's state on all ranks. Collective.
 
         mine: the state of any rank, for the names, the dtypes, and entries that are not by element. held: the parts that this
         rank holds; together, the ranks hold every element once. Raises ValueError for a state of other shapes.
@@ -116,23 +109,23 @@ class Pieces:
                 merged[name] = mine[name]
                 continue
             kind = _AS_INTEGERS[mine[name].element_size()]
-            whole = torch.zeros(piece.parameter.numel(), dtype=kind, device=piece.tensor.device)
-            for each in held:
-                numbers = each.state[name].contiguous().view(kind).to(whole.device)
-                if numbers.numel() != length(each.ranges):
+            whole = torch.zeros(shard.parameter.numel(), dtype=kind, device=shard.tensor.device)
+            for ranges, state in held:
+                numbers = state[name].contiguous().view(kind).to(whole.device)
+                if numbers.numel() != length(ranges):
                     raise ValueError(
-                        f"rank {self._communicator.rank}: state {name!r} of a piece of {length(each.ranges)} elements has "
+                        f"rank {self._communicator.rank}: state {name!r} of a shard of {length(ranges)} elements has "
                         f"{numbers.numel()}: rules.Sharded is for optimizers that update every element independently"
                     )
-                for part, values in zip(parts_of(whole, each.ranges), split(numbers, each.ranges), strict=True):
+                for part, values in zip(parts_of(whole, ranges), split(numbers, ranges), strict=True):
                     part.copy_(values)
             self._communicator.allreduce(whole, Sum)
-            merged[name] = taken(whole, piece.ranges).view(mine[name].dtype)
+            merged[name] = taken(whole, shard.ranges).view(mine[name].dtype)
         return merged
 
     @contextmanager
     def in_place_of_parameters(self) -> Iterator[None]:
-        """Replace the parameters in the optimizer's param groups with the pieces, inside the with block."""
+        """Replace the parameters in the optimizer's param groups with the shards, inside the with block."""
         before = [group["params"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["params"] = [self._of[parameter].tensor for parameter in group["params"]]
@@ -143,49 +136,49 @@ class Pieces:
                 group["params"] = parameters
 
     def gradients(self) -> list[list[Tensor]]:
-        """Return views of this rank's pieces of the gradients, by bucket."""
-        return [transfer.gradients() for transfer in self._transfers]
+        """Return views of this rank's shards of the gradients, by bucket."""
+        return [gather.gradients() for gather in self._gathers]
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Set every piece to the values of its parameter, and set its gradient if the parameter has one."""
-        for transfer in self._transfers:
-            transfer.fill()
+        """Set every shard to the values of its parameter, and set its gradient if the parameter has one."""
+        for gather in self._gathers:
+            gather.fill()
 
     @torch.no_grad()
     def gather(self, step: int) -> None:
-        """Set the parameters to the values of all ranks' pieces. Collective. step: the number of earlier gradient exchanges."""
-        for transfer in self._transfers:
-            transfer.gather(step)
+        """Set the parameters to the values of all ranks' shards. Collective. step: the number of earlier gradient exchanges."""
+        for gather in self._gathers:
+            gather.gather(step)
 
-    def _new_transfers(self, buckets: Sequence[Bucket]) -> list[Transfer]:
-        """Return the transfers of buckets. Those of one dtype and device share memory of the size of their longest bucket."""
+    def _new_gathers(self, buckets: Sequence[Bucket]) -> list[ShardGather]:
+        """Return the gathers of buckets. Those of one dtype and device share memory of the size of their longest bucket."""
         longest: dict[tuple[torch.dtype, torch.device], int] = {}
         for bucket in buckets:
             kind, numel = (bucket.memory.dtype, bucket.memory.device), bucket.memory.numel()
             longest[kind] = max(numel, longest.get(kind, 0))
         memory = {kind: zeros_for(self._communicator, numel, *kind) for kind, numel in longest.items()}
-        transfers: list[Transfer] = []
+        gathers: list[ShardGather] = []
         for number, bucket in enumerate(buckets):
-            pieces = [self._of[parameter] for parameter in bucket.parameters]
-            given = (bucket, pieces, memory[bucket.memory.dtype, bucket.memory.device], self._combination)
-            coded = self._returning
-            transfers.append(Transfer(*given) if coded is None else CodedTransfer(*given, coded, number))
-        return transfers
+            shards = [self._of[parameter] for parameter in bucket.parameters]
+            given = (bucket, shards, memory[bucket.memory.dtype, bucket.memory.device], self._combination)
+            coded = self._parameter_encoding
+            gathers.append(ShardGather(*given) if coded is None else CodedShardGather(*given, coded, number))
+        return gathers
 
 
-def cut_whole(piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a piece, cut from the state of its whole parameter."""
-    parameter = piece.parameter
+def cut_whole(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a shard, cut from the state of its whole parameter."""
+    parameter = shard.parameter
     cut = dict(state)
     for name, value in state.items():
         if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape:
             alike = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-            cut[name] = taken(memory_of(alike), piece.ranges)
+            cut[name] = taken(memory_of(alike), shard.ranges)
     return cut
 
 
 def is_by_element(name: str, value: Any) -> bool:
-    """Return whether a state tensor has a number for each element of a piece. (Torch's optimizers keep one number as
+    """Return whether a state tensor has a number for each element of a shard. (Torch's optimizers keep one number as
     "step".)"""
     return isinstance(value, Tensor) and value.dim() > 0 and name != "step"
