@@ -101,8 +101,10 @@ def test_broadcast_named_tuples() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if hvd.rank() == root:
         optimizer.param_groups[0]["schedule"] = Schedule(torch.tensor(0.5), (1, 2))
+        optimizer.param_groups[0]["kept_in"] = torch.bfloat16  # nothing that a tree of tensors holds
         optimizer.state["of all"] = [Schedule(torch.ones(2), ())]  # type: ignore[index]
     hvd.broadcast_optimizer_state(optimizer, root)
+    assert optimizer.param_groups[0]["kept_in"] is torch.bfloat16
     schedule = optimizer.param_groups[0]["schedule"]
     assert schedule == Schedule(torch.tensor(0.5), (1, 2))
     assert isinstance(schedule, Schedule)
