@@ -122,10 +122,11 @@ class CompressedCall:
             seed=seed,
             **self._arguments,
         )
-        own = kept(tensor) if async_op else plain(tensor)
-        needs_copy = own.dtype is not torch.float32 or not own.is_contiguous() or own.is_neg()
+        held = kept(tensor) if async_op else tensor
 
         def body(turn: Turn) -> None:
+            own = plain(held)  # here, since the call may be in inference mode, which the body never is
+            needs_copy = own.dtype is not torch.float32 or not own.is_contiguous() or own.is_neg()
             buffer = Buffer([own], via_host=False) if needs_copy else None
             flat = own.as_strided((own.numel(),), (1,)) if buffer is None else buffer.flat.to(torch.float32)
             if reduction.prescale != 1.0:
