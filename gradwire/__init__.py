@@ -29,6 +29,7 @@ docs/guides/from-horovod.md compares the errors with Horovod's.
 """
 
 import types as _types
+import typing as _typing
 
 from gradwire.collectives.errors import CollectiveError as CollectiveError
 from gradwire.collectives.errors import CollectiveTimeout as CollectiveTimeout
@@ -87,8 +88,6 @@ from gradwire.trainer.horovod.state import broadcast_object as broadcast_object
 from gradwire.trainer.horovod.state import broadcast_optimizer_state as broadcast_optimizer_state
 from gradwire.trainer.horovod.state import broadcast_parameters as broadcast_parameters
 from gradwire.trainer.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from gradwire.trainer.local_updates import LocalReport as LocalReport
-from gradwire.trainer.local_updates import LocalUpdates as LocalUpdates
 from gradwire.trainer.optimizer import DistributedOptimizer as DistributedOptimizer
 from gradwire.trainer.optimizers.foreach import LAMB as LAMB
 from gradwire.trainer.optimizers.foreach import LARS as LARS
@@ -131,6 +130,21 @@ __version__ = "0.2.0"
 _register_torch_backend()
 
 HorovodInternalError = CollectiveError
+
+_MOVED = {
+    "LocalReport": "hvd.rules.LocalReport",
+    "LocalUpdates": "hvd.DistributedOptimizer(optimizer, named_parameters, rule=hvd.rules.LocalUpdates(every=...)), in which "
+    "compression= of the rule encodes pseudo-gradients, and compression= of the optimizer the gradients of the warm-up",
+}
+"""What has taken the place of names of gradwire 0.2."""
+
+if not _typing.TYPE_CHECKING:  # type checkers know that the names are gone
+
+    def __getattr__(name: str) -> object:
+        if name in _MOVED:
+            raise AttributeError(f"gradwire.{name} is now {_MOVED[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = sorted(
     name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _types.ModuleType)

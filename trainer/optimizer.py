@@ -182,13 +182,15 @@ class DistributedOptimizer(WrappingOptimizer):
         """What connects this optimizer to the other ranks, for join(), elastic training and the like."""
 
     @property
-    def _rule(self) -> Rule:
+    def rule(self) -> Any:
+        """Return the Rule of this optimizer, which may have methods of its own, such as report() with rules.LocalUpdates. On a
+        rank outside of the process set, it is one that exchanges nothing."""
         return self.attachment.rule
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """Complete the updates of all steps, and return the wrapped optimizer's state."""
-        self._rule.settle()
+        self.attachment.rule.settle()
         return self.optimizer.state
 
     @state.setter
@@ -198,13 +200,13 @@ class DistributedOptimizer(WrappingOptimizer):
     @property
     def communication_wait_s(self) -> float:
         """Return the seconds for which backward(), step() and synchronize() have waited for other ranks so far."""
-        return self._rule.wait_s
+        return self.attachment.rule.wait_s
 
     @property
     def stats(self) -> ExchangeStats:
         """Return how many bytes this rank has sent so far, and how many it would have sent uncompressed. Counts the bytes of
-        gradients; with rules.Sharded also of parameters; with LocalUpdates also of the changes of parameters."""
-        return self._rule.stats
+        gradients; with rules.Sharded also of parameters; with rules.LocalUpdates also of the changes of parameters."""
+        return self.attachment.rule.stats
 
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.
@@ -262,7 +264,7 @@ class DistributedOptimizer(WrappingOptimizer):
         """Exchange the gradients that were accumulated since the last exchange, if any. With rules.NextForward, also wait
         for running exchanges and complete the update of the last step.
         """
-        self._rule.synchronize()
+        self.attachment.rule.synchronize()
         self.attachment.was_synchronized = True
 
     @uncompiled
@@ -276,14 +278,14 @@ class DistributedOptimizer(WrappingOptimizer):
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be a number > 0, not {norm_type!r}")
-        return self._rule.clip_grad_norm_(max_norm, norm_type)
+        return self.attachment.rule.clip_grad_norm_(max_norm, norm_type)
 
     @uncompiled
     @names_rank
     def _before_method(self, name: str) -> None:
         """See Rule.before_method()."""
-        self._rule.before_method(name)
-        if self._rule.stats.exchanges:  # else a rank may call this alone, before training
+        self.attachment.rule.before_method(name)
+        if self.attachment.rule.stats.exchanges:  # else a rank may call this alone, before training
             self.attachment.reports.compare_start(None)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
@@ -301,7 +303,7 @@ class DistributedOptimizer(WrappingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group to the wrapped optimizer, and its parameters to the exchange. Collective with rules.Sharded.
         Raises ValueError, with nothing added, for parameters that cannot be exchanged."""
-        self._rule.settle()
+        self.attachment.rule.settle()
         self.optimizer.add_param_group(param_group)
         try:
             self.attachment.add_new()
@@ -329,7 +331,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
         Raises RuntimeError, with codecs, while gradients are exchanged, as after a backward() that failed midway.
         """
-        return self._rule.state_dict()
+        return self.attachment.rule.state_dict()
 
     @names_rank
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]] = ()) -> None:
@@ -348,7 +350,7 @@ class DistributedOptimizer(WrappingOptimizer):
         parts under this key are damaged, are of different checkpoints, or are of other parameters; or if the wrapped
         optimizer of any rank cannot load its state.
         """
-        self._rule.load_state_dict(state_dict, also)
+        self.attachment.rule.load_state_dict(state_dict, also)
 
     @property
     def communicator(self) -> Communicator:
@@ -360,7 +362,7 @@ class DistributedOptimizer(WrappingOptimizer):
 
         Call it before parameters are used outside of a forward of the model. Not collective: a single rank may call it.
         """
-        self._rule.settle()
+        self.attachment.rule.settle()
 
     @property
     def steps(self) -> int:

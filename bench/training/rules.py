@@ -47,16 +47,15 @@ def _local(
     """Return a Trainee of LocalUpdates. outer: whether it has DiLoCo's outer optimizer."""
     momentum = chosen.outer_momentum
     nesterov = torch.optim.SGD(module.parameters(), lr=chosen.outer_lr, momentum=momentum, nesterov=momentum > 0)
-    return strategies.local_updates(
-        module,
+    rule = hvd.rules.LocalUpdates(
+        chosen.every,
         nesterov if outer else None,
-        every=chosen.every,
-        warmup_steps=chosen.warmup_steps,
-        warmup_codec=_codec(chosen, chosen.warmup_codec),
-        codec=_codec(chosen, codec),
+        chosen.warmup_steps,
+        _codec(chosen, codec),
         fragments=fragments,
         delay=delay,
     )
+    return strategies.local_updates(module, rule, compression=_codec(chosen, chosen.warmup_codec))
 
 
 def _served(module: nn.Module, chosen: argparse.Namespace, absent: int, staleness: int | None = None) -> Trainee:

@@ -71,19 +71,11 @@ def committing(module: nn.Module) -> Trainee:
     return replace(trainee, state=hvd.elastic.TorchState(module, trainee.optimizer))
 
 
-def local_updates(module: nn.Module, outer: torch.optim.Optimizer | None, **options: Any) -> Trainee:
-    """Average parameters now and then by LocalUpdates. options: its other arguments."""
-    optimizer = hvd.LocalUpdates(adamw(module), module.named_parameters(), outer=outer, **options)
-    return Trainee(
-        module,
-        optimizer,
-        wait_s=lambda: optimizer.communication_wait_s,
-        sent_bytes=lambda steps: optimizer.report().bytes_sent,
-        report=lambda: str(optimizer.report()),
-        close=optimizer.close,
-        warm_up=options["warmup_steps"],
-        period=options["every"],
-    )
+def local_updates(module: nn.Module, rule: hvd.rules.LocalUpdates, **options: Any) -> Trainee:
+    """Train as ours(), and average parameters now and then by a rule. options: the other arguments of DistributedOptimizer."""
+    trainee = ours(module, rule=rule, **options)
+    optimizer: Any = trainee.optimizer
+    return replace(trainee, report=lambda: str(optimizer.rule.report()), warm_up=rule.warmup_steps, period=rule.every)
 
 
 def server(module: nn.Module, quorum: int, **options: Any) -> Trainee:

@@ -11,13 +11,13 @@ hvd.init()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-optimizer = hvd.LocalUpdates(
-    torch.optim.AdamW(model.parameters(), lr=2e-3),
-    model.named_parameters(),
+rule = hvd.rules.LocalUpdates(
     every=EVERY,
     outer=torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True),  # DiLoCo's
     warmup_steps=WARMUP,  # in these steps, the ranks average gradients
 )
+adamw = torch.optim.AdamW(model.parameters(), lr=2e-3)
+optimizer = hvd.DistributedOptimizer(adamw, model.named_parameters(), rule=rule)
 
 held_out = torch.randn(512, 8, generator=torch.Generator().manual_seed(99))
 data = torch.Generator().manual_seed(hvd.rank())  # every rank has its own samples
@@ -30,5 +30,5 @@ for step in range(1, STEPS + 1):
         loss = nn.functional.mse_loss(model(held_out), held_out.sin().sum(1, keepdim=True))
         print(f"rank {hvd.rank()}, step {step}: loss {loss.item():.6f}")
 if hvd.rank() == 0:
-    print(optimizer.report(batch_per_rank=32))
+    print(optimizer.rule.report(batch_per_rank=32))
 hvd.shutdown()

@@ -11,7 +11,8 @@ STEPS, SAVE_EVERY = 66, 20  # 10 and a multiple of 7, so that the ranks end with
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 8)
-optimizer = hvd.LocalUpdates(torch.optim.AdamW(model.parameters(), lr=1e-2), every=7, warmup_steps=10)
+rule = hvd.rules.LocalUpdates(every=7, warmup_steps=10)
+optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), rule=rule)
 folder = Path(f"checkpoints/rank{hvd.rank()}of{hvd.size()}")  # other computers need not see this folder
 folder.mkdir(parents=True, exist_ok=True)
 files = {tuple(map(int, re.findall(r"\d+", str(path)))): path for path in Path("checkpoints").glob("rank*of*/*.pt")}
@@ -44,5 +45,4 @@ for step in range(begun + 1, STEPS + 1):
 if hvd.rank() == 0:
     torch.save(model.state_dict(), "model.pt")
     print(f"step {STEPS}: loss {loss.item():.3f}, the end")
-optimizer.close()
 hvd.shutdown()

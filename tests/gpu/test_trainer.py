@@ -47,12 +47,12 @@ def gradients(step: int, device: str) -> list[Tensor]:
     return [torch.randn(width, generator=generator).to(device) for width in WIDTHS]
 
 
-def with_optimizer(device: str, wrap: Callable[..., Any] = hvd.DistributedOptimizer, **options: Any) -> list[Tensor]:
+def with_optimizer(device: str, **options: Any) -> list[Tensor]:
     model = Model().to(device)
     sgd = torch.optim.SGD(model.parameters(), LR)
     if options.get("rule") is hvd.rules.NextForward:
         options["rule"] = hvd.rules.NextForward(model)
-    optimizer = wrap(sgd, model.named_parameters(), **options)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), **options)
     for step in range(STEPS):
         optimizer.zero_grad()
         model(gradients(step, device)).backward()
@@ -106,7 +106,7 @@ WAYS: dict[str, Callable[[str], list[Tensor]]] = {
     "shards": partial(with_optimizer, rule=hvd.rules.Sharded()),
     "hook": partial(with_hook, codec="none"),
     "hook, int8": partial(with_hook, codec="int8"),
-    "local updates": partial(with_optimizer, wrap=hvd.LocalUpdates, every=2, warmup_steps=0),
+    "local updates": partial(with_optimizer, rule=hvd.rules.LocalUpdates(every=2)),
     "commit": from_a_commit,
 }
 

@@ -46,8 +46,8 @@ def sharded(model: nn.Module, **settings: str) -> Any:
 
 
 def local(model: nn.Module) -> Any:
-    outer, kind = momentum(model, 0.7), hvd.ErrorFeedback("int4")
-    return hvd.LocalUpdates(momentum(model), model.named_parameters(), every=2, outer=outer, codec=kind, fragments=2)
+    rule = hvd.rules.LocalUpdates(2, momentum(model, 0.7), compression=hvd.ErrorFeedback("int4"), fragments=2)
+    return hvd.DistributedOptimizer(momentum(model), model.named_parameters(), rule=rule)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {

@@ -19,6 +19,7 @@ from tests.ranks.training import (
     assert_same_on_all_ranks,
     batch,
     copies,
+    distributed,
     loss_of,
     on_ranks,
     perceptron,
@@ -51,7 +52,7 @@ def test_a_dimension_must_be_named_and_have_this_rank() -> None:
     for call in (
         lambda: hvd.barrier(process_set=mesh),
         lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), process_set=mesh),
-        lambda: hvd.LocalUpdates(torch.optim.SGD(model.parameters()), every=2, inner=mesh),
+        lambda: distributed(model.parameters(), rule=hvd.rules.LocalUpdates(every=2, inner=mesh)),
     ):
         with pytest.raises(ValueError, match=said):
             call()
@@ -70,7 +71,7 @@ def test_inner_ranks_are_those_along_a_dimension() -> None:
     """Average gradients inside of two hosts' worth of ranks, and parameters between."""
     mesh = mesh_of("hosts", "inside")
     model = perceptron().double()
-    optimizer = hvd.LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), every=2, inner=mesh["inside"])
+    optimizer = distributed(model.parameters(), lr=0.1, rule=hvd.rules.LocalUpdates(every=2, inner=mesh["inside"]))
     for step in range(2):
         optimizer.zero_grad()
         inputs, targets = batch(step)

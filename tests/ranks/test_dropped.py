@@ -34,7 +34,7 @@ MAKES: list[Make] = [
     lambda model: hvd.DistributedOptimizer(plain(model), compression="topk"),
     lambda model: hvd.DistributedOptimizer(plain(model), rule=hvd.rules.NextForward(model), sparse_as_dense=True),
     lambda model: hvd.DistributedOptimizer(plain(model), rule=hvd.rules.Sharded(), sparse_as_dense=True),
-    lambda model: hvd.LocalUpdates(plain(model), every=2, delay=1),
+    lambda model: hvd.DistributedOptimizer(plain(model), rule=hvd.rules.LocalUpdates(every=2, delay=1)),
 ]
 
 

@@ -279,7 +279,8 @@ def test_local_updates_go_on_with_what_each_rank_has() -> None:
     """Whose ranks hold different parameters, of which none may be another's."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 2)
-    local = hvd.LocalUpdates(torch.optim.SGD(model.parameters(), lr=0.1), every=4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = hvd.DistributedOptimizer(sgd, rule=hvd.rules.LocalUpdates(every=4))
     state = hvd.elastic.TorchState(model, local, step=0, history=[])
     with pytest.raises(RuntimeError, match="there is no commit to restore"):
         state.restore()

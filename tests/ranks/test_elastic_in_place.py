@@ -144,13 +144,15 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         model.named_parameters(),
         policy={"*": hvd.ErrorFeedback("int8")},
     ),
-    "local updates": lambda model: hvd.LocalUpdates(
+    "local updates": lambda model: hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.01),
-        outer=torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True),
-        every=4,
-        warmup_steps=1,
-        fragments=2,
-        delay=1,
+        rule=hvd.rules.LocalUpdates(
+            every=4,
+            outer=torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True),
+            warmup_steps=1,
+            fragments=2,
+            delay=1,
+        ),
     ),
     "sharded": lambda model: hvd.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.01), rule=hvd.rules.Sharded()
@@ -474,11 +476,6 @@ def offer_what_is_bound(send: Callable[[Any], None]) -> None:
     def optimizer(**options: Any) -> Any:
         return hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), **options)
 
-    def local() -> Any:
-        return hvd.LocalUpdates(
-            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), every=2, inner=hvd.global_process_set
-        )
-
     @hvd.elastic.run
     def train(state: Any) -> None:
         send("called")
@@ -486,7 +483,7 @@ def offer_what_is_bound(send: Callable[[Any], None]) -> None:
     bound: list[Callable[[], Any]] = [
         lambda: nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))),
         lambda: optimizer(process_set=world),
-        local,
+        lambda: optimizer(rule=hvd.rules.LocalUpdates(every=2, inner=hvd.global_process_set)),
     ]
     for make in bound:
         made = make()
@@ -511,7 +508,7 @@ def test_what_cannot_go_on_with_other_ranks_is_refused_at_the_first_call() -> No
     with Job(offer_what_is_bound) as job:
         job.start(7)
         job.begin(7)
-        for what in ("DistributedDataParallel", "DistributedOptimizer of some", "LocalUpdates of some"):
+        for what in ("DistributedDataParallel", "DistributedOptimizer of some", "DistributedOptimizer of some"):
             said = job.take(7)
             assert f"'made' is a {what}" in said
             assert "torchrun --max-restarts" in said

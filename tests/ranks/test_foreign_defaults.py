@@ -197,6 +197,10 @@ def codecs() -> Results:
     return found
 
 
+def local(model: nn.Module, **settings: Any) -> hvd.DistributedOptimizer:
+    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), rule=hvd.rules.LocalUpdates(**settings))
+
+
 def rules() -> Results:
     """Training by every rule."""
     named = dict[str, Callable[[nn.Module], Any]]
@@ -209,14 +213,12 @@ def rules() -> Results:
             sgd(m), m.named_parameters(), rule=hvd.rules.NextForward(m), compression="onebit"
         ),
         "checked": lambda m: hvd.DistributedOptimizer(sgd(m), m.named_parameters(), check_replicas_every=1),
-        "local": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=2, outer=sgd(m), codec="int8"),
-        "late": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=4, delay=1, fragments=2),
+        "local": lambda m: local(m, every=2, outer=sgd(m), compression="int8"),
+        "late": lambda m: local(m, every=4, delay=1, fragments=2),
         "server": lambda m: hvd.ParameterServer(sgd(m), compression="int4", servers=[0]),
         "lamb": lambda m: hvd.DistributedOptimizer(hvd.LAMB(m.parameters(), lr=0.01), m.named_parameters()),
         "lars": lambda m: hvd.DistributedOptimizer(hvd.LARS(m.parameters(), lr=0.01), m.named_parameters()),
-        "nesterov": lambda m: hvd.LocalUpdates(
-            sgd(m), m.named_parameters(), every=2, outer=hvd.DelayedNesterov(m.parameters(), lr=0.7, delay=2)
-        ),
+        "nesterov": lambda m: local(m, every=2, outer=hvd.DelayedNesterov(m.parameters(), lr=0.7, delay=2)),
     }
     found: Results = {}
     for name, make in made.items():

@@ -38,8 +38,8 @@ MAKERS: dict[str, Make] = {codec: partial(wrapped, compression=codec) for codec 
     "shards": partial(wrapped, compression="randomk", rule=hvd.rules.Sharded("bf16")),
     "next_forward": lambda m: wrapped(m, rule=hvd.rules.NextForward(m), compression="randomk"),
     "checked": partial(wrapped, check_replicas_every=1),
-    "local": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=2, outer=sgd(m), codec="randomk"),
-    "late": lambda m: hvd.LocalUpdates(sgd(m), m.named_parameters(), every=4, delay=1, fragments=2),
+    "local": lambda m: wrapped(m, rule=hvd.rules.LocalUpdates(every=2, outer=sgd(m), compression="randomk")),
+    "late": lambda m: wrapped(m, rule=hvd.rules.LocalUpdates(every=4, delay=1, fragments=2)),
     "server": lambda m: hvd.ParameterServer(sgd(m), compression="randomk", servers=[0]),
     "hogwild": lambda m: hvd.Hogwild(sgd(m), m.named_parameters()),
 }

@@ -26,9 +26,11 @@ def synchronous(model: nn.Module, **options: Any) -> hvd.DistributedOptimizer:
     return hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
 
 
-def local(model: nn.Module, *, momentum: float = 0.0, **options: Any) -> hvd.LocalUpdates:
+def local(
+    model: nn.Module, *, momentum: float = 0.0, bucket_bytes: int | None = None, **settings: Any
+) -> hvd.DistributedOptimizer:
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=momentum)
-    return hvd.LocalUpdates(torch.optim.AdamW(model.parameters(), lr=1e-3), outer=outer, **options)
+    return synchronous(model, bucket_bytes=bucket_bytes, rule=hvd.rules.LocalUpdates(outer=outer, **settings))
 
 
 def server(model: nn.Module, **options: Any) -> hvd.ParameterServer:
@@ -39,7 +41,7 @@ RESUMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "synchronous, int4 with error feedback": (synchronous, {"compression": hvd.ErrorFeedback("int4")}),
     "sharded states": (synchronous, {"rule": hvd.rules.Sharded()}),
     "local updates, momentum": (local, {"every": 4, "warmup_steps": 3, "momentum": 0.9}),
-    "local updates, late fragments": (local, {"every": 6, "fragments": 2, "delay": 2, "codec": "onebit"}),
+    "local updates, late fragments": (local, {"every": 6, "fragments": 2, "delay": 2, "compression": "onebit"}),
     "parameter server": (server, {}),
 }
 
@@ -107,7 +109,7 @@ COLLECTIVE: dict[str, tuple[Callable[..., Any], dict[str, Any], int]] = {
         2,
     ),
     "sharded states, which ranks gather": (synchronous, {"rule": hvd.rules.Sharded()}, 1),
-    "local updates, chunktopk": (local, {"every": 2, "codec": "chunktopk", "bucket_bytes": 1024}, 2),
+    "local updates, chunktopk": (local, {"every": 2, "compression": "chunktopk", "bucket_bytes": 1024}, 2),
     "local updates, late": (local, {"every": 4, "delay": 2, "bucket_bytes": 1024}, 2),
 }
 """By what is said of a rule: how it is made, and in which of its exchanges the victim ends, one bucket being exchanged."""

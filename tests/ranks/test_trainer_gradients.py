@@ -189,10 +189,10 @@ def test_replaced_parameters_are_released(options: dict[str, Any]) -> None:
 @on_ranks(2)
 def test_a_parameter_of_two_optimizers() -> None:
     """The one that was made first refuses to step, before anything changes; a set that this rank is not in does not count."""
-    for kind in (hvd.DistributedOptimizer, lambda inner: hvd.LocalUpdates(inner, every=2)):
+    for rule in (None, hvd.rules.LocalUpdates(every=2)):
         encoder, actor, critic = (perceptron(seed)[0] for seed in range(3))
-        first = kind(sgd([*encoder.parameters(), *actor.parameters()]))
-        second = kind(sgd([*encoder.parameters(), *critic.parameters()]))
+        first = hvd.DistributedOptimizer(sgd([*encoder.parameters(), *actor.parameters()]), rule=rule)
+        second = hvd.DistributedOptimizer(sgd([*encoder.parameters(), *critic.parameters()]), rule=rule)
         inputs = share(0)[0]
         (encoder(inputs) + actor(inputs) + critic(inputs)).sum().backward()
         before = [parameter.detach().clone() for parameter in [*encoder.parameters(), *actor.parameters()]]

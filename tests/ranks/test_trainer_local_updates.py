@@ -1,7 +1,7 @@
 """Local updates: against the same training simulated in one process, resumed, with codecs, in fragments, in groups."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -34,11 +34,13 @@ def outer_of(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def wrapped(model: nn.Module, *, outer: bool = True, **options: Any) -> hvd.LocalUpdates:
+def wrapped(
+    model: nn.Module, options: Mapping[str, Any] = {}, *, outer: bool = True, **settings: Any
+) -> hvd.DistributedOptimizer:
+    """Return an optimizer with options of its own, whose rule has these settings."""
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    return hvd.LocalUpdates(
-        inner, model.named_parameters(), outer=outer_of(list(model.parameters())) if outer else None, **options
-    )
+    rule = hvd.rules.LocalUpdates(outer=outer_of(list(model.parameters())) if outer else None, **settings)
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), rule=rule, **options)
 
 
 def simulated(
@@ -227,7 +229,8 @@ def test_small_updates_of_narrow_parameters_add_up(dtype: torch.dtype) -> None:
                     optimizer.close()
                 inner = torch.optim.SGD([parameter], lr=1.0)
                 outer = torch.optim.SGD([parameter], lr=0.3)
-                optimizer = hvd.LocalUpdates(inner, outer=outer, **options)
+                rule = hvd.rules.LocalUpdates(outer=outer, **options)
+                optimizer = hvd.DistributedOptimizer(inner, rule=rule)
                 if saved is not None:
                     optimizer.load_state_dict(saved)
                 for round_ in range(4 * PULSES // 2):
@@ -255,23 +258,25 @@ def test_narrow_parameters_move_as_in_a_simulation() -> None:
         assert_equal(model.parameters(), expected)
 
 
-def big_wrapped(model: nn.Module, **options: Any) -> hvd.LocalUpdates:
+def big_wrapped(model: nn.Module, gradients: str = "none", **settings: Any) -> hvd.DistributedOptimizer:
+    """gradients: the codec of the gradients of the warm-up."""
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return hvd.LocalUpdates(inner, model.named_parameters(), **options)
+    rule = hvd.rules.LocalUpdates(**settings)
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), gradients, rule=rule)
 
 
 CODED: dict[str, dict[str, Any]] = {
     "none": {"every": 4, "warmup_steps": WARMUP},
-    "chunktopk": {"every": 3, "codec": "chunktopk"},
-    "onebit": {"every": 3, "codec": "onebit"},
-    "topk, by name": {"every": 3, "codec": "int4", "policy": {"0.*": "topk"}},
-    "int8, warm-up with fp16": {"every": 3, "codec": "int8", "warmup_steps": WARMUP, "warmup_codec": "fp16"},
-    "onebit, late fragments": {"every": 4, "codec": "onebit", "fragments": 2, "delay": 1},
+    "chunktopk": {"every": 3, "compression": "chunktopk"},
+    "onebit": {"every": 3, "compression": "onebit"},
+    "topk, by name": {"every": 3, "compression": "int4", "policy": {"0.*": "topk"}},
+    "int8, warm-up with fp16": {"every": 3, "compression": "int8", "warmup_steps": WARMUP, "gradients": "fp16"},
+    "onebit, late fragments": {"every": 4, "compression": "onebit", "fragments": 2, "delay": 1},
     "onebit, warm-up with powersgd": {
         "every": 4,
-        "codec": "onebit",
+        "compression": "onebit",
         "warmup_steps": WARMUP,
-        "warmup_codec": "powersgd",
+        "gradients": "powersgd",
     },
 }
 
@@ -285,9 +290,8 @@ def sum_of_codes(team_of: str, *, inner: bool) -> None:
     teams = {team: dist.new_group([i for i, of in enumerate(team_of) if of == team]) for team in sorted({*team_of})}
     team = team_of[hvd.rank()]
     parameter = nn.Parameter(torch.zeros(4 * 4096))
-    optimizer = hvd.LocalUpdates(
-        torch.optim.SGD([parameter], lr=1.0), every=1, codec="chunktopk", inner=teams[team] if inner else None
-    )
+    rule = hvd.rules.LocalUpdates(every=1, compression="chunktopk", inner=teams[team] if inner else None)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), rule=rule)
     mine = torch.arange(parameter.numel()) % 512 == ord(team)
     (parameter * -mine.float()).sum().backward()
     optimizer.step()
@@ -322,7 +326,7 @@ def test_training_goes_on_bit_for_bit(case: str) -> None:
     """To where the ranks meet, which is where they hold the same, but for fragments on their way."""
     options = CODED[case]
 
-    def made() -> tuple[nn.Module, hvd.LocalUpdates]:
+    def made() -> tuple[nn.Module, hvd.DistributedOptimizer]:
         model = network(700)
         return model, big_wrapped(model, outer=outer_of(list(model.parameters())), **options)
 
@@ -332,7 +336,7 @@ def test_training_goes_on_bit_for_bit(case: str) -> None:
     )
     if not options.get("delay"):
         assert_same_on_all_ranks(model.parameters())
-    report = optimizer.report(batch_per_rank=4)
+    report = optimizer.rule.report(batch_per_rank=4)
     assert (report.batch_per_rank, report.global_batch) == (4, 8)
     assert "a batch of 4 a rank, 8 in all" in str(report)
     assert (report.bytes_saved > 2) == (case != "none")
@@ -359,8 +363,8 @@ def moved_to(states: list[dict[str, Any]] | None, options: dict[str, Any]) -> di
 @pytest.mark.parametrize(
     ("options", "before", "after"),
     [
-        ({"every": 3, "codec": "onebit"}, 2, 3),
-        ({"every": 3, "codec": "int4", "policy": {"0.*": "chunktopk"}}, 2, 1),
+        ({"every": 3, "compression": "onebit"}, 2, 3),
+        ({"every": 3, "compression": "int4", "policy": {"0.*": "chunktopk"}}, 2, 1),
     ],
 )
 def test_another_number_of_ranks_goes_on(ranks: Worlds, options: dict[str, Any], before: int, after: int) -> None:
@@ -392,7 +396,7 @@ def test_what_one_rank_cannot_load_no_rank_loads(codec: str) -> None:
     nothing had happened."""
     models = [network(700), network(700)]
     for model in models:
-        optimizer = big_wrapped(model, every=4, codec=codec, fragments=2, delay=1)
+        optimizer = big_wrapped(model, every=4, compression=codec, fragments=2, delay=1)
         train(model, optimizer, range(4))
         state = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, range(4, 6))  # a fragment is in flight
@@ -419,12 +423,12 @@ def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
     model = network().double()
     optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
     train(model, optimizer, range(WARMUP))
-    before = optimizer.report()
+    before = optimizer.rule.report()
     waits = [0.0, optimizer.communication_wait_s]
     assert before.bytes_sent == optimizer.stats.bytes_sent == WARMUP * before.warmup_bytes_per_step > 0
     assert (before.bytes_per_step, before.bytes_saved) == (0, 1)
     train(model, optimizer, range(WARMUP, WARMUP + 8))
-    report = optimizer.report()
+    report = optimizer.rule.report()
     assert report.warmup_bytes_per_step == before.warmup_bytes_per_step == 4 * report.bytes_per_step
     assert report.bytes_sent == (WARMUP + 2) * report.warmup_bytes_per_step
     assert optimizer.stats.bytes_sent == report.bytes_sent
@@ -439,7 +443,7 @@ def test_a_report_counts_the_warm_up_and_the_steps_after_it() -> None:
     optimizer = wrapped(model, every=4, warmup_steps=WARMUP)
     optimizer.load_state_dict(saved)
     train(model, optimizer, range(4))
-    again = optimizer.report()
+    again = optimizer.rule.report()
     assert again.steps == WARMUP + 12
     assert (again.warmup_bytes_per_step, again.bytes_per_step) == (0, report.bytes_per_step)
     assert again.bytes_sent == 4 * again.bytes_per_step  # what was sent before the checkpoint, another has counted
@@ -456,11 +460,12 @@ def test_frozen_parameters_stay_until_they_are_trained(warmup_steps: int) -> Non
     before = frozen.clone()
     outer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = hvd.LocalUpdates(inner, model.named_parameters(), every=2, outer=outer, warmup_steps=warmup_steps)
+    rule = hvd.rules.LocalUpdates(every=2, outer=outer, warmup_steps=warmup_steps)
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), rule=rule)
     train(model, optimizer, range(4))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert torch.equal(frozen, before)
-    sent, trained_bytes = 2 * optimizer.report().bytes_per_step, sum(parameter.nbytes for parameter in trained)
+    sent, trained_bytes = 2 * optimizer.rule.report().bytes_per_step, sum(parameter.nbytes for parameter in trained)
     assert trained_bytes <= sent < trained_bytes + frozen.nbytes
     frozen.requires_grad_(True)
     train(model, optimizer, range(4, 8))
@@ -493,7 +498,7 @@ def test_groups_average_inside_and_meet_outside() -> None:
         assert torch.equal(all_of_them[0], all_of_them[1])
         assert torch.equal(all_of_them[2], all_of_them[3])
         assert torch.equal(all_of_them[0], all_of_them[2]) == ((step + 1) % 3 == 0)
-    report = optimizer.report()
+    report = optimizer.rule.report()
     assert report.inner_bytes_per_step > 0
     sent = (report.bytes_per_step + report.inner_bytes_per_step) * STEPS
     assert report.bytes_sent == pytest.approx(sent)
@@ -511,21 +516,17 @@ def test_an_inner_communicator_that_was_given_stays_open() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{"groups": 2}, {"gradient_as_bucket_view": False}], ids=str)
-def test_it_is_a_rule(options: dict[str, Any]) -> None:
-    """Of a DistributedOptimizer, whose other arguments change no bits."""
-    models = [network().double(), network().double()]
-    settings = {"every": 3, "warmup_steps": WARMUP, "fragments": 2}
-    optimizers: list[hvd.DistributedOptimizer] = [wrapped(models[0], **settings)]
-    inner = torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.5)
-    rule = hvd.rules.LocalUpdates(outer=outer_of(list(models[1].parameters())), **settings)
-    optimizers.append(hvd.DistributedOptimizer(inner, models[1].named_parameters(), rule=rule, **options))
-    for model, optimizer in zip(models, optimizers, strict=True):
+def test_other_arguments_of_the_optimizer_change_no_bits() -> None:
+    models = []
+    for options in ({}, {"groups": 2}, {"gradient_as_bucket_view": False}):
+        model = network().double()
+        models.append(model)
+        optimizer = wrapped(model, options, every=3, warmup_steps=WARMUP, fragments=2)
         train(model, optimizer, range(STEPS))
         optimizer.close()
-    assert_equal(*(model.parameters() for model in models))
+        assert_equal(models[0].parameters(), model.parameters())
     with pytest.raises(ValueError, match="does not support op='sum'"):
-        hvd.DistributedOptimizer(inner, rule=rule, op=hvd.Sum)
+        wrapped(models[0], {"op": hvd.Sum}, every=3)
 
 
 @on_ranks(2)
@@ -541,17 +542,17 @@ def test_what_cannot_be_meant_is_refused() -> None:
         ("alpha", {"every": 2, "alpha": 1.0}),
         ("outer", {"every": 2, "outer": outer_of(list(other.parameters()))}),
         ("name", {"every": 2, "policy": {"nothing*": "int8"}}),
-        ("outer=None", {"every": 2, "codec": hvd.ErrorFeedback("chunktopk", 2)}),
+        ("outer=None", {"every": 2, "compression": hvd.ErrorFeedback("chunktopk", 2)}),
     ):
         with pytest.raises(ValueError, match=name):
-            hvd.LocalUpdates(inner, model.named_parameters(), **options)
+            hvd.DistributedOptimizer(inner, model.named_parameters(), rule=hvd.rules.LocalUpdates(**options))
     with pytest.raises(TypeError, match="outer must be a torch"):
-        hvd.LocalUpdates(inner, every=2, outer="sgd")  # type: ignore[arg-type]
-    optimizer = hvd.LocalUpdates(inner, every=2)
+        hvd.rules.LocalUpdates(every=2, outer="sgd")  # type: ignore[arg-type]
+    optimizer = hvd.DistributedOptimizer(inner, rule=hvd.rules.LocalUpdates(every=2))
     with pytest.raises(ValueError, match="cannot be added"):
         optimizer.add_param_group({"params": list(other.parameters())})
     assert len(optimizer.param_groups) == 1
-    later = hvd.LocalUpdates(inner, every=3, fragments=2)
+    later = hvd.DistributedOptimizer(inner, rule=hvd.rules.LocalUpdates(every=3, fragments=2))
     with pytest.raises(ValueError, match="saved with 1 fragments"):
         later.load_state_dict(optimizer.state_dict())
 
@@ -559,7 +560,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
 @on_ranks(2)
 def test_what_is_not_alike_on_all_ranks_is_an_error() -> None:
     """Settings; and parameters in the beginning, which then are not what ranks have in common."""
-    for name, values in {"every": (2, 3), "alpha": (0.25, 0.5), "codec": ("int8", "none")}.items():
+    for name, values in {"every": (2, 3), "alpha": (0.25, 0.5), "compression": ("int8", "none")}.items():
         options = {"every": 2, name: values[hvd.rank()]}
         with pytest.raises(ValueError, match=r"rule is LocalUpdates.* on rank 0; .* on rank 1"):
             wrapped(network().double(), **options)
@@ -573,9 +574,10 @@ def test_what_is_not_alike_on_all_ranks_is_an_error() -> None:
 def test_a_rank_outside_of_the_set_trains_by_itself() -> None:
     pair = hvd.add_process_set([0, 2])
     model = network().double()
-    optimizer = wrapped(model, every=2, process_set=pair)
+    optimizer = wrapped(model, {"process_set": pair}, every=2)
     train(model, optimizer, range(4))
-    assert optimizer.report().steps == 4
+    assert optimizer.steps == 4
+    assert hvd.rank() == 1 or optimizer.rule.report().steps == 4
     vectors = hvd.allgather_object(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert torch.equal(vectors[0], vectors[2])
     assert not torch.equal(vectors[0], vectors[1])

@@ -249,7 +249,8 @@ def test_local_updates() -> None:
     for train, make in cases:
         alone, together = perceptron(), perceptron()
         train(alone, make(alone), batch)
-        optimizer = hvd.LocalUpdates(make(together), together.named_parameters(), every=1)
+        rule = hvd.rules.LocalUpdates(every=1)
+        optimizer = hvd.DistributedOptimizer(make(together), together.named_parameters(), rule=rule)
         train(together, optimizer, share)
         optimizer.close()
         assert_close(together.parameters(), alone.parameters(), rtol=1e-4, atol=1e-5)
@@ -267,7 +268,7 @@ def test_methods_that_would_step_past_the_exchange() -> None:
         lambda model: wrapped(model, op=hvd.Adasum),
         lambda model: wrapped(model, rule=hvd.rules.NextForward(model)),
         lambda model: wrapped(model, backward_passes_per_step=2),
-        lambda model: hvd.LocalUpdates(sam(model), every=2),
+        lambda model: wrapped(model, rule=hvd.rules.LocalUpdates(every=2)),
     ):
         model = perceptron()
         optimizer = make(model)

@@ -40,7 +40,7 @@ WITH_FEEDBACK = ("int8", "int4")
 
 @dataclass(frozen=True)
 class Rule:
-    """Says how ranks train: the class of the optimizer, its options, and what else its making needs.
+    """Says how ranks train: the class of the optimizer or of its rule, the options of both, and what else its making needs.
 
     feedback: whether the codec of a DistributedOptimizer is to have error feedback. momentum: of the outer optimizer of
     LocalUpdates, None for none. pairs: whether pairs of ranks average in every step. habit: of HABITS, what the program does to
@@ -180,7 +180,7 @@ def _local(random: Random, size: int) -> Rule:
         "delay": delay,
         "alpha": random.choice((0.0, 0.5)),
         "warmup_steps": random.choice((0, 3)),
-        "codec": random.choice(("none", "chunktopk", "chunktopk", "int8", "onebit")),
+        "compression": random.choice(("none", "chunktopk", "chunktopk", "int8", "onebit")),
         "bucket_bytes": random.choice((None, 1024)),
     }
     return Rule(LOCAL, options, momentum=random.choice((None, 0.0, 0.9)), pairs=size == 4 and random.random() < 0.3)

@@ -174,7 +174,8 @@ def _optimizer(fault: TrainingFault, model: nn.Module) -> Any:
         if rule.pairs:
             pairs = [hvd.add_process_set(pair) for pair in ([0, 1], [2, 3])]
             options["inner"] = pairs[dist.get_rank() // 2]
-        return hvd.LocalUpdates(inner, **options)
+        bucket_bytes = options.pop("bucket_bytes")
+        return hvd.DistributedOptimizer(inner, bucket_bytes=bucket_bytes, rule=hvd.rules.LocalUpdates(**options))
     if rule.name == KEYS:
         return _Keys(model, **options)
     return (hvd.Hogwild if rule.name == HOGWILD else hvd.ParameterServer)(inner, **options)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import LocalReport
 from gradwire.collectives import ReplicasDiffer
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import (
@@ -29,6 +28,7 @@ from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.reducer.times import ExchangeTime
 from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
+from gradwire.trainer.rules import LocalReport
 from tests.pages import ROOT
 
 compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.hashing")

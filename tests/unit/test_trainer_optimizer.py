@@ -212,6 +212,12 @@ def test_former_arguments_are_refused_with_the_rule_that_takes_their_place(forme
         hvd.DistributedOptimizer(sgd(perceptron()), **former)
 
 
+@pytest.mark.parametrize("name", ["LocalUpdates", "LocalReport"])
+def test_former_names_are_refused_with_what_takes_their_place(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"rules.{name}"):
+        getattr(hvd, name)
+
+
 def test_refusal_of_a_wrapper_and_of_dtypes() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(perceptron()))
     with pytest.raises(TypeError, match="is a DistributedOptimizer already"):

@@ -25,8 +25,8 @@ def join(device: int = -1) -> int:
     For uneven data: a rank that has no more data calls join(). Until all have, it takes part with zeros in the steps of the
     other ranks' DistributedOptimizers, in allreduce with Average or Sum, and in barriers. An Average is still over all ranks.
     Gradients that this rank has accumulated but not exchanged go into the first of these steps. Other verbs raise PeerJoined on
-    the ranks that call them, which may continue. So do the exchanges of LocalUpdates, and of a DistributedOptimizer with
-    op=Adasum, rules.Sharded, rules.NextForward or a Rule without can_stand_in.
+    the ranks that call them, which may continue. So do the exchanges of a DistributedOptimizer with op=Adasum,
+    rules.LocalUpdates, rules.Sharded, rules.NextForward or a Rule without can_stand_in.
 
     A rank that waits here does not step. When all have called it, the optimizers that were stepped without all ranks, and
     their parameters, are broadcast from a rank that missed no step, so replicas are bitwise equal. Gradients of ranks that

@@ -13,12 +13,12 @@ from gradwire.collectives.compression.raw import Raw
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """The bytes that one rank has sent so far: of gradients, with rules.Sharded also of parameters, and with LocalUpdates also
-    of the changes of parameters.
+    """The bytes that one rank has sent so far: of gradients, with rules.Sharded also of parameters, and with rules.LocalUpdates
+    also of the changes of parameters.
 
-    exchanges: the number of exchanges of gradients, and with LocalUpdates also of changes. bytes_sent: the bytes that this rank
-    has sent, including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it would
-    have sent without codecs and casts.
+    exchanges: the number of exchanges of gradients, and with rules.LocalUpdates also of changes. bytes_sent: the bytes that this
+    rank has sent, including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it
+    would have sent without codecs and casts.
 
     Both byte counts are calculated, not measured. On a single host with p ranks, each rank sends 2(p-1)/p times the bytes of
     the message, or of its code. With p hosts, the ranks of each host together send this number of bytes to other hosts;

@@ -8,6 +8,7 @@ one.
 """
 
 from gradwire.trainer.rules.adasum import Adasum as Adasum
+from gradwire.trainer.rules.local_report import LocalReport as LocalReport
 from gradwire.trainer.rules.local_steps import LocalUpdates as LocalUpdates
 from gradwire.trainer.rules.next_forward import NextForward as NextForward
 from gradwire.trainer.rules.sharded import Sharded as Sharded

@@ -27,6 +27,7 @@ from gradwire.trainer.reducer.compression import Compression, Compressor, Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut, is_one_shot
+from gradwire.trainer.rules.local_report import LocalReport
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.process_sets import ProcessSetLike
@@ -41,10 +42,27 @@ KEY = "gradwire_local"
 @dataclass(frozen=True)
 class LocalUpdates:
     """The rule of local updates: every rank steps alone, and the ranks exchange the changes of their parameters once in `every`
-    steps. docs/guides/local-updates.md is the guide; hvd.LocalUpdates is an optimizer with this rule and a report of its costs.
+    steps. docs/guides/local-updates.md is the guide.
+
+    In the first `warmup_steps` steps, gradients are averaged, as without this rule. After that, only the ranks of the same
+    `inner` set exchange gradients. Once in `every` steps, all ranks average their *pseudo-gradients*, that is, the parameters
+    at the last exchange minus the parameters now. The outer optimizer applies the average to the *common parameters*, a copy
+    that is equal on all ranks. With an outer Nesterov SGD of rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023);
+    with outer=None the parameters are averaged.
+
+    Replicas must start equal (broadcast_parameters before the first step). Right after an exchange, they are equal again,
+    or with several fragments or a delay, nearly equal. Validate, and end training, when a multiple of `every` steps
+    has followed the warm-up. After each exchange the ranks compare hashes of the common parameters and of the outer optimizer's
+    state. If the hashes differ, all ranks raise ReplicasDiffer; so does check_replicas_every= between exchanges, when the ranks
+    have different parameters.
 
     The compression= and policy= of the optimizer are for the gradients of the warm-up, and among inner ranks. op= must be
-    Average. Between exchanges the ranks have different parameters, for which check_replicas_every= raises ReplicasDiffer.
+    Average. `optimizer.rule.report(batch_per_rank)` returns the costs so far, a LocalReport.
+
+    Every rank saves its own state_dict() and parameters. On the same number of ranks, training resumes bit for bit. On
+    another number, every rank loads the state_dict() and parameters of any rank, and the residuals are redistributed as by
+    DistributedOptimizer. load_state_dict() is collective, and raises ValueError on all ranks, with nothing loaded, if any
+    of them cannot load its state.
 
     every: the number of steps from one exchange to the next.
     outer: an optimizer of the same parameters, as a template: its class, settings and state are used. None averages the
@@ -129,8 +147,7 @@ class LocalUpdates:
 class LocalSteps(Rule):
     """Averages gradients during the warm-up (and among inner ranks after it), and pseudo-gradients from then on.
 
-    step: the number of steps of the optimizer, including those before a checkpoint. warmup_taken, alone_taken: the number of
-    steps since this object was made, in the warm-up and after it.
+    step: the number of steps of the optimizer, including those before a checkpoint.
     """
 
     shares_state = False
@@ -157,15 +174,32 @@ class LocalSteps(Rule):
         self._waited_s = 0.0
         self._looks = True  # whether to look for parameters that something else than a step has changed
         self._has_common = False  # whether the outer parameters are equal on all ranks
-        self.step = self.warmup_taken = self.alone_taken = 0
+        self.step = self._warmup_taken = self._alone_taken = 0
+        self._began = time.perf_counter()
 
     @property
     def wait_s(self) -> float:
         rules = [fragment.rule for fragment in self._fragments if not self._settings.delay]
         return self._waited_s + sum(rule.wait_s for rule in (*rules, *filter(None, [self._averaging])))
 
+    def report(self, batch_per_rank: int | None = None) -> LocalReport:
+        """Return the costs of local updates so far. batch_per_rank: this rank's batch size, for the report."""
+        warmup, moved, inner = self._sent
+        alone = max(1, self._alone_taken)
+        return LocalReport(
+            steps=self.step,
+            warmup_bytes_per_step=warmup.bytes_sent / max(1, self._warmup_taken),
+            bytes_per_step=moved.bytes_sent / alone,
+            inner_bytes_per_step=inner.bytes_sent / alone,
+            bytes_sent=self.stats.bytes_sent,
+            bytes_saved=moved.ratio,
+            wait_share=self.wait_s / (time.perf_counter() - self._began),
+            batch_per_rank=batch_per_rank,
+            global_batch=None if batch_per_rank is None else batch_per_rank * self.communicator.size,
+        )
+
     @property
-    def sent(self) -> tuple[ExchangeStats, ExchangeStats, ExchangeStats]:
+    def _sent(self) -> tuple[ExchangeStats, ExchangeStats, ExchangeStats]:
         """Return the counts of bytes that this rank has sent so far: of gradients in the warm-up, of pseudo-gradients, and of
         gradients to inner ranks."""
         inner = ExchangeStats() if self._inner is None else self._inner.traffic.stats
@@ -173,7 +207,7 @@ class LocalSteps(Rule):
 
     @property
     def stats(self) -> ExchangeStats:
-        sent = self.sent
+        sent = self._sent
         return ExchangeStats(
             sum(each.exchanges for each in sent),
             sum(each.bytes_sent for each in sent),
@@ -215,11 +249,11 @@ class LocalSteps(Rule):
         if self._averaging is not None:
             self._averaging.after_step()
         if self.step <= self._settings.warmup_steps:
-            self.warmup_taken += 1
+            self._warmup_taken += 1
             if self.step == self._settings.warmup_steps:
                 self._enter(self.step)
             return
-        self.alone_taken += 1
+        self._alone_taken += 1
         if self._pending is not None and self._pending[1] == self.step:
             self._merge(self._pending[0])
         for number in range(len(self._fragments)):

@@ -31,7 +31,7 @@ def page(
         of = _which(training, measured)
         content += [_steps(training, of), _stragglers(training, of), _bytes(training, of)]
     if not measured.trainings:
-        said = "No step was measured. Steps are those of gradwire.DistributedOptimizer and gradwire.LocalUpdates."
+        said = "No step was measured. Steps are those of gradwire.DistributedOptimizer."
         content.append(_section("Steps", f"<p>{said}</p>"))
     content += [_operations(measured.operations), _ranks(measured)]
     versions = dict.fromkeys(version for process in measured.processes.values() for version in process["versions"])
