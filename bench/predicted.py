@@ -97,7 +97,7 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
             comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
     auto_s = predicted[auto, "none"]
-    by_codec = {"none": auto_s} | {each: comm.predict(nbytes // 4, codec=each) for each in CODECS}
+    by_codec = {"none": auto_s} | {each: comm.predict(nbytes // 4, compression=each) for each in CODECS}
     timer = _row_of(comm, costs, max(1, min(_MOST_CALLS, int(_TURN_S / auto_s))))
     codec = _codec({("auto", each): _call(comm, tensor, ("auto", each)) for each in by_codec}, timer, by_codec)
     predicted |= {("auto", each): by_codec[each] for each in CODECS}
@@ -140,7 +140,7 @@ def _row_of(comm: Communicator, costs: Costs, calls: int) -> Timer:
 def _call(comm: Communicator, tensor: torch.Tensor, case: Case) -> Callable[[], object]:
     """Return an allreduce by an algorithm and a codec."""
     algorithm, codec = case
-    return partial(comm.allreduce, tensor, algorithm=algorithm, codec=None if codec == "none" else codec)
+    return partial(comm.allreduce, tensor, algorithm=algorithm, compression=None if codec == "none" else codec)
 
 
 def _in_turns(calls: Mapping[Case, Callable[[], object]], timer: Timer, turns: int) -> dict[Case, float]:

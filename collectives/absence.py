@@ -129,9 +129,9 @@ class Absence:
                 f"rank {verbs.rank}: has joined, and cannot take part in operation {wanted.sequence}: {wanted.call}"
             )
         tensors = [_zeros(shape, dtype, kind, device) for shape, dtype, kind in wanted.tensors]
-        if "codec" in arguments:
-            name, settings = arguments["codec"]
-            arguments["codec"] = codec = CODECS[name](**settings)
+        if "compression" in arguments:
+            name, settings = arguments["compression"]
+            arguments["compression"] = codec = CODECS[name](**settings)
             has_feedback = arguments["feedback"]
             (tensor,) = tensors
             arguments["feedback"] = verbs.new_feedback(codec, tensor.numel(), tensor.device) if has_feedback else None

@@ -219,12 +219,12 @@ class Communicator(Tuned):
         times of the first allreduces of a size may correct this choice: see tune()."""
         return dict(self._engine.plans.tables)
 
-    def chosen(self, collective: str, nbytes: int, codec: str | Codec | None = None, device: str = "cpu") -> str:
+    def chosen(self, collective: str, nbytes: int, compression: str | Codec | None = None, device: str = "cpu") -> str:
         """Return the algorithm that 'auto' runs for a message of nbytes. nbytes counts all parts: the whole output of allgather
         and gather, and the whole input of reduce_scatter and scatter. With a codec, return the algorithm for an allreduce of
         float32 numbers whose size before encoding is nbytes. device: the device type of the tensors.
         """
-        made = make_codec(codec) if codec is not None else None
+        made = make_codec(compression) if compression is not None else None
         if made is None or made.name == "none":
             return self._engine.plans.corrected(collective, "auto", nbytes, on_gpu=device == "cuda")
         code_bytes = made.wire_bytes(nbytes // 4)
@@ -233,7 +233,7 @@ class Communicator(Tuned):
         )
 
     def wire_bytes(
-        self, collective: str, nbytes: int, algorithm: str = "auto", codec: str | Codec | None = None
+        self, collective: str, nbytes: int, algorithm: str = "auto", compression: str | Codec | None = None
     ) -> int | None:
         """Return how many bytes this rank sends for a message of nbytes, according to the schedule. nbytes has the same
         meaning as for chosen(). For a verb with a root, rank 0 is taken as the root.
@@ -242,7 +242,7 @@ class Communicator(Tuned):
         uncompressed numbers that the ranks of a host send each other if there are several hosts. Return None if the
         link runs the algorithm by itself, as it does 'native' and 'shared'.
         """
-        made = make_codec(codec) if codec is not None else None
+        made = make_codec(compression) if compression is not None else None
         return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)
 
     @property

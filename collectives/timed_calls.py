@@ -90,7 +90,9 @@ def time_codecs(
     calls = _numbers(verbs, list(named), _CODED_INSIDE if inside else _CODED_BETWEEN, number)
     # Not the minimum: in a lucky turn, ranks that share cores do not encode at the same time.
     return _call_costs(
-        _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, codec=named[name], step=0), median)
+        _in_turns(
+            verbs, costs, calls, lambda part, name: verbs.allreduce(part, compression=named[name], step=0), median
+        )
     )
 
 

@@ -79,13 +79,13 @@ class Tuned(SharedTensors):
         self._costs = costs
         return costs
 
-    def predict(self, numel: int, itemsize: int = 4, codec: str | Codec | None = None) -> float:
+    def predict(self, numel: int, itemsize: int = 4, compression: str | Codec | None = None) -> float:
         """Return the predicted seconds of an allreduce with algorithm='auto' of numel numbers of itemsize bytes; with a
         codec, of float32 numbers. The result is the same on all ranks. Raises KeyError for a codec or an algorithm that was
         not measured; see measure_codecs()."""
         if self._costs is None:
             raise KeyError("links were not measured")
-        made = make_codec(codec) if codec is not None else None
+        made = make_codec(compression) if compression is not None else None
         return self._engine.plans.predict(self._costs, numel, itemsize, made)
 
     def _timed_calls(self, costs: Costs) -> tuple[CallCost, ...]:

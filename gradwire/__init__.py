@@ -31,6 +31,11 @@ docs/guides/from-horovod.md compares the errors with Horovod's.
 import types as _types
 import typing as _typing
 
+from gradwire import elastic as elastic
+from gradwire import optimizers as optimizers
+from gradwire import reports as reports
+from gradwire import rules as rules
+from gradwire import servers as servers
 from gradwire.collectives.errors import CollectiveError as CollectiveError
 from gradwire.collectives.errors import CollectiveTimeout as CollectiveTimeout
 from gradwire.collectives.errors import Mismatch as Mismatch
@@ -38,12 +43,9 @@ from gradwire.collectives.errors import PeerJoined as PeerJoined
 from gradwire.collectives.errors import PeerLost as PeerLost
 from gradwire.collectives.errors import ReplicasDiffer as ReplicasDiffer
 from gradwire.collectives.torch_backend import register as _register_torch_backend
-from gradwire.trainer import elastic as elastic
-from gradwire.trainer import rules as rules
 from gradwire.trainer.ddp import ddp_comm_hook as ddp_comm_hook
-from gradwire.trainer.elastic.sampler import ElasticSampler as ElasticSampler
+from gradwire.trainer.horovod import probes as _probes
 from gradwire.trainer.horovod.alias import alias_horovod as alias_horovod
-from gradwire.trainer.horovod.handles import Handle as Handle
 from gradwire.trainer.horovod.handles import poll as poll
 from gradwire.trainer.horovod.handles import synchronize as synchronize
 from gradwire.trainer.horovod.join import join as join
@@ -82,16 +84,12 @@ from gradwire.trainer.horovod.reductions import grouped_reducescatter as grouped
 from gradwire.trainer.horovod.reductions import grouped_reducescatter_async as grouped_reducescatter_async
 from gradwire.trainer.horovod.reductions import reducescatter as reducescatter
 from gradwire.trainer.horovod.reductions import reducescatter_async as reducescatter_async
-from gradwire.trainer.horovod.schedules import WarmupLR as WarmupLR
 from gradwire.trainer.horovod.state import allgather_object as allgather_object
 from gradwire.trainer.horovod.state import broadcast_object as broadcast_object
 from gradwire.trainer.horovod.state import broadcast_optimizer_state as broadcast_optimizer_state
 from gradwire.trainer.horovod.state import broadcast_parameters as broadcast_parameters
 from gradwire.trainer.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from gradwire.trainer.optimizer import DistributedOptimizer as DistributedOptimizer
-from gradwire.trainer.optimizers.foreach import LAMB as LAMB
-from gradwire.trainer.optimizers.foreach import LARS as LARS
-from gradwire.trainer.optimizers.foreach import DelayedNesterov as DelayedNesterov
 from gradwire.trainer.reducer.arguments import Adasum as Adasum
 from gradwire.trainer.reducer.arguments import Average as Average
 from gradwire.trainer.reducer.arguments import Max as Max
@@ -100,17 +98,8 @@ from gradwire.trainer.reducer.arguments import Product as Product
 from gradwire.trainer.reducer.arguments import Sum as Sum
 from gradwire.trainer.reducer.compression import Compression as Compression
 from gradwire.trainer.reducer.compression import ErrorFeedback as ErrorFeedback
-from gradwire.trainer.reports.metrics import StepMetrics as StepMetrics
-from gradwire.trainer.reports.stragglers import Stragglers as Stragglers
 from gradwire.trainer.reports.timeline import start_timeline as start_timeline
 from gradwire.trainer.reports.timeline import stop_timeline as stop_timeline
-from gradwire.trainer.rules.rule import Rule as Rule
-from gradwire.trainer.servers import kvstore as kvstore
-from gradwire.trainer.servers.aggregator import ServerReport as ServerReport
-from gradwire.trainer.servers.hogwild import Hogwild as Hogwild
-from gradwire.trainer.servers.kvstore import KVStore as KVStore
-from gradwire.trainer.servers.messages import QuorumLost as QuorumLost
-from gradwire.trainer.servers.parameter_server import ParameterServer as ParameterServer
 from gradwire.trainer.world.process_sets import ProcessSet as ProcessSet
 from gradwire.trainer.world.process_sets import global_process_set as global_process_set
 from gradwire.trainer.world.world import add_process_set as add_process_set
@@ -132,7 +121,14 @@ _register_torch_backend()
 HorovodInternalError = CollectiveError
 
 _MOVED = {
-    "LocalReport": "hvd.rules.LocalReport",
+    **{
+        name: f"hvd.servers.{name}"
+        for name in ("Hogwild", "KVStore", "ParameterServer", "QuorumLost", "ServerReport", "kvstore")
+    },
+    **{name: f"hvd.optimizers.{name}" for name in ("DelayedNesterov", "LAMB", "LARS", "WarmupLR")},
+    **{name: f"hvd.reports.{name}" for name in ("StepMetrics", "Stragglers")},
+    **{name: f"hvd.rules.{name}" for name in ("LocalReport", "Rule")},
+    "ElasticSampler": "hvd.elastic.ElasticSampler",
     "LocalUpdates": "hvd.DistributedOptimizer(optimizer, named_parameters, rule=hvd.rules.LocalUpdates(every=...)), in which "
     "compression= of the rule encodes pseudo-gradients, and compression= of the optimizer the gradients of the warm-up",
 }
@@ -147,5 +143,9 @@ if not _typing.TYPE_CHECKING:  # type checkers know that the names are gone
 
 
 __all__ = sorted(
-    name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _types.ModuleType)
+    name
+    for name, value in globals().items()
+    if not name.startswith("_")
+    and not isinstance(value, _types.ModuleType)
+    and name not in _probes.NAMES  # which only programs written for Horovod ask
 )

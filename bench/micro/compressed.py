@@ -109,7 +109,7 @@ def call_of(comm: Communicator, job: BenchJob, output: Tensor, codec: Codec, wit
     steps = itertools.count()
 
     def call() -> None:
-        comm.allreduce(output, job.op, codec=codec, feedback=feedback, step=next(steps))
+        comm.allreduce(output, job.op, compression=codec, feedback=feedback, step=next(steps))
 
     return call
 

@@ -170,7 +170,7 @@ def _known(
     """Return the fields of a row that are known before it is measured: what the ranks send. Collective."""
     sent, nbytes = None, case.nbytes(job)
     if label in codecs:
-        sent = comm.wire_bytes(case.name, nbytes, codec=codecs[label][0])
+        sent = comm.wire_bytes(case.name, nbytes, compression=codecs[label][0])
     elif case.has_algorithms and case.sized and algorithm not in (TORCH, mpi.MPI):
         runs = comm.chosen(case.name, nbytes, device=job.device.type) if algorithm == "auto" else algorithm
         sent = comm.wire_bytes(case.name, nbytes, runs)

@@ -80,7 +80,7 @@ def local_updates(module: nn.Module, rule: hvd.rules.LocalUpdates, **options: An
 
 def server(module: nn.Module, quorum: int, **options: Any) -> Trainee:
     """Train by a ParameterServer, which updates with the gradients of `quorum` ranks. options: its other arguments."""
-    optimizer = hvd.ParameterServer(adamw(module), module.named_parameters(), quorum=quorum, **options)
+    optimizer = hvd.servers.ParameterServer(adamw(module), module.named_parameters(), quorum=quorum, **options)
     sent = exchanged_bytes(module)  # a step's gradients to the servers, and parameters from this rank's server
     return Trainee(
         module,
@@ -94,7 +94,7 @@ def server(module: nn.Module, quorum: int, **options: Any) -> Trainee:
 
 def hogwild(module: nn.Module) -> Trainee:
     """Train the same parameters, in the shared memory of a host, without waiting."""
-    optimizer = hvd.Hogwild(adamw(module), module.named_parameters())
+    optimizer = hvd.servers.Hogwild(adamw(module), module.named_parameters())
     return Trainee(module, optimizer, wait_s=lambda: 0.0, close=optimizer.close, in_step=False)
 
 

@@ -41,7 +41,7 @@ class Scaled(TypedDict, total=False):
 class Coded(Scaled, total=False):
     """The options of an allreduce of numbers or codes, but for async_op."""
 
-    codec: str | Codec | None
+    compression: str | Codec | None
     feedback: Feedback | None
     step: int | None
     seed: int | None

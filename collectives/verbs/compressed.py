@@ -98,7 +98,7 @@ class CompressedCall:
             for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
         )
         self._tensors = [arguments.sketch(like)]
-        self._arguments = {"algorithm": algorithm, "codec": codec, "feedback": with_feedback, **vars(reduction)}
+        self._arguments = {"algorithm": algorithm, "compression": codec, "feedback": with_feedback, **vars(reduction)}
         engine.prepare_codec(codec, like.device, with_feedback=with_feedback)
         self._divisor = engine.size if reduction.op == "average" else 1
         self._chosen = chosen

@@ -53,17 +53,18 @@ class Reductions(Ranks):
         *,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        codec: str | Codec | None = None,
+        compression: str | Codec | None = None,
         feedback: Feedback | None = None,
         step: int | None = None,
         seed: int | None = None,
         algorithm: str = "auto",
         async_op: bool = False,
+        **former: object,
     ) -> Work | None:
         """Reduce `tensor` over all ranks, in place, with the result on every rank.
 
         prescale, postscale: factors by which each rank's numbers and the result are multiplied; floating-point tensors only.
-        codec: a codec of gradwire.collectives.compression, or its name for the default settings. The ranks then send codes
+        compression: a codec of gradwire.collectives.compression, or its name for the default settings. The ranks then send codes
         instead of float32 numbers. A codec requires a floating-point tensor, and op 'sum' or 'average'. If the codec is not the
         same on all ranks, all raise Mismatch.
         feedback: a Feedback from new_feedback(), which adds the error of each encoding to the input of the next one. Each
@@ -79,8 +80,11 @@ class Reductions(Ranks):
         'one_shot', each rank sends its code to all other ranks, and adds all codes. See docs/guides/compression.md.
         """
         engine = self._engine
-        if codec is not None or feedback is not None:
-            made = named_codec(engine, codec, feedback, step, seed)
+        if former:
+            remedy = "; codec= is now compression=" if "codec" in former else ""
+            raise TypeError(f"rank {self.rank}: allreduce has no argument {next(iter(former))!r}{remedy}")
+        if compression is not None or feedback is not None:
+            made = named_codec(engine, compression, feedback, step, seed)
             if made is not None:
                 numbers = op, prescale, postscale
                 return allreduce_compressed(engine, tensor, *numbers, made, feedback, step, seed, algorithm, async_op)
@@ -96,14 +100,14 @@ class Reductions(Ranks):
         return engine.submit(call, body, async_op=async_op)
 
     def new_feedback(
-        self, codec: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0
+        self, compression: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0
     ) -> Feedback:
-        """Make the Feedback of this rank for allreduce(codec=codec) of one buffer of numel elements. Not a collective call.
+        """Make the Feedback of this rank for allreduce(compression=...) of one buffer of numel elements. Not a collective call.
 
         seed: the default of the argument `seed` in calls of allreduce with this object. Raises ValueError for an unknown codec,
         or if numel is negative.
         """
-        made = make_codec(codec)
+        made = make_codec(compression)
         if not isinstance(seed, int):
             raise ValueError(f"rank {self.rank}: seed={seed!r}; a whole number is needed")
         if not isinstance(numel, int) or numel < 0:

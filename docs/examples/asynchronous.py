@@ -9,8 +9,8 @@ torch.manual_seed(0)  # all ranks start with the same weights
 model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
 checked = torch.randn(64, 8)
 generator = torch.Generator().manual_seed(1 + hvd.rank())  # every rank has its own data
-delayed = hvd.DelayedNesterov(model.parameters(), lr=0.05, momentum=0.5, delay=3)  # the number of workers
-optimizer = hvd.ParameterServer(delayed, workers=[1, 2, 3], quorum=1)  # rank 0 serves
+delayed = hvd.optimizers.DelayedNesterov(model.parameters(), lr=0.05, momentum=0.5, delay=3)  # the number of workers
+optimizer = hvd.servers.ParameterServer(delayed, workers=[1, 2, 3], quorum=1)  # rank 0 serves
 
 
 def loss_of(inputs: torch.Tensor) -> torch.Tensor:

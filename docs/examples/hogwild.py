@@ -10,7 +10,7 @@ ROWS, STEPS = 1000, 600
 hvd.init()
 model = nn.EmbeddingBag(ROWS, 1, mode="sum", sparse=True)  # a step touches the rows of its batch only
 nn.init.zeros_(model.weight)
-optimizer = hvd.Hogwild(torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters())
+optimizer = hvd.servers.Hogwild(torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters())
 
 truth = torch.randn(ROWS, generator=torch.Generator().manual_seed(1))
 data = torch.Generator().manual_seed(hvd.rank())

@@ -12,7 +12,7 @@ generator = torch.Generator().manual_seed(1 + hvd.rank())  # every rank has its 
 groups = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]  # such as the ranks of each host
 mine = groups[hvd.rank() // 2]
 sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-optimizer = hvd.ParameterServer(sgd, inner=mine, quorum=1)
+optimizer = hvd.servers.ParameterServer(sgd, inner=mine, quorum=1)
 
 
 def loss_of(inputs: torch.Tensor) -> torch.Tensor:

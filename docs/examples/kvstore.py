@@ -8,7 +8,7 @@ from torch import nn
 import gradwire as hvd
 
 hvd.init()
-kv = hvd.kvstore.create("dist_sync")
+kv = hvd.servers.kvstore.create("dist_sync")
 torch.manual_seed(kv.rank)  # different weights on each rank, until broadcast() copies those of rank 0
 model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 2))
 names = [name for name, _ in model.named_parameters()]

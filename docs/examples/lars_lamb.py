@@ -10,7 +10,7 @@ EPOCHS, STEPS_PER_EPOCH = 6, 10
 hvd.init()
 points = torch.randn(512, 20, generator=torch.Generator().manual_seed(hvd.rank()))  # the batch of this rank
 targets = (points[:, :2].prod(1) > 0).long()
-for name, make, rate in (("LARS", hvd.LARS, 10.0), ("LAMB", hvd.LAMB, 0.02)):
+for name, make, rate in (("LARS", hvd.optimizers.LARS, 10.0), ("LAMB", hvd.optimizers.LAMB, 0.02)):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 2))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -18,7 +18,9 @@ for name, make, rate in (("LARS", hvd.LARS, 10.0), ("LAMB", hvd.LAMB, 0.02)):
     biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": layers}, {"params": biases, "adapt": False, "lr": rate / 1000}]
     optimizer = hvd.DistributedOptimizer(make(groups, lr=rate / hvd.size()), model.named_parameters())
-    warmup = hvd.WarmupLR(optimizer, STEPS_PER_EPOCH, warmup_epochs=2)  # increases the rate to that for all ranks
+    warmup = hvd.optimizers.WarmupLR(
+        optimizer, STEPS_PER_EPOCH, warmup_epochs=2
+    )  # increases the rate to that for all ranks
     for epoch in range(EPOCHS):
         for _ in range(STEPS_PER_EPOCH):
             optimizer.zero_grad()

@@ -12,7 +12,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Li
 checked = torch.randn(64, 8)
 generator = torch.Generator().manual_seed(1 + hvd.rank())  # every rank has its own data
 sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-optimizer = hvd.ParameterServer(sgd, workers=[1, 2, 3], quorum=2, late="drop")  # rank 0 serves
+optimizer = hvd.servers.ParameterServer(sgd, workers=[1, 2, 3], quorum=2, late="drop")  # rank 0 serves
 
 
 def loss_of(inputs: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import gradwire as hvd
+from gradwire.trainer.horovod.handles import Handle
 
 Form = Callable[..., Any]
 VERBS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
@@ -32,4 +33,4 @@ def _grouped(form: Form, given: Any, **options: Any) -> Any:
 
 def done(result: Any) -> Any:
     """Return the result of a form, whether or not it gives a handle."""
-    return hvd.synchronize(result) if isinstance(result, hvd.Handle) else result
+    return hvd.synchronize(result) if isinstance(result, Handle) else result

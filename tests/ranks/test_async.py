@@ -94,7 +94,7 @@ def begun(comm: Communicator, verb: str) -> tuple[list[torch.Tensor], list[torch
     case = Case(comm, "auto", torch.float32, "sum", NUMEL, "ordinary", 0)
     mine, total = case.own(), [case.total()]
     if verb == "compressed":
-        return [mine], total, [comm.allreduce(mine, codec="fp16", async_op=True)]
+        return [mine], total, [comm.allreduce(mine, compression="fp16", async_op=True)]
     if verb == "prepared":
         return [mine], total, [comm.prepare_allreduce(mine).start()]
     if verb == "messages":
@@ -245,7 +245,7 @@ def test_nothing_is_left_of_those_nobody_closed() -> None:
         comm = communicator()
         shared = comm.empty(SEVERAL_SEGMENTS)
         begin(comm, shared.fill_(1.0)).wait()
-        comm.allreduce(torch.ones(SEVERAL_SEGMENTS), codec="int8")
+        comm.allreduce(torch.ones(SEVERAL_SEGMENTS), compression="int8")
         dist.barrier()  # nobody drops what another still receives from
 
     use_and_drop()  # what all processes keep, such as the kernels

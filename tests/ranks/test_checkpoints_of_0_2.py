@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "shards": sharded,
     "coded_shards": lambda model: sharded(model, parameter_compression="int8"),
     "local": local,
-    "server": lambda model: hvd.ParameterServer(adam(model), model.named_parameters()),
+    "server": lambda model: hvd.servers.ParameterServer(adam(model), model.named_parameters()),
 }
 
 
@@ -128,7 +128,7 @@ def test_a_store_holds_what_it_saved(ranks: Worlds, tmp_path: Path) -> None:
 def _through_a_store(path: str) -> None:
     hvd.init()
     values = torch.load(FILES / "kvstore_values.pt", weights_only=True)
-    store = hvd.kvstore.create("dist_sync")
+    store = hvd.servers.kvstore.create("dist_sync")
     store.init(list(values), list(values.values()))
     store.set_optimizer(functools.partial(torch.optim.Adam, lr=0.1))
     store.load_optimizer_states(str(FILES / "kvstore.pt"))

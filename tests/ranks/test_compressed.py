@@ -86,7 +86,7 @@ def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
                 numbers = inputs(comm.size, numel, step)
                 mine = numbers[comm.rank].clone()
                 with checks.case(name=name, numel=numel, op=op, feedback=with_feedback, step=step):
-                    options = {"codec": codec, "feedback": feedback, "step": step, "seed": numel}
+                    options = {"compression": codec, "feedback": feedback, "step": step, "seed": numel}
                     comm.allreduce(mine, op, algorithm=shot_of(codec), **options)
                     checks.equal(mine, model.step(numbers, op, step, seed=numel))
                     if feedback is not None and model.feedbacks is not None:
@@ -120,7 +120,7 @@ def digests(rows: list[tuple[str, str]], numel: int = 30_011) -> list[str]:
             for step in range(3):
                 mine = inputs(comm.size, numel, step)[comm.rank]
                 work = comm.allreduce(
-                    mine, codec=codec, feedback=feedback, step=step, algorithm=algorithm, async_op=step == 1
+                    mine, compression=codec, feedback=feedback, step=step, algorithm=algorithm, async_op=step == 1
                 )
                 if work is not None:
                     work.wait()
@@ -145,7 +145,7 @@ def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> list[str]:
                 mine = contribution(comm.rank, comm.size, numel, torch.float32)
                 with checks.case(name=name, algorithm=algorithm, op=op, numel=numel, step=step):
                     feedback = comm.new_feedback(codec, numel)
-                    comm.allreduce(mine, op, codec=codec, feedback=feedback, step=step, algorithm=algorithm)
+                    comm.allreduce(mine, op, compression=codec, feedback=feedback, step=step, algorithm=algorithm)
                     expected = reduced(comm.size, numel, torch.float32, op)
                     if name == "randomk":
                         assert bool((mine != 0).any()) or numel == 0
@@ -175,7 +175,7 @@ def test_a_cast_with_feedback_returns_later_what_it_rounds_off() -> None:
         feedback, total = comm.new_feedback("fp16", mine.numel()), torch.zeros_like(mine)
         for _ in range(20):
             result = mine.clone()
-            comm.allreduce(result, codec="fp16", feedback=feedback)
+            comm.allreduce(result, compression="fp16", feedback=feedback)
             total += result
         kept = feedback.tensors()["worker"].clone()
         comm.allreduce(kept)
@@ -191,7 +191,7 @@ def test_numbers_in_place_of_codes() -> None:
             for codec in (make_codec("fp16"), Int8(), make_codec("natural")):
                 mine, feedback = contribution(comm.rank, comm.size, 8, torch.float32), comm.new_feedback(codec, 8)
                 with checks.case(codec=codec):
-                    comm.allreduce(mine, codec=codec, feedback=feedback, algorithm="two_shot")
+                    comm.allreduce(mine, compression=codec, feedback=feedback, algorithm="two_shot")
                     checks.equal(mine, reduced(comm.size, 8, torch.float32))
     assert not checks.failures
 
@@ -206,7 +206,7 @@ def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> list[str]:
             mine, expected = numbers[comm.rank].clone(), torch.stack(numbers).sum(0)
             with checks.case(algorithm=algorithm, stochastic=stochastic, numel=numel):
                 codec = Int8(block=16, stochastic=stochastic)
-                comm.allreduce(mine, codec=codec, algorithm=algorithm, seed=3)
+                comm.allreduce(mine, compression=codec, algorithm=algorithm, seed=3)
                 first = mine.clone()
                 comm.broadcast(first)
                 checks.equal(mine, first)
@@ -234,7 +234,7 @@ def test_codes_ride_what_was_registered() -> None:
         patch.setitem(PLANNERS["allreduce"], "broken", broken)
         with communicator() as comm:
             tensor = torch.ones(999)
-            for options in ({}, {"codec": "int8"}, {"codec": "fp16"}):
+            for options in ({}, {"compression": "int8"}, {"compression": "fp16"}):
                 with pytest.raises(ZeroDivisionError):
                     comm.allreduce(tensor, algorithm="broken", **options)
                 tensor.fill_(1)
@@ -253,7 +253,7 @@ def lost_and_found(rows: list[tuple[str, str]]) -> list[str]:
             for step in range(steps):
                 numbers = inputs(comm.size, numel, step)
                 given += torch.stack(numbers).to(torch.float64).sum(0)
-                comm.allreduce(numbers[comm.rank], op, codec=codec, feedback=feedback, step=step)
+                comm.allreduce(numbers[comm.rank], op, compression=codec, feedback=feedback, step=step)
                 found += numbers[comm.rank]
             workers, owners = feedback.worker.to(torch.float64), torch.zeros(numel, dtype=torch.float64)
             owners[feedback.shard.start : feedback.shard.stop] = feedback.owner
@@ -287,7 +287,9 @@ def poisoned(rows: list[tuple[str, float]]) -> list[str]:
                     mine = inputs(comm.size, numel, step)[comm.rank]
                     if step == 1 and comm.rank == comm.size - 1:
                         mine[at] = value
-                    comm.allreduce(mine, "average", codec=codec, feedback=feedback, step=step, algorithm=algorithm)
+                    comm.allreduce(
+                        mine, "average", compression=codec, feedback=feedback, step=step, algorithm=algorithm
+                    )
                     finite = mine.isfinite()
                     if bool(finite.all()) != (step != 1):
                         complaints.append(f"{case}: step {step}: {int((~finite).sum())} not finite")
@@ -315,17 +317,17 @@ def test_other_tensors() -> None:
             padded[:, ::2] = values
             flat = values.to(torch.float32).reshape(-1) * 0.5
             with checks.case(dtype=dtype):
-                comm.allreduce(padded[:, ::2], codec="int8", prescale=0.5, postscale=4.0)
-                comm.allreduce(flat, codec="int8")
+                comm.allreduce(padded[:, ::2], compression="int8", prescale=0.5, postscale=4.0)
+                comm.allreduce(flat, compression="int8")
                 checks.equal(padded[:, ::2], (flat * 4.0).view(20, 30).to(dtype))
                 checks.equal(padded[:, 1::2], torch.full((20, 30), 7, dtype=dtype))
         with checks.case(codec="none"):
             mine = contribution(comm.rank, comm.size, 600, torch.int64)
-            comm.allreduce(mine, "max", codec="none")
+            comm.allreduce(mine, "max", compression="none")
             checks.equal(mine, reduced(comm.size, 600, torch.int64, "max"))
         with checks.case(codec="fp16"):
             mine = torch.full((SEVERAL_SEGMENTS,), 57344.0)
-            comm.allreduce(mine, codec="fp16")
+            comm.allreduce(mine, compression="fp16")
             checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 57344.0 * comm.size))
     assert not checks.failures
 
@@ -344,8 +346,8 @@ def test_calls_are_counted() -> None:
                 if step == 2:
                     saved, counting = counting.state_dict(), comm.new_feedback(codec, numel, seed=5)
                     counting.load_state_dict(saved)
-                comm.allreduce(mine, codec=codec, feedback=counting)
-                comm.allreduce(wanted, codec=codec, feedback=told, step=step, seed=5)
+                comm.allreduce(mine, compression=codec, feedback=counting)
+                comm.allreduce(wanted, compression=codec, feedback=told, step=step, seed=5)
                 with checks.case(name=name, step=step):
                     checks.equal(mine, wanted)
                 results.append(mine)
@@ -355,35 +357,38 @@ def test_calls_are_counted() -> None:
 
 ONES = torch.ones(3)
 MISTAKES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
-    "unknown": ("'zip'.*int8.*powersgd", lambda c: c.allreduce(ONES, codec="zip")),
-    "no codec of buffers": ("matrices", lambda c: c.allreduce(ONES, codec="powersgd")),
-    "op": ("'max'", lambda c: c.allreduce(ONES, "max", codec="int8")),
-    "integers": ("int32", lambda c: c.allreduce(ONES.int(), codec="int8")),
-    "algorithm": ("'onebit'.*'ring'.*auto, two_shot$", lambda c: c.allreduce(ONES, codec="onebit", algorithm="ring")),
+    "unknown": ("'zip'.*int8.*powersgd", lambda c: c.allreduce(ONES, compression="zip")),
+    "no codec of buffers": ("matrices", lambda c: c.allreduce(ONES, compression="powersgd")),
+    "op": ("'max'", lambda c: c.allreduce(ONES, "max", compression="int8")),
+    "integers": ("int32", lambda c: c.allreduce(ONES.int(), compression="int8")),
+    "algorithm": (
+        "'onebit'.*'ring'.*auto, two_shot$",
+        lambda c: c.allreduce(ONES, compression="onebit", algorithm="ring"),
+    ),
     "feedback on a ring": (
         "'int8' with error feedback.*'ring'.*auto, two_shot$",
-        lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int8", 3), algorithm="ring"),
+        lambda c: c.allreduce(ONES, compression="int8", feedback=c.new_feedback("int8", 3), algorithm="ring"),
     ),
     "not in memory": (
         "'int8'.*'native'.*two_shot, ring",
-        lambda c: c.allreduce(ONES, codec="int8", algorithm="native"),
+        lambda c: c.allreduce(ONES, compression="int8", algorithm="native"),
     ),
     "algorithm without codec": ("'two_shot'", lambda c: c.allreduce(ONES, algorithm="two_shot")),
     "feedback without codec": ("needs a codec", lambda c: c.allreduce(ONES, feedback=c.new_feedback("int8", 3))),
     "feedback of another size": (
         "Int8.*3 elements.*4 on",
-        lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int8", 4)),
+        lambda c: c.allreduce(ONES, compression="int8", feedback=c.new_feedback("int8", 4)),
     ),
     "feedback of another codec": (
         "Int8.*Int4",
-        lambda c: c.allreduce(ONES, codec="int8", feedback=c.new_feedback("int4", 3)),
+        lambda c: c.allreduce(ONES, compression="int8", feedback=c.new_feedback("int4", 3)),
     ),
     "draws without a step": (
         "rank [01]: codec 'randomk' selects by the step .* give step=, or feedback=",
-        lambda c: c.allreduce(ONES, codec="randomk"),
+        lambda c: c.allreduce(ONES, compression="randomk"),
     ),
     "seed of feedback": ("seed='one'", lambda c: c.new_feedback("int8", 3, seed="one")),  # type: ignore[arg-type]
-    "step": ("step=-1", lambda c: c.allreduce(ONES, codec="int8", step=-1)),
+    "step": ("step=-1", lambda c: c.allreduce(ONES, compression="int8", step=-1)),
 }
 
 
@@ -400,11 +405,11 @@ def test_mistakes_are_found_before_anything_is_sent() -> None:
 
 #: What rank 0 and the others call, and what tells them apart.
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "codec": ({"codec": "int8"}, {"codec": "int4"}, "int8(", "int4("),
-    "settings": ({"codec": Int8(block=128)}, {"codec": "int8"}, "block=128", "block=256"),
-    "whether": ({"codec": "onebit"}, {}, "onebit(", "float32[3000], sum, "),
-    "step": ({"codec": "randomk", "step": 3}, {"codec": "randomk", "step": 4}, "step=3", "step=4"),
-    "stage": ({"codec": DGC(ramp_steps=9)}, {"codec": DGC(ramp_steps=9), "step": 8}, "0.25", "0.00390625"),
+    "codec": ({"compression": "int8"}, {"compression": "int4"}, "int8(", "int4("),
+    "settings": ({"compression": Int8(block=128)}, {"compression": "int8"}, "block=128", "block=256"),
+    "whether": ({"compression": "onebit"}, {}, "onebit(", "float32[3000], sum, "),
+    "step": ({"compression": "randomk", "step": 3}, {"compression": "randomk", "step": 4}, "step=3", "step=4"),
+    "stage": ({"compression": DGC(ramp_steps=9)}, {"compression": DGC(ramp_steps=9), "step": 8}, "0.25", "0.00390625"),
 }
 
 
@@ -414,8 +419,8 @@ def disagree() -> dict[str, Witness]:
     for subject, (first, others, _, _) in DISAGREEMENTS.items():
         with Communicator(timeout_s=FAR_S) as patient:  # kernels are compiled before the short deadline applies
             for call in (first, others):
-                if "codec" in call:
-                    patient.allreduce(torch.ones(3000), codec=call["codec"], step=0)
+                if "compression" in call:
+                    patient.allreduce(torch.ones(3000), compression=call["compression"], step=0)
         comm = Communicator(timeout_s=TIMEOUT_S)
         for call in (first, others):  # what is known to all is not compared before: all of them run what they call
             comm.allreduce(torch.ones(3000), **call)
@@ -440,10 +445,10 @@ def test_ranks_that_disagree_are_told_how(ranks: Worlds, size: int) -> None:
 def lose_a_rank(name: str) -> Witness:
     """In the middle of a long operation, as likely as not."""
     comm = Communicator(timeout_s=FAR_S, segment_bytes=1 << 14)
-    comm.allreduce(torch.ones(3000), codec=name)
+    comm.allreduce(torch.ones(3000), compression=name)
     feedback = comm.new_feedback(name, 1 << 20)
     works = [
-        comm.allreduce(torch.ones(1 << 20), codec=name, feedback=feedback, step=step, async_op=True)
+        comm.allreduce(torch.ones(1 << 20), compression=name, feedback=feedback, step=step, async_op=True)
         for step in range(6)
     ]
     assert all(works)
@@ -455,7 +460,7 @@ def lose_a_rank(name: str) -> Witness:
     def go_on() -> None:
         for work in works:
             work.wait()  # type: ignore[union-attr]
-        comm.allreduce(torch.ones(3000), codec=name)  # rank 1 may have finished all of them before it died
+        comm.allreduce(torch.ones(3000), compression=name)  # rank 1 may have finished all of them before it died
 
     return witness(comm, go_on)
 

@@ -277,7 +277,7 @@ def test_16_bits_are_the_same_everywhere_and_do_not_overflow(name: str, toleranc
         results = [weight.grad, gradwire.allreduce(mine, compression=getattr(gradwire.Compression, name), op=op)]
         with Communicator() as comm:
             results.append(mine.clone())
-            comm.allreduce(results[-1], op, codec=name)
+            comm.allreduce(results[-1], op, compression=name)
         if op == gradwire.Average:
             hook = gradwire.ddp_comm_hook(name)
             results += exchanged(hook, [[weight]], {weight: mine})

@@ -176,7 +176,7 @@ def built(seed: int, samples: int = 24) -> hvd.elastic.TorchState:
     policy = {"0.weight": hvd.ErrorFeedback("int8")}
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = hvd.DistributedOptimizer(adamw, model.named_parameters(), policy=policy)
-    return hvd.elastic.TorchState(model, optimizer, sampler=hvd.ElasticSampler(range(samples), seed=3), step=0)
+    return hvd.elastic.TorchState(model, optimizer, sampler=hvd.elastic.ElasticSampler(range(samples), seed=3), step=0)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -58,7 +58,7 @@ def test_the_codec_of_the_page_refuses_settings_and_is_bound_as_it_says() -> Non
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         said = "'hundredths' does not support the algorithm 'ring'; allowed are auto, two_shot$"
         with pytest.raises(ValueError, match=said):
-            comm.allreduce(torch.ones(64), codec="hundredths", algorithm="ring")
+            comm.allreduce(torch.ones(64), compression="hundredths", algorithm="ring")
 
 
 @on_ranks(1, 3, initialized=False)

@@ -127,9 +127,9 @@ def verbs() -> Results:
         for codec in (name for name in CODECS if name != "none"):
             feedback = comm.new_feedback(codec, 600)
             for step in range(3):
-                comm.allreduce(tensor := own(600) * (step + 1), codec=codec, feedback=feedback, step=step)
+                comm.allreduce(tensor := own(600) * (step + 1), compression=codec, feedback=feedback, step=step)
                 found[f"{codec} {step}"] = [tensor, feedback.state_dict()]
-            comm.allreduce(tensor := own(600), "average", codec=codec, step=7)
+            comm.allreduce(tensor := own(600), "average", compression=codec, step=7)
             found[f"{codec} without feedback"] = tensor
     return found
 
@@ -215,10 +215,10 @@ def rules() -> Results:
         "checked": lambda m: hvd.DistributedOptimizer(sgd(m), m.named_parameters(), check_replicas_every=1),
         "local": lambda m: local(m, every=2, outer=sgd(m), compression="int8"),
         "late": lambda m: local(m, every=4, delay=1, fragments=2),
-        "server": lambda m: hvd.ParameterServer(sgd(m), compression="int4", servers=[0]),
-        "lamb": lambda m: hvd.DistributedOptimizer(hvd.LAMB(m.parameters(), lr=0.01), m.named_parameters()),
-        "lars": lambda m: hvd.DistributedOptimizer(hvd.LARS(m.parameters(), lr=0.01), m.named_parameters()),
-        "nesterov": lambda m: local(m, every=2, outer=hvd.DelayedNesterov(m.parameters(), lr=0.7, delay=2)),
+        "server": lambda m: hvd.servers.ParameterServer(sgd(m), compression="int4", servers=[0]),
+        "lamb": lambda m: hvd.DistributedOptimizer(hvd.optimizers.LAMB(m.parameters(), lr=0.01), m.named_parameters()),
+        "lars": lambda m: hvd.DistributedOptimizer(hvd.optimizers.LARS(m.parameters(), lr=0.01), m.named_parameters()),
+        "nesterov": lambda m: local(m, every=2, outer=hvd.optimizers.DelayedNesterov(m.parameters(), lr=0.7, delay=2)),
     }
     found: Results = {}
     for name, make in made.items():
@@ -226,10 +226,12 @@ def rules() -> Results:
         found[name] = trained(model, optimizer)
         optimizer.close()
         found[f"{name} at the end"] = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = hvd.Hogwild(torch.optim.SGD((model := model_of()).parameters(), lr=0.0), model.named_parameters())
+    optimizer = hvd.servers.Hogwild(
+        torch.optim.SGD((model := model_of()).parameters(), lr=0.0), model.named_parameters()
+    )
     found["hogwild"] = trained(model, optimizer)
     optimizer.close()
-    kv = hvd.KVStore("dist_sync")
+    kv = hvd.servers.KVStore("dist_sync")
     kv.set_optimizer(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     kv.init("w", zeros(13, 7))
     kv.pushpull("w", own(13, 7), out=(out := zeros(13, 7)))
@@ -263,7 +265,7 @@ def ddp() -> Results:
 
 def elastic() -> Results:
     """A commit in memory, and what is restored from it."""
-    model, sampler = model_of(), hvd.ElasticSampler(range(12), shuffle=False)
+    model, sampler = model_of(), hvd.elastic.ElasticSampler(range(12), shuffle=False)
     state = hvd.elastic.TorchState(model, sgd(model), sampler=sampler, batch=3)
     state.commit()
     with torch.no_grad():

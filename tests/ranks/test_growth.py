@@ -40,8 +40,8 @@ MAKERS: dict[str, Make] = {codec: partial(wrapped, compression=codec) for codec 
     "checked": partial(wrapped, check_replicas_every=1),
     "local": lambda m: wrapped(m, rule=hvd.rules.LocalUpdates(every=2, outer=sgd(m), compression="randomk")),
     "late": lambda m: wrapped(m, rule=hvd.rules.LocalUpdates(every=4, delay=1, fragments=2)),
-    "server": lambda m: hvd.ParameterServer(sgd(m), compression="randomk", servers=[0]),
-    "hogwild": lambda m: hvd.Hogwild(sgd(m), m.named_parameters()),
+    "server": lambda m: hvd.servers.ParameterServer(sgd(m), compression="randomk", servers=[0]),
+    "hogwild": lambda m: hvd.servers.Hogwild(sgd(m), m.named_parameters()),
 }
 
 
@@ -99,7 +99,7 @@ def test_communicators_leave_nothing() -> None:
     def use() -> None:
         with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as communicator:
             communicator.allreduce(tensor)
-            communicator.allreduce(tensor, codec="int8")
+            communicator.allreduce(tensor, compression="int8")
 
     use()
     dist.barrier()

@@ -47,7 +47,7 @@ def test_all_ranks_see_what_each_writes() -> None:
     """Step on all ranks at the same time, each on rows of its own: by each step, 0.5 less."""
     model = nn.Embedding(ROWS * hvd.size(), 5, sparse=True)
     nn.init.constant_(model.weight, float(hvd.rank()))
-    optimizer = hvd.Hogwild(sgd_of(model), model.named_parameters())
+    optimizer = hvd.servers.Hogwild(sgd_of(model), model.named_parameters())
     mine = torch.arange(ROWS * hvd.rank(), ROWS * (hvd.rank() + 1))
     hvd.barrier()
     for _ in range(STEPS * (1 + hvd.rank())):
@@ -106,7 +106,7 @@ def test_ranks_that_take_turns_are_one_process_to_the_bit() -> None:
     strides = [parameter.stride() for parameter in model.parameters()]
     named = sorted(model.named_parameters(), reverse=bool(hvd.rank()))  # each rank may have its own order
     plain = torch.optim.AdamW([parameter for _, parameter in named], lr=0.1)
-    optimizer = hvd.Hogwild(plain, named)
+    optimizer = hvd.servers.Hogwild(plain, named)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     assert model.convolution.weight is weight
     assert model.tied is model.matrix is matrix
@@ -134,7 +134,7 @@ def test_who_closes_has_a_copy_and_leaves_the_others_alone() -> None:
     gc.collect()
     before = mapped()
     model = nn.Linear(2, 2, bias=False)
-    optimizer = hvd.Hogwild(sgd_of(model))
+    optimizer = hvd.servers.Hogwild(sgd_of(model))
     shared = copies(model.parameters())
     assert mapped() == before + 1
     hvd.barrier()
@@ -165,7 +165,7 @@ def lose_one(dies: int) -> None:
     hvd.init()
     model = nn.Embedding(3, 2, sparse=True)
     nn.init.zeros_(model.weight)
-    optimizer = hvd.Hogwild(sgd_of(model, lr=1.0))
+    optimizer = hvd.servers.Hogwild(sgd_of(model, lr=1.0))
     mine = torch.tensor([hvd.rank()])
     hvd.barrier()
     model(mine).sum().backward()
@@ -197,8 +197,8 @@ def test_process_sets_have_parameters_of_their_own() -> None:
     mine, other = (evens, odds) if evens.included() else (odds, evens)
     model = nn.Linear(2, 1)
     with pytest.raises(ValueError, match="is not part of"):
-        hvd.Hogwild(sgd_of(model), process_set=other)
-    optimizer = hvd.Hogwild(sgd_of(model), process_set=mine)
+        hvd.servers.Hogwild(sgd_of(model), process_set=other)
+    optimizer = hvd.servers.Hogwild(sgd_of(model), process_set=mine)
     if mine.rank() == 1:
         with torch.no_grad():
             model.weight.fill_(float(hvd.rank()))
@@ -211,7 +211,9 @@ def test_process_sets_have_parameters_of_their_own() -> None:
 @on_ranks(2)
 def test_state_is_each_ranks_own() -> None:
     model = perceptron()
-    optimizer = hvd.Hogwild(torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank())), model.named_parameters())
+    optimizer = hvd.servers.Hogwild(
+        torch.optim.Adam(model.parameters(), lr=0.1 * (1 + hvd.rank())), model.named_parameters()
+    )
     hvd.barrier()
     loss_of(model, share(0)).backward()
     optimizer.step()
@@ -241,9 +243,9 @@ def test_state_is_each_ranks_own() -> None:
 @on_ranks(2)
 def test_what_cannot_be_meant_is_refused() -> None:
     model = perceptron()
-    for wrong in (model, hvd.DistributedOptimizer(sgd_of(model)), hvd.Hogwild(sgd_of(model))):
+    for wrong in (model, hvd.DistributedOptimizer(sgd_of(model)), hvd.servers.Hogwild(sgd_of(model))):
         with pytest.raises(TypeError, match=f"rank {hvd.rank()}: optimizer "):
-            hvd.Hogwild(wrong)  # type: ignore[arg-type]
+            hvd.servers.Hogwild(wrong)  # type: ignore[arg-type]
     sparse, meta = nn.Parameter(torch.eye(3).to_sparse()), nn.Parameter(torch.ones(1, device="meta"))
     other = nn.Parameter(torch.ones(2 + hvd.rank()))
     picture = nn.Parameter(torch.ones(2, 3).t() if hvd.rank() else torch.ones(3, 2))
@@ -255,8 +257,8 @@ def test_what_cannot_be_meant_is_refused() -> None:
         (picture, ["image"], ValueError, r"image.stride\(\) is \(2, 1\) on rank 0; \(1, 3\) on rank 1"),
     ):
         with pytest.raises(error, match=said):
-            hvd.Hogwild(torch.optim.SGD([parameter]), named and [(name, parameter) for name in named])
-    optimizer = hvd.Hogwild(sgd_of(model), model.named_parameters())
+            hvd.servers.Hogwild(torch.optim.SGD([parameter]), named and [(name, parameter) for name in named])
+    optimizer = hvd.servers.Hogwild(sgd_of(model), model.named_parameters())
     with pytest.raises(ValueError, match="cannot be added to a Hogwild optimizer"):
         optimizer.add_param_group({"params": []})
     model.to(torch.float64)
@@ -272,7 +274,7 @@ def share_nothing(said: str) -> None:
     model = perceptron(hvd.rank())
     before = [(parameter.data_ptr(), parameter.detach().clone()) for parameter in model.parameters()]
     with pytest.raises(ValueError, match=said):
-        hvd.Hogwild(sgd_of(model), model.named_parameters())
+        hvd.servers.Hogwild(sgd_of(model), model.named_parameters())
     for parameter, (address, value) in zip(model.parameters(), before, strict=True):
         assert parameter.data_ptr() == address
         assert torch.equal(parameter, value)

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout, PeerLost
+from gradwire.trainer.horovod.handles import Handle
 from tests.ranks.forms import GROUPED, VERBS, done, forms
 from tests.ranks.training import on_ranks
 
@@ -131,7 +132,7 @@ def test_names() -> None:
             assert torch.equal(one, two)
         for form in (*others, begin):
             got = form(own(size), name="loss")
-            if isinstance(got, hvd.Handle):
+            if isinstance(got, Handle):
                 while not hvd.poll(got):
                     pass
                 second = begin(own(size), name="loss")  # free, as poll() has said that it is done

@@ -220,7 +220,7 @@ def refused_verbs() -> list[Callable[[], object]]:
     ]
 
 
-class Averaging(hvd.Rule):
+class Averaging(hvd.rules.Rule):
     """Averages parameters after every step, and knows nothing of joining."""
 
     def after_step(self) -> None:

@@ -40,7 +40,7 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
 )
 def test_pushes_of_all_workers_are_summed_and_assigned(type: Any, servers: list[int] | None) -> None:
     rank, size = hvd.rank(), hvd.size()
-    kv = hvd.kvstore.create(type, servers=servers)
+    kv = hvd.servers.kvstore.create(type, servers=servers)
     assert (kv.type, kv.rank, kv.num_workers) == (type, rank, size)
     places = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
     keys = [f"{place}" if place[0].is_floating_point else number for number, place in enumerate(places)]
@@ -67,7 +67,7 @@ def test_pushes_of_all_workers_are_summed_and_assigned(type: Any, servers: list[
 
 @on_ranks(3)
 def test_pushes_of_16_bits_are_rounded_once() -> None:
-    kv, out = hvd.KVStore("dist_sync"), torch.zeros(1, dtype=torch.float16)
+    kv, out = hvd.servers.KVStore("dist_sync"), torch.zeros(1, dtype=torch.float16)
     kv.init("a", torch.zeros(1, dtype=torch.float16))
     kv.pushpull("a", torch.full((1,), 2048.0 if hvd.rank() == 0 else 1.0, dtype=torch.float16), out=out)
     assert out.item() == 2050  # in float16, 2048 + 1 is 2048
@@ -76,7 +76,7 @@ def test_pushes_of_16_bits_are_rounded_once() -> None:
 
 @on_ranks(2)
 def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet() -> None:
-    kv = hvd.KVStore("dist_sync")
+    kv = hvd.servers.KVStore("dist_sync")
     size, ones = hvd.size(), torch.ones(2, 3)
     out, more = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float32)
     kv.broadcast("a", ones * (5 + hvd.rank()), out=[out, more])
@@ -112,7 +112,7 @@ def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet() -> None:
 @on_ranks(3)
 def test_a_pull_sees_as_many_rounds_as_its_rank_has_pushed() -> None:
     """Push the rounds of every rank in an order of its own, some without pulling in between."""
-    kv = hvd.KVStore("dist_sync")
+    kv = hvd.servers.KVStore("dist_sync")
     rank, size, out = hvd.rank(), hvd.size(), torch.zeros(4)
     kv.init(["a", "b"], [torch.zeros(4), torch.zeros(4)])
     kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
@@ -133,7 +133,7 @@ def test_a_pull_sees_as_many_rounds_as_its_rank_has_pushed() -> None:
 
 @on_ranks(2)
 def test_rows_are_pulled_alone() -> None:
-    kv = hvd.KVStore("dist_sync")
+    kv = hvd.servers.KVStore("dist_sync")
     table = torch.arange(40.0).view(10, 4)
     kv.init(["t", "u"], [table, -table])
     sparse = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 4), (10, 4))
@@ -171,8 +171,8 @@ def test_rows_are_pulled_alone() -> None:
 @on_ranks(1, initialized=False)
 def test_a_local_store_needs_no_world() -> None:
     """Use a store without init(), as MXNet's example programs begin."""
-    for type in hvd.kvstore.TYPES[:2]:
-        kv = hvd.kvstore.create(type)
+    for type in hvd.servers.kvstore.TYPES[:2]:
+        kv = hvd.servers.kvstore.create(type)
         assert (kv.rank, kv.num_workers, kv.type) == (0, 1, type)
         out = torch.zeros(2)
         kv.init(3, torch.ones(2))
@@ -193,7 +193,7 @@ def test_a_local_store_needs_no_world() -> None:
         kv.barrier()
         kv.close()
     with pytest.raises(ValueError, match=r"call hvd\.init"):
-        hvd.kvstore.create("dist_sync")
+        hvd.servers.kvstore.create("dist_sync")
 
 
 @on_ranks(2, initialized=False)

@@ -37,8 +37,8 @@ def test_what_cannot_be_meant_is_refused() -> None:
         {"type": "dist_async" if rank else "dist_sync"},
     ):
         with pytest.raises(ValueError, match=f"^rank {rank}: "):
-            hvd.KVStore(**{"type": "dist_sync", **options})
-    kv = hvd.KVStore("dist_sync")
+            hvd.servers.KVStore(**{"type": "dist_sync", **options})
+    kv = hvd.servers.KVStore("dist_sync")
     w, n = torch.zeros(2, 2), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(KeyError):
         kv.pull("w", w)
@@ -106,7 +106,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_cannot_be_or_fails_is_replaced() -> None:
-    kv, w = hvd.KVStore("dist_sync", servers=[0]), torch.full((2, 2), 2.0)
+    kv, w = hvd.servers.KVStore("dist_sync", servers=[0]), torch.full((2, 2), 2.0)
     kv.init("w", w)
     for optimizer in (
         functools.partial(torch.optim.SGD, lr=0.1 * (1 + hvd.rank())),

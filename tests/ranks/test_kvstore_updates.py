@@ -51,7 +51,7 @@ FACTORIES = {
 @pytest.mark.parametrize(("name", "sets_first"), [("momentum", True), ("adamw", False)])
 @on_ranks(3)
 def test_an_optimizer_steps_as_torchs_does_bit_for_bit(name: str, sets_first: bool) -> None:
-    kv = hvd.KVStore("dist_sync")
+    kv = hvd.servers.KVStore("dist_sync")
     keys, outs = ["w", 7, "v"], start()
     if sets_first:
         kv.set_optimizer(FACTORIES[name])
@@ -69,13 +69,13 @@ def test_an_optimizer_steps_as_torchs_does_bit_for_bit(name: str, sets_first: bo
 def test_states_go_through_a_file_bit_for_bit(tmp_path: Path) -> None:
     keys, factory, path = ["w", 7, "v"], FACTORIES["adamw"], tmp_path / "states"
 
-    def trained(kv: hvd.KVStore, steps: range) -> list[Tensor]:
+    def trained(kv: hvd.servers.KVStore, steps: range) -> list[Tensor]:
         outs = start()
         for step in steps:
             kv.pushpull(keys, gradients_of(step, hvd.rank()), out=outs)
         return outs
 
-    first = hvd.KVStore("dist_sync")
+    first = hvd.servers.KVStore("dist_sync")
     first.init(keys, start())
     with pytest.raises(ValueError, match="call set_optimizer"):
         first.save_optimizer_states(path)
@@ -83,7 +83,7 @@ def test_states_go_through_a_file_bit_for_bit(tmp_path: Path) -> None:
     weights = trained(first, range(3))
     first.save_optimizer_states(path)
     wanted = trained(first, range(3, 6))
-    second = hvd.KVStore("dist_sync", servers=[1])  # other servers, and the keys in another order
+    second = hvd.servers.KVStore("dist_sync", servers=[1])  # other servers, and the keys in another order
     second.init(list(reversed(keys)), list(reversed(weights)))
     second.set_optimizer(factory)
     second.load_optimizer_states(path)
@@ -143,7 +143,7 @@ REST = [{"type": name} for name in CODECS if name not in ("none", "topk", "int8"
 def test_pushes_travel_as_codes_with_error_feedback(params: dict[str, Any]) -> None:
     """See that what is assigned is the sum of what the codes of all ranks decode to, which a rank can compute by itself."""
     rank, size, numel, steps = hvd.rank(), hvd.size(), 5000, 3
-    kv = hvd.KVStore("dist_sync")
+    kv = hvd.servers.KVStore("dist_sync")
     kv.init(["w", "n", "e"], [torch.zeros(50, 100), torch.zeros(3, dtype=torch.int64), torch.zeros(0)])
     kv.set_gradient_compression(params)
     kv.pushpull("e", torch.zeros(0))
@@ -173,7 +173,7 @@ def test_pushes_travel_as_codes_with_error_feedback(params: dict[str, Any]) -> N
 @on_ranks(2)
 def test_two_bits_are_mxnets() -> None:
     """Do MXNet's 2bit by hand: threshold, 0 or -threshold, and the rest is kept."""
-    kv = hvd.KVStore("dist_sync")
+    kv = hvd.servers.KVStore("dist_sync")
     kv.init(0, torch.zeros(5))
     kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
     out, size = torch.zeros(5), hvd.size()

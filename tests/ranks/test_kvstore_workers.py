@@ -24,7 +24,7 @@ KNOWN_S = 60.0  # in which the end of a rank is known at last
 def test_asynchronous_workers_wait_for_nobody_and_no_update_is_lost() -> None:
     """Begin on the last rank when the others have pushed and pulled ten times, without which they cannot have waited for it; then
     push at once, where two updates of a value at the same time would lose one of them."""
-    kv = hvd.KVStore("dist_async", servers=[0])
+    kv = hvd.servers.KVStore("dist_async", servers=[0])
     rank, size, out, ones = hvd.rank(), hvd.size(), torch.zeros(20000), torch.ones(20000)
     slow = rank == size - 1
     kv.init("w", torch.zeros(20000))
@@ -56,7 +56,7 @@ def test_asynchronous_workers_wait_for_nobody_and_no_update_is_lost() -> None:
 @on_ranks(3)
 def test_who_is_done_is_waited_for_no_more() -> None:
     """End on one rank earlier: it is waited for no more, but what it has pushed before the others counts in its round."""
-    kv = hvd.KVStore("dist_sync", servers=[0])
+    kv = hvd.servers.KVStore("dist_sync", servers=[0])
     rank, out = hvd.rank(), torch.zeros(2)
     kv.init("w", torch.zeros(2))
     rounds = 2 + rank
@@ -74,7 +74,7 @@ def test_who_is_done_is_waited_for_no_more() -> None:
 def lose_one(type: Any, dies: int) -> None:
     """Go on without one rank, or see the error that says that this cannot be."""
     hvd.init(timeout_s=60)
-    kv = hvd.KVStore(type, servers=[0, 1])
+    kv = hvd.servers.KVStore(type, servers=[0, 1])
     kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])  # at rank 0, at rank 1
     kv.set_optimizer(functools.partial(torch.optim.SGD, lr=1.0))
     outs = [torch.zeros(2), torch.zeros(2)]
@@ -87,7 +87,9 @@ def lose_one(type: Any, dies: int) -> None:
         key, server = ("a", 0) if dies != 0 else ("b", 1)
         kv.push(key, torch.ones(2))
         at = "" if hvd.rank() == server else f" at the key-value store on rank {server}| by rank {server}"
-        with pytest.raises(hvd.QuorumLost, match=f"rank {hvd.rank()}: pull of key '{key}'({at}).*lost rank {dies}"):
+        with pytest.raises(
+            hvd.servers.QuorumLost, match=f"rank {hvd.rank()}: pull of key '{key}'({at}).*lost rank {dies}"
+        ):
             kv.pull(key, outs[0])
     elif dies == 1:
         with pytest.raises(
@@ -108,7 +110,7 @@ def lose_one(type: Any, dies: int) -> None:
     kv.close(timeout_s=20)
 
 
-def push_until_it_fails(kv: hvd.KVStore, key: str, out: Tensor) -> None:
+def push_until_it_fails(kv: hvd.servers.KVStore, key: str, out: Tensor) -> None:
     """Push until the end of the server is known here, for some time at most."""
     until = time.monotonic() + KNOWN_S
     while time.monotonic() < until:

@@ -46,7 +46,7 @@ def parts(comm: Communicator, numel: int) -> list[torch.Tensor]:
 
 
 def with_feedback(comm: Communicator, tensor: torch.Tensor) -> None:
-    comm.allreduce(tensor, codec="int8", feedback=comm.new_feedback("int8", tensor.numel()))
+    comm.allreduce(tensor, compression="int8", feedback=comm.new_feedback("int8", tensor.numel()))
 
 
 def alltoall_by_splits(comm: Communicator, tensor: torch.Tensor) -> None:
@@ -71,9 +71,13 @@ WAYS: list[Way] = [
     ("allreduce(float32[8], sum, ring", lambda: ones(8), lambda comm, t: comm.allreduce(t, algorithm="ring")),
     ("allreduce(float32[8], sum, rsag", lambda: ones(8), lambda comm, t: comm.allreduce(t, algorithm="rsag")),
     ("prescale=2.0", lambda: ones(6), lambda comm, t: comm.allreduce(t, prescale=2.0)),
-    ("int8(block=256", lambda: ones(6), lambda comm, t: comm.allreduce(t, codec="int8", step=0)),
-    ("int8(block=64", lambda: ones(6), lambda comm, t: comm.allreduce(t, codec=Int8(block=64), step=0, async_op=True)),
-    ("fp16(", lambda: ones(6), lambda comm, t: comm.allreduce(t, codec="fp16")),
+    ("int8(block=256", lambda: ones(6), lambda comm, t: comm.allreduce(t, compression="int8", step=0)),
+    (
+        "int8(block=64",
+        lambda: ones(6),
+        lambda comm, t: comm.allreduce(t, compression=Int8(block=64), step=0, async_op=True),
+    ),
+    ("fp16(", lambda: ones(6), lambda comm, t: comm.allreduce(t, compression="fp16")),
     ("error feedback", lambda: ones(6), with_feedback),
     ("allreduce(float32[9], ", lambda: ones(9), lambda comm, t: prepared(comm, t, start=False)),
     ("allreduce(float32[10], ", lambda: ones(10), lambda comm, t: prepared(comm, t, start=True)),

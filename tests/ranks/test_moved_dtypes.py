@@ -136,7 +136,7 @@ def refuse(comm: Communicator, tensor: Tensor) -> None:
     calls: list[Callable[[], object]] = [
         lambda: comm.allreduce(tensor),
         lambda: comm.allreduce(tensor, "max", async_op=True),
-        lambda: comm.allreduce(tensor, codec="int8"),
+        lambda: comm.allreduce(tensor, compression="int8"),
         lambda: comm.prepare_allreduce(tensor),
         lambda: comm.grouped_allreduce([torch.ones(2), tensor]),
         lambda: comm.reduce(tensor),

@@ -61,7 +61,7 @@ def with_codecs(pairs: list[tuple[str, str]]) -> list[str]:
                 with checks.case(codec=codec, kind=kind, step=step):
                     odd, ordinary = ODD[kind](own(comm, 300)), own(comm, 300)
                     for tensor, feedback in zip((odd, ordinary), feedbacks, strict=True):
-                        comm.allreduce(tensor, codec=codec, feedback=feedback, step=step)
+                        comm.allreduce(tensor, compression=codec, feedback=feedback, step=step)
                     checks.equal(odd.detach(), ordinary)
     return checks.failures
 
@@ -87,7 +87,7 @@ def in_and_out_of_inference_mode() -> list[str]:
                                     checks.equal(elements(tensor), values.reshape(-1))
                     for codec, feedback in feedbacks.items():
                         with checks.case(codec=codec, inside=inside):
-                            comm.allreduce(own(comm, 300), codec=codec, feedback=feedback)
+                            comm.allreduce(own(comm, 300), compression=codec, feedback=feedback)
                     with checks.case(objects="in inference mode", inside=inside):
                         assert comm.allgather_object(comm.rank) == list(range(comm.size))
     return checks.failures
@@ -164,8 +164,8 @@ def test_without_memory(name: str) -> None:
         calls: list[Callable[[], object]] = [
             lambda: comm.allreduce(odd),
             lambda: comm.allreduce(odd, async_op=True),
-            lambda: comm.allreduce(odd, codec="int8"),
-            lambda: comm.allreduce(odd, codec="fp16", algorithm="ring"),
+            lambda: comm.allreduce(odd, compression="int8"),
+            lambda: comm.allreduce(odd, compression="fp16", algorithm="ring"),
             lambda: comm.grouped_allreduce([ordinary, odd]),
             lambda: comm.reduce(odd),
             lambda: comm.reduce_scatter(odd, ordinary),

@@ -40,16 +40,16 @@ def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
 
 
-def served(**options: Any) -> tuple[nn.Sequential, hvd.ParameterServer]:
+def served(**options: Any) -> tuple[nn.Sequential, hvd.servers.ParameterServer]:
     model = network().double()
-    return model, hvd.ParameterServer(sgd_of(model), **options)
+    return model, hvd.servers.ParameterServer(sgd_of(model), **options)
 
 
 def weight_of(rank: int) -> float:
     return 1.0 + rank
 
 
-def train(model: nn.Module, optimizer: hvd.ParameterServer, steps: range, scheduler: Any = None) -> None:
+def train(model: nn.Module, optimizer: hvd.servers.ParameterServer, steps: range, scheduler: Any = None) -> None:
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, batch_of(step, hvd.rank(), torch.float64)).backward()
@@ -83,7 +83,7 @@ def simulated(ranks: Iterable[int], decay: float = 1.0) -> list[Tensor]:
 )
 def test_with_all_ranks_as_quorum_it_is_the_average(servers: list[int] | None) -> None:
     model = network().double()
-    optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), servers=servers)
+    optimizer = hvd.servers.ParameterServer(adam_of(model), model.named_parameters(), servers=servers)
     train(model, optimizer, range(STEPS), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     assert_close(model.parameters(), simulated(range(hvd.size()), decay=0.5), rtol=1e-9, atol=1e-12)
     assert_same_on_all_ranks(model.parameters())
@@ -107,7 +107,7 @@ def test_with_all_ranks_as_quorum_the_bits_are_the_same_whoever_serves() -> None
     found: list[list[Tensor]] = []
     for servers in (None, [1], [0, 2]):
         model = network().double()
-        optimizer = hvd.ParameterServer(adam_of(model), servers=servers)
+        optimizer = hvd.servers.ParameterServer(adam_of(model), servers=servers)
         train(model, optimizer, range(STEPS))
         found.append(copies(model.parameters()))
         optimizer.close()
@@ -117,9 +117,9 @@ def test_with_all_ranks_as_quorum_the_bits_are_the_same_whoever_serves() -> None
 
 @on_ranks(2)
 def test_a_checkpoint_goes_on_bit_for_bit() -> None:
-    def made() -> tuple[nn.Module, hvd.ParameterServer]:
+    def made() -> tuple[nn.Module, hvd.servers.ParameterServer]:
         model = network().double()
-        return model, hvd.ParameterServer(adam_of(model))
+        return model, hvd.servers.ParameterServer(adam_of(model))
 
     model, optimizer = made()
     train(model, optimizer, range(2))
@@ -152,19 +152,19 @@ def test_a_checkpoint_goes_on_bit_for_bit() -> None:
 @on_ranks(2)
 def test_parameters_that_change_before_the_first_step_are_refused() -> None:
     model = network().double()
-    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
+    optimizer = hvd.servers.ParameterServer(sgd_of(model), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # which changes nothing
     train(model, optimizer, range(1))
     saved = optimizer.state_dict()
     optimizer.close()
     if hvd.rank() == 1:
         nn.init.zeros_(model[0].weight)
-    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
+    optimizer = hvd.servers.ParameterServer(sgd_of(model), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     with pytest.raises(RuntimeError, match="rank 1: this rank's parameters have changed"):
         optimizer.step()
     optimizer.close()
-    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
+    optimizer = hvd.servers.ParameterServer(sgd_of(model), model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer.load_state_dict(saved)  # servers take the parameters over now
     train(model, optimizer, range(1))
@@ -176,7 +176,7 @@ def test_parameters_that_change_before_the_first_step_are_refused() -> None:
 def test_a_parameter_that_is_thawed_later_is_refused() -> None:
     model = network().double()
     model[0].requires_grad_(False)
-    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters())
+    optimizer = hvd.servers.ParameterServer(sgd_of(model), model.named_parameters())
     train(model, optimizer, range(1))
     model[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"'0\.weight' requires a gradient, and did not when"):
@@ -256,7 +256,7 @@ class Broken(torch.optim.SGD):
 @on_ranks(3)
 def test_an_optimizer_that_raises_at_the_server_is_told_to_all() -> None:
     model = network().double()
-    optimizer = hvd.ParameterServer(Broken(model.parameters(), lr=0.1), servers=[0])
+    optimizer = hvd.servers.ParameterServer(Broken(model.parameters(), lr=0.1), servers=[0])
     before = copies(model.parameters())
     with pytest.raises(
         CollectiveError,
@@ -278,7 +278,7 @@ class Interrupted(torch.optim.SGD):
 @on_ranks(1)
 def test_after_an_interrupted_step_nothing_goes_on() -> None:
     model = network().double()
-    optimizer = hvd.ParameterServer(Interrupted(model.parameters(), lr=0.1))
+    optimizer = hvd.servers.ParameterServer(Interrupted(model.parameters(), lr=0.1))
     saved = optimizer.state_dict()
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, range(1))
@@ -292,8 +292,8 @@ def test_after_an_interrupted_step_nothing_goes_on() -> None:
 def test_what_cannot_be_meant_is_refused() -> None:
     model = network().double()
 
-    def made(**options: Any) -> hvd.ParameterServer:
-        return hvd.ParameterServer(sgd_of(model), **options)
+    def made(**options: Any) -> hvd.servers.ParameterServer:
+        return hvd.servers.ParameterServer(sgd_of(model), **options)
 
     for name, *values in (
         ("quorum", 0, 3, 1 + hvd.rank()),
@@ -311,7 +311,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     uncopied.lock = threading.Lock()  # type: ignore[attr-defined]
     for optimizer in (model, uncopied):
         with pytest.raises(TypeError, match=f"^rank {hvd.rank()}: "):
-            hvd.ParameterServer(optimizer)  # type: ignore[arg-type]
+            hvd.servers.ParameterServer(optimizer)  # type: ignore[arg-type]
     made(servers=(0, 1) if hvd.rank() else [1, 0], quorum=2 if hvd.rank() else None).close()  # the same in other words
     server = made(quorum=1)
     for weight in (0.0, -1.0, float("nan")):

@@ -78,9 +78,9 @@ def use_every_kernel(hosts: str) -> list[str]:
         for codec in CODECS.values():
             if codec().name == "none":
                 continue
-            comm.allreduce(torch.ones(5000), codec=codec(), step=0)
+            comm.allreduce(torch.ones(5000), compression=codec(), step=0)
             feedback = comm.new_feedback(codec(), 5000)
-            comm.allreduce(torch.ones(5000), codec=codec(), feedback=feedback)
+            comm.allreduce(torch.ones(5000), compression=codec(), feedback=feedback)
     return found
 
 
@@ -120,7 +120,7 @@ def exchange_without_python(hosts: str) -> list[str]:
             comm.barrier()
             comm.allgather_object("some text")
             for name in ("int8", "chunktopk"):
-                comm.allreduce(many, codec=make_codec(name), step=0)
+                comm.allreduce(many, compression=make_codec(name), step=0)
     return executed
 
 

@@ -55,7 +55,7 @@ SLOW_S = 0.2
 
 
 @in_world
-def slow_rank(slow: int) -> tuple[hvd.Stragglers, list[str], list[int | None]]:
+def slow_rank(slow: int) -> tuple[hvd.reports.Stragglers, list[str], list[int | None]]:
     model = perceptron()
     said: list[str] = []
     handler = logging.Handler()
@@ -196,7 +196,7 @@ def test_ranks_that_check_differently_are_told() -> None:
 @on_ranks(2)
 def test_the_numbers_of_a_step_are_those_of_the_stats(compression: str) -> None:
     model = wide()
-    seen: list[hvd.StepMetrics] = []
+    seen: list[hvd.reports.StepMetrics] = []
     optimizer = wrapped(model, compression=compression, on_step=seen.append)
     train(optimizer, model, 12)
     assert [of_step.step for of_step in seen] == list(range(1, 13))
@@ -224,7 +224,7 @@ def test_the_numbers_of_a_step_are_those_of_the_stats(compression: str) -> None:
 @on_ranks(1)
 def test_a_rank_alone_exchanges_nothing_and_waits_for_nobody() -> None:
     model = perceptron()
-    seen: list[hvd.StepMetrics] = []
+    seen: list[hvd.reports.StepMetrics] = []
     optimizer = wrapped(model, straggler_report_every=1, on_step=seen.append)
     train(optimizer, model, 3)
     assert optimizer.stragglers() is None
@@ -234,7 +234,7 @@ def test_a_rank_alone_exchanges_nothing_and_waits_for_nobody() -> None:
 @on_ranks(2)
 def test_reports_go_on_after_an_earlier_step_is_loaded() -> None:
     model = wide()
-    seen: list[hvd.StepMetrics] = []
+    seen: list[hvd.reports.StepMetrics] = []
     optimizer = wrapped(model, compression="onebit", on_step=seen.append, straggler_report_every=2)
     saved = copy.deepcopy(optimizer.state_dict())
     train(optimizer, model, 6)
@@ -257,7 +257,7 @@ def test_bus_bandwidth_counts_the_halves_of_an_allreduce() -> None:
         ({"rule": hvd.rules.Sharded(), "policy": {"*": "int8"}}, 2),
     ):
         model = wide()
-        seen: list[hvd.StepMetrics] = []
+        seen: list[hvd.reports.StepMetrics] = []
         optimizer = wrapped(model, named_parameters=model.named_parameters(), on_step=seen.append, **options)
         train(optimizer, model, 3)
         optimizer.close()
@@ -271,7 +271,7 @@ def test_bus_bandwidth_counts_the_halves_of_an_allreduce() -> None:
 @on_ranks(2)
 def test_the_buckets_of_a_step_show_a_selection_that_has_changed() -> None:
     model = wide()
-    seen: list[hvd.StepMetrics] = []
+    seen: list[hvd.reports.StepMetrics] = []
     with Communicator() as communicator:
         optimizer = wrapped(model, process_set=communicator, on_step=seen.append)
         train(optimizer, model, 3)
@@ -286,7 +286,7 @@ def test_the_buckets_of_a_step_show_a_selection_that_has_changed() -> None:
 def test_what_the_callable_raises_comes_out_after_the_step() -> None:
     model = perceptron()
 
-    def stop(metrics: hvd.StepMetrics) -> None:
+    def stop(metrics: hvd.reports.StepMetrics) -> None:
         raise KeyboardInterrupt
 
     optimizer = wrapped(model, on_step=stop)

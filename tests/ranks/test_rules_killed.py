@@ -33,8 +33,8 @@ def local(
     return synchronous(model, bucket_bytes=bucket_bytes, rule=hvd.rules.LocalUpdates(outer=outer, **settings))
 
 
-def server(model: nn.Module, **options: Any) -> hvd.ParameterServer:
-    return hvd.ParameterServer(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
+def server(model: nn.Module, **options: Any) -> hvd.servers.ParameterServer:
+    return hvd.servers.ParameterServer(torch.optim.AdamW(model.parameters(), lr=1e-3), **options)
 
 
 RESUMED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -153,7 +153,7 @@ def die_in_the_push() -> None:
 
 PUSHED: dict[str, tuple[dict[str, Any], int, type[Exception] | None]] = {
     "a quorum is left": ({"quorum": 3, "staleness": 1, "servers": [0]}, 3, None),
-    "all are the quorum": ({"servers": [0]}, 3, hvd.QuorumLost),
+    "all are the quorum": ({"servers": [0]}, 3, hvd.servers.QuorumLost),
     "it serves": ({"quorum": 1, "staleness": 1, "servers": [0, 2]}, 2, PeerLost),
 }
 """The options of a parameter server, the victim, and the error of the others, if one is due. By the bound of the staleness, they

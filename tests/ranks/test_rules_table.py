@@ -333,7 +333,7 @@ FEATURES: dict[str, Feature] = {
     "nothing else": Feature(plainly),
     "a bucket for each": Feature(plainly, options={"bucket_bytes": 1}),
     "one bucket, AdamW": Feature(plainly, adamw, {"bucket_bytes": 1 << 20}, linear=False),
-    "LAMB": Feature(plainly, lambda m: hvd.LAMB(groups_of(m), lr=0.01), **pick("next_forward")),
+    "LAMB": Feature(plainly, lambda m: hvd.optimizers.LAMB(groups_of(m), lr=0.01), **pick("next_forward")),
     "fused Adam": Feature(plainly, lambda m: torch.optim.Adam(groups_of(m), fused=True), **pick("next_forward")),
     "predivided": Feature(plainly, options={"gradient_predivide_factor": 3.0}, **pick("next_forward", "sharded")),
     "fp16": Feature(plainly, options={"compression": "fp16"}, rtol=0.01, atol=0.01, **pick("next_forward", "sharded")),

@@ -16,7 +16,7 @@ from tests.ranks.training import in_world, on_ranks
 @in_world
 def epoch(samples: int, shuffle: bool) -> tuple[list[int], list[int], list[int], dict[str, Any]]:
     """This rank's samples; those of the next epoch; those left after two batches of three; what it saves then."""
-    sampler = hvd.ElasticSampler(range(samples), shuffle=shuffle, seed=3)
+    sampler = hvd.elastic.ElasticSampler(range(samples), shuffle=shuffle, seed=3)
     loader = torch.utils.data.DataLoader(range(samples), batch_size=3, sampler=sampler)  # type: ignore[arg-type]
     first = [int(i) for numbers in loader for i in numbers]
     assert first == list(sampler)
@@ -55,7 +55,7 @@ def test_samples_are_divided(ranks: Worlds, shuffle: bool) -> None:
 
 @in_world
 def resumed(state: dict[str, Any]) -> list[int]:
-    sampler = hvd.ElasticSampler(range(32), seed=3)
+    sampler = hvd.elastic.ElasticSampler(range(32), seed=3)
     sampler.load_state_dict(state)
     assert sampler.epoch == state["epoch"]
     return list(sampler)
@@ -63,10 +63,10 @@ def resumed(state: dict[str, Any]) -> list[int]:
 
 @on_ranks(3)
 def test_fewer_samples_than_ranks() -> None:
-    assert list(hvd.ElasticSampler([])) == []
+    assert list(hvd.elastic.ElasticSampler([])) == []
     with pytest.raises(ValueError, match="batch_idx must be >= 0 and batch_size >= 1, not 0 and 0"):
-        hvd.ElasticSampler([1]).record_batch(0, 0)
-    assert list(hvd.ElasticSampler([7])) == [0]
+        hvd.elastic.ElasticSampler([1]).record_batch(0, 0)
+    assert list(hvd.elastic.ElasticSampler([7])) == [0]
 
 
 WARM = [0.1 + 0.2 * min(step, 6) / 6 for step in range(9)]
@@ -83,7 +83,7 @@ def test_warm_up(options: dict[str, Any], decay: float | None, expected: list[fl
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warm_up = hvd.WarmupLR(optimizer, 2, **{"warmup_epochs": 3, **options})
+        warm_up = hvd.optimizers.WarmupLR(optimizer, 2, **{"warmup_epochs": 3, **options})
         after = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7], decay) if decay else None
         seen = []
         for _ in range(9):
@@ -101,7 +101,7 @@ def test_warm_up(options: dict[str, Any], decay: float | None, expected: list[fl
 def test_a_warm_up_goes_on_from_a_checkpoint() -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1)) for _ in range(2)]
-    one, other = (hvd.WarmupLR(optimizer, 5) for optimizer in optimizers)
+    one, other = (hvd.optimizers.WarmupLR(optimizer, 5) for optimizer in optimizers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # steps of the optimizer are left out
         for _ in range(4):
@@ -114,4 +114,4 @@ def test_a_warm_up_goes_on_from_a_checkpoint() -> None:
     assert one.get_last_lr() == other.get_last_lr() == pytest.approx([0.2])
     for arguments, match in (((0,), "steps_per_epoch"), ((1, -1.0), "warmup_epochs"), ((1, 1.0, 0.0), "factor")):
         with pytest.raises(ValueError, match=match):
-            hvd.WarmupLR(optimizers[0], *arguments)
+            hvd.optimizers.WarmupLR(optimizers[0], *arguments)

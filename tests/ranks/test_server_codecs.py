@@ -51,7 +51,7 @@ def simulated(size: int, compression: Compressor) -> list[Tensor]:
 def test_codes_are_what_one_process_makes_of_the_same_gradients(compression: Compressor) -> None:
     model = network(700)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    optimizer = hvd.ParameterServer(sgd, compression=compression, servers=[0])
+    optimizer = hvd.servers.ParameterServer(sgd, compression=compression, servers=[0])
     train(model, optimizer, range(STEPS))
     assert_same_on_all_ranks(model.parameters())
     assert_equal(model.parameters(), simulated(hvd.size(), compression))
@@ -61,10 +61,10 @@ def test_codes_are_what_one_process_makes_of_the_same_gradients(compression: Com
 @pytest.mark.parametrize("compression", ["dgc", "randomk"])
 @on_ranks(2)
 def test_a_checkpoint_has_what_encodings_have_lost(compression: Compressor) -> None:
-    def made() -> tuple[nn.Module, hvd.ParameterServer]:
+    def made() -> tuple[nn.Module, hvd.servers.ParameterServer]:
         model = network(700)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-        return model, hvd.ParameterServer(sgd, compression=compression)
+        return model, hvd.servers.ParameterServer(sgd, compression=compression)
 
     assert_goes_on(made, [2], STEPS)
 
@@ -73,6 +73,6 @@ def test_a_checkpoint_has_what_encodings_have_lost(compression: Compressor) -> N
 def test_what_cannot_ride_is_refused() -> None:
     sgd = torch.optim.SGD(network(700).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"compression='powersgd' compresses sums over all ranks, .* codec of buffers"):
-        hvd.ParameterServer(sgd, compression="powersgd")
+        hvd.servers.ParameterServer(sgd, compression="powersgd")
     with pytest.raises(ValueError, match=r"compression is .* on rank 0; .* on rank 1"):
-        hvd.ParameterServer(sgd, compression="int8" if hvd.rank() else "topk")
+        hvd.servers.ParameterServer(sgd, compression="int8" if hvd.rank() else "topk")

@@ -83,7 +83,9 @@ def test_parameters_move_as_in_one_process(way: str) -> None:
     for make, make_optimizer in ((Branches, adamw), (Lookup, torch.optim.SparseAdam), (Mixed, torch.optim.Adagrad)):
         alone, model = make(), make()
         in_one_process(alone, make_optimizer(alone.parameters()), hvd.size())
-        optimizer = hvd.ParameterServer(make_optimizer(model.parameters()), model.named_parameters(), **options_of(way))
+        optimizer = hvd.servers.ParameterServer(
+            make_optimizer(model.parameters()), model.named_parameters(), **options_of(way)
+        )
         for step in range(STEPS):
             optimizer.zero_grad()
             if (loss := model.loss(step, hvd.rank())) is not None:
@@ -151,7 +153,7 @@ def test_a_grad_scaler_leaves_out_what_is_not_finite(way: str, clips: bool) -> N
         for number, parameter in enumerate(alone.parameters()):
             parameter.grad = sum(each[number] for each in gradients) / len(finite) if finite else None
         plain.step()
-    optimizer = hvd.ParameterServer(sgd_of(model), model.named_parameters(), **options_of(way))
+    optimizer = hvd.servers.ParameterServer(sgd_of(model), model.named_parameters(), **options_of(way))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -19,7 +19,7 @@ GROUPS = ([0, 1], [2, 3])
 @on_ranks(4)
 def test_a_rank_may_serve_only() -> None:
     model = network().double()
-    optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), workers=[1, 3, 2], servers=[0, 2])
+    optimizer = hvd.servers.ParameterServer(adam_of(model), model.named_parameters(), workers=[1, 3, 2], servers=[0, 2])
     if hvd.rank() == 0:
         with pytest.raises(RuntimeError, match="rank 0: this rank serves only: call serve"):
             optimizer.step()
@@ -42,7 +42,7 @@ def test_a_rank_may_serve_only() -> None:
 @on_ranks(3)
 def test_a_server_that_gets_no_parameters() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = hvd.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
+    optimizer = hvd.servers.ParameterServer(torch.optim.SGD([parameter], lr=1.0), workers=[2])
     if hvd.rank() == 2:
         parameter.grad = torch.ones(3)
         optimizer.step()
@@ -91,7 +91,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
 def test_groups_average_and_meet_at_the_server() -> None:
     mine = [hvd.add_process_set(group) for group in GROUPS][hvd.rank() // 2]
     model = network().double()
-    optimizer = hvd.ParameterServer(adam_of(model), model.named_parameters(), inner=mine)
+    optimizer = hvd.servers.ParameterServer(adam_of(model), model.named_parameters(), inner=mine)
     train(model, optimizer, range(STEPS))
     assert_same_on_all_ranks(model.parameters())
     assert_close(model.parameters(), simulated(range(4)), rtol=1e-9, atol=1e-12)
@@ -110,7 +110,7 @@ def test_groups_average_and_meet_at_the_server() -> None:
 @on_ranks(2)
 def test_a_group_is_told_that_its_first_rank_was_interrupted() -> None:
     model = network()
-    optimizer = hvd.ParameterServer(Interrupted(model.parameters(), lr=0.1), inner=hvd.global_process_set)
+    optimizer = hvd.servers.ParameterServer(Interrupted(model.parameters(), lr=0.1), inner=hvd.global_process_set)
     if hvd.rank() == 0:
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -139,7 +139,7 @@ def lose_one_of_a_group(dies: int, quorum: int) -> None:
             train(model, optimizer, range(100))
         assert caught.value.ranks == (0,)
     elif quorum == 2:
-        with pytest.raises(hvd.QuorumLost, match="fewer than the quorum of 2") as lost:
+        with pytest.raises(hvd.servers.QuorumLost, match="fewer than the quorum of 2") as lost:
             train(model, optimizer, range(100))
         assert lost.value.ranks == (2,)
     else:

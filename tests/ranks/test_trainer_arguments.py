@@ -73,7 +73,7 @@ def test_groups_share_buckets(kind: str) -> None:
     assert_close(model.parameters(), alone.parameters(), **tolerance)
 
 
-class Odd(hvd.Rule):
+class Odd(hvd.rules.Rule):
     pass
 
 
@@ -117,7 +117,7 @@ WITHOUT_ORDER: dict[str, Callable[..., Any]] = {
     "average": lambda *args: hvd.DistributedOptimizer(*args, check_replicas_every=1),
     "adasum": lambda *args: hvd.DistributedOptimizer(*args, op=hvd.Adasum, check_replicas_every=1),
     "shards": lambda *args: hvd.DistributedOptimizer(*args, rule=hvd.rules.Sharded()),
-    "server": hvd.ParameterServer,
+    "server": hvd.servers.ParameterServer,
 }
 
 

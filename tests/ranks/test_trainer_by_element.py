@@ -181,8 +181,8 @@ REFUSED: dict[str, Make] = {
     "torch's LBFGS": torch.optim.LBFGS,
     "torch's SparseAdam": lambda parameters: torch.optim.SparseAdam(list(parameters)),
     "torch's Muon": lambda parameters: torch.optim.Muon([each for each in parameters if each.dim() == 2]),
-    "LARS": partial(hvd.LARS, lr=0.1),
-    "LAMB": hvd.LAMB,
+    "LARS": partial(hvd.optimizers.LARS, lr=0.1),
+    "LAMB": hvd.optimizers.LAMB,
 }
 
 
@@ -198,7 +198,7 @@ TAKEN: dict[str, Make] = {
     "lion": Lion,
     "as if it were not muon": lambda parameters: Muon(by_dimensions(parameters)),
     "not large": lambda parameters: LargeOnly([each for each in parameters if each.numel() < 4096]),
-    "LAMB without adaptation": partial(hvd.LAMB, adapt=False),
+    "LAMB without adaptation": partial(hvd.optimizers.LAMB, adapt=False),
     "sgd, fused": partial(torch.optim.SGD, lr=0.1, weight_decay=0.01, fused=True),
     "sgd, in a warm-up": partial(torch.optim.SGD, lr=0.0, nesterov=True, momentum=0.9),
     "adamw, fused": partial(torch.optim.AdamW, fused=True),

@@ -184,7 +184,10 @@ def test_codecs_count_from_the_end_of_the_warm_up() -> None:
     weight = nn.Parameter(torch.zeros(64, 64))
     optimizer = distributed([weight], compression=ErrorFeedback("dgc", 2))
     seen: list[int | None] = []
-    spy(optimizer, lambda tensor, options: seen.append(options["step"] if options.get("codec") is not None else None))
+    spy(
+        optimizer,
+        lambda tensor, options: seen.append(options["step"] if options.get("compression") is not None else None),
+    )
     for _ in range(4):
         weight.sum().backward()
     assert [step for step in seen if step is not None] == [0, 1]

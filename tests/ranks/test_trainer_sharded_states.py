@@ -414,7 +414,7 @@ def test_what_does_not_go_with_it_is_refused_when_the_optimizer_is_made() -> Non
     gaps = nn.Parameter(torch.ones(4, 8)[:, ::2])
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for optimizer, options, words in (
-        (hvd.LAMB(model.parameters()), {}, "update every element independently; LAMB does not"),
+        (hvd.optimizers.LAMB(model.parameters()), {}, "update every element independently; LAMB does not"),
         (torch.optim.LBFGS(model.parameters()), {}, "LBFGS does not"),
         (torch.optim.SGD([gaps], lr=0.1), {}, r"without gaps in memory.*strides \[8, 2\]"),
         (sgd, {"op": hvd.Adasum}, "does not support op='adasum'"),

@@ -187,15 +187,15 @@ def test_calls_correct_the_predictions_of_codecs() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         comm.measure_codecs(["int8", "fp16"])
         costs = comm.measure_codecs(["int8", "topk"])
-        assert comm.predict(1000, codec="fp16") > 0  # from the first measurement
+        assert comm.predict(1000, compression="fp16") > 0  # from the first measurement
         for name in ("int8", "topk"):
             measured = costs.measured("allreduce", make_codec(name).identity)
             assert len(measured) == 3
-            assert [comm.predict(nbytes // 4, codec=name) for nbytes, _ in measured] == pytest.approx(
+            assert [comm.predict(nbytes // 4, compression=name) for nbytes, _ in measured] == pytest.approx(
                 [seconds for _, seconds in measured]
             )
         comm.tune()
-        assert comm.predict(1000, codec="topk") > 0
+        assert comm.predict(1000, compression="topk") > 0
 
 
 @on_ranks(2, initialized=False)

@@ -280,7 +280,7 @@ def test_methods_that_would_step_past_the_exchange() -> None:
         optimizer.zero_grad()
         optimizer.close()
     model = perceptron()
-    server = hvd.ParameterServer(ScheduleFree(model.parameters()))  # type: ignore[arg-type]
+    server = hvd.servers.ParameterServer(ScheduleFree(model.parameters()))  # type: ignore[arg-type]
     assert server.beta == 0.9
     with pytest.raises(RuntimeError, match=r"train\(\) of the wrapped ScheduleFree"):
         server.train()

@@ -235,7 +235,7 @@ class Exchange:
         numbers = [uneven_magnitudes(comm.size, o.numel, 1000 * position + step) for step in steps]
         results = [numbers[step][comm.rank].clone() for step in steps]
         feedback = comm.new_feedback(codec, o.numel) if o.steps > 1 else None
-        options = {"codec": codec, "feedback": feedback, "seed": position}
+        options = {"compression": codec, "feedback": feedback, "seed": position}
         for step in steps[:-1]:
             comm.allreduce(results[step], o.op, step=step, algorithm=o.algorithm, **options)
         work = comm.allreduce(results[-1], o.op, step=steps[-1], **options, **how)

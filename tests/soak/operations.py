@@ -28,7 +28,7 @@ OBJECT_VERBS = ("allgather_object", "broadcast_object", "gather_object", "scatte
 class Operation:
     """A call of a Communicator's verb, as all ranks make it.
 
-    verb: its name, or 'compressed' for allreduce(codec=). numel: elements of a rank's tensor, or of each part where a verb
+    verb: its name, or 'compressed' for allreduce(compression=). numel: elements of a rank's tensor, or of each part where a verb
     takes one per rank; parts: of each rank's, where they differ. counts: rows from rank i to rank j, of alltoall with splits.
     together: the tensors of grouped_allreduce. values: 'exact' numbers, or 'any': not all of them finite. steps: with error
     feedback from one to the next, where there are several. repeats: how often the same tensor is reduced.

@@ -19,9 +19,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from gradwire import QuorumLost
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
 from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.servers import QuorumLost
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, on_host
 from tests.soak.exchange import Exchange, Started, digest

@@ -178,7 +178,7 @@ def _optimizer(fault: TrainingFault, model: nn.Module) -> Any:
         return hvd.DistributedOptimizer(inner, bucket_bytes=bucket_bytes, rule=hvd.rules.LocalUpdates(**options))
     if rule.name == KEYS:
         return _Keys(model, **options)
-    return (hvd.Hogwild if rule.name == HOGWILD else hvd.ParameterServer)(inner, **options)
+    return (hvd.servers.Hogwild if rule.name == HOGWILD else hvd.servers.ParameterServer)(inner, **options)
 
 
 class _Keys:
@@ -186,7 +186,7 @@ class _Keys:
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self._values = dict(model.named_parameters())
-        self._store = hvd.KVStore(**options)
+        self._store = hvd.servers.KVStore(**options)
         self._store.init(list(self._values), [value.detach() for value in self._values.values()])
         self._store.set_optimizer(functools.partial(torch.optim.SGD, lr=LR, momentum=0.5))
         self.report = self._store.report

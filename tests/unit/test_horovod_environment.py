@@ -116,7 +116,7 @@ def test_init(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
         ("CACHE_CAPACITY", "5"),
     ]:
         monkeypatch.setenv(f"HOROVOD_{name}", text)
-    seen: list[hvd.StepMetrics] = []
+    seen: list[hvd.reports.StepMetrics] = []
     hvd.init()
     try:
         assert current_world().settings == Settings(4096, 7.0, 8.0, logging.INFO, None, False, "lo")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwire import LAMB, LARS, DelayedNesterov
+from gradwire.optimizers import LAMB, LARS, DelayedNesterov
 
 STEPS = 11
 

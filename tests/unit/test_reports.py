@@ -24,11 +24,11 @@ from gradwire.collectives.diagnostics.timeline import (
     write_trace,
 )
 from gradwire.collectives.kernels.reference import hashing as reference
+from gradwire.rules import LocalReport
 from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.reducer.times import ExchangeTime
 from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, WantedReports
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
-from gradwire.trainer.rules import LocalReport
 from tests.pages import ROOT
 
 compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.hashing")

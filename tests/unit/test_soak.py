@@ -9,10 +9,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from gradwire import QuorumLost
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from gradwire.collectives.plan.algorithms import PLANNERS
 from gradwire.collectives.run.plans import legal_algorithms
+from gradwire.servers import QuorumLost
 from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks
 from tests.soak import __main__ as soak

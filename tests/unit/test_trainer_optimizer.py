@@ -212,10 +212,22 @@ def test_former_arguments_are_refused_with_the_rule_that_takes_their_place(forme
         hvd.DistributedOptimizer(sgd(perceptron()), **former)
 
 
-@pytest.mark.parametrize("name", ["LocalUpdates", "LocalReport"])
-def test_former_names_are_refused_with_what_takes_their_place(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"rules.{name}"):
+@pytest.mark.parametrize(
+    "place",
+    [
+        "rules.LocalUpdates",
+        "rules.Rule",
+        "servers.KVStore",
+        "optimizers.LAMB",
+        "reports.StepMetrics",
+        "elastic.ElasticSampler",
+    ],
+)
+def test_former_names_are_refused_with_what_takes_their_place(place: str) -> None:
+    module, _, name = place.partition(".")
+    with pytest.raises(AttributeError, match=place):
         getattr(hvd, name)
+    assert hasattr(getattr(hvd, module), name)
 
 
 def test_refusal_of_a_wrapper_and_of_dtypes() -> None:
@@ -248,11 +260,11 @@ def test_a_frozen_parameter_may_have_any_dtype(dtype: torch.dtype) -> None:
             weight.sum().backward()
 
 
-def raises(setup: Any) -> hvd.Rule:
+def raises(setup: Any) -> hvd.rules.Rule:
     raise KeyError("its own")
 
 
-class FailsToClose(hvd.Rule):
+class FailsToClose(hvd.rules.Rule):
     def start(self) -> None:
         raise KeyError("its own")
 

@@ -42,7 +42,7 @@ def alias_horovod() -> None:
             f"Horovod itself has been imported, from {getattr(found, '__file__', None)}: call gradwire.alias_horovod() before "
             "anything imports it, at the beginning of the script"
         )
-    ours = {name: getattr(gradwire, name) for name in gradwire.__all__}
+    ours = {name: getattr(gradwire, name) for name in (*gradwire.__all__, *probes.NAMES)}
     names_of_elastic = ("ElasticSampler", "HostsUpdatedInterrupt", "ObjectState", "TorchState", "run")
     elastic = {name: getattr(gradwire.elastic, name) for name in names_of_elastic}
     modules = {f"horovod.torch.{name}": ours for name in _OF_TORCH} | {

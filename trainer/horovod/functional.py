@@ -130,7 +130,7 @@ def begin_allreduce(
                 reduction.op,
                 prescale=reduction.prescale,
                 postscale=reduction.postscale,
-                codec=codec,
+                compression=codec,
                 seed=number,
                 async_op=async_op,
             )

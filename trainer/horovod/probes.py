@@ -7,6 +7,20 @@ import torch.distributed as dist
 
 from gradwire.trainer.world.world import current_world, is_initialized
 
+NAMES = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "is_homogeneous",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]
+
 
 def gloo_built() -> bool:
     """Return whether torch has gloo."""

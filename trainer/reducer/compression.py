@@ -223,7 +223,7 @@ def verb_codec(compression: Compressor) -> Cast | Codec:
     if isinstance(compression, Codec) and compression.draws:
         raise ValueError(
             f"{compression.name!r} selects by the step which numbers it sends, and a verb has no step: it is for "
-            f"DistributedOptimizer(compression=...) and Communicator.allreduce(codec=..., step=...)"
+            f"DistributedOptimizer(compression=...) and Communicator.allreduce(compression=..., step=...)"
         )
     if isinstance(encoding.codec, Codec) and (isinstance(compression, Codec) or not encoding.feedback):
         return encoding.codec

@@ -56,7 +56,7 @@ class Combination:
             self.op,
             prescale=1.0 if divided else 1 / self.predivide,
             postscale=self.predivide,
-            codec=codec,
+            compression=codec,
             feedback=feedback,
             step=step,
             seed=seed,
