@@ -4,6 +4,7 @@ what a caller of broadcast() keeps of other types."""
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES
+from gradwire.collectives.reduction import MOVED, check_dtype
 from gradwire.trainer.checkpoint import on_all_ranks
 from gradwire.trainer.reducer.arguments import check_tensor
 from gradwire.trainer.world.world import names_rank
@@ -29,6 +31,9 @@ _SEQUENCES: dict[str, type] = {kind.__name__: kind for kind in (list, tuple, set
 _MAPPINGS: dict[str, type] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (dict, list, set, int, float)}
 """The containers that a tree may have, by name, and what may make the values of a defaultdict."""
+
+_NOT_SENT = "rank {} has what cannot be sent ({})"
+"""The text of the error of all ranks for the tree of one of them."""
 
 _New: TypeAlias = "Callable[[torch.dtype, list[int], str], Tensor]"
 """A function that returns a tensor of a dtype and shape on a device, given by its type."""
@@ -56,7 +61,7 @@ class Tree:
             begin, end = max(first, start), min(first + tensor.nbytes, stop)
             if begin >= end:
                 continue
-            piece = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+            piece = _in_order(tensor).view(-1)
             if end - begin < tensor.nbytes:
                 piece = piece.view(torch.uint8)[begin - first : end - first]
             found.append(piece.cpu())
@@ -65,6 +70,11 @@ class Tree:
                 yield found
                 found, nbytes = [], 0
         yield found
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """Return the tensor with its numbers in order in memory of their own: a copy of a transposed, expanded or conjugate one."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 @names_rank
@@ -187,12 +197,23 @@ def decode(data: Tensor) -> Any:
 
 def broadcast(tree: Any, root: int, communicator: Communicator) -> Any:
     """Return the tree of the rank `root`, with its tensors on the same types of device; the trees of other ranks are ignored.
-    Collective. Values of types that a Tree cannot hold are sent pickled."""
-    mine = flatten(tree, "tree", keeps_others=True) if communicator.rank == root else None
-    layout = communicator.broadcast_object(mine and mine.layout, root)
-    if mine is not None:
+    Collective. Values of types that a Tree cannot hold are sent pickled. Raises ValueError on all ranks for what the root
+    cannot send."""
+    mine = Tree(None)
+
+    def flatten_on_root() -> None:
+        nonlocal mine
+        if communicator.rank == root:
+            mine = flatten(tree, "tree", keeps_others=True)
+            pickle.dumps(mine.layout)  # raises for what cannot be pickled
+            for tensor in mine.tensors:
+                check_dtype(root, tensor.dtype, MOVED)
+
+    on_all_ranks(communicator, flatten_on_root, failed=_NOT_SENT)  # the others would wait for what the root cannot send
+    layout = communicator.broadcast_object(mine.layout, root)
+    if communicator.rank == root:
         for tensor in mine.tensors:
-            communicator.broadcast(tensor, root)
+            communicator.broadcast(_in_order(tensor), root)
         return tree
 
     def received(dtype: torch.dtype, shape: list[int], device: str) -> Tensor:
@@ -213,7 +234,7 @@ def gather(tree: Any, root: int, communicator: Communicator) -> list[Any] | None
         tensors.extend(mine.tensors)
         return mine.layout
 
-    layouts = on_all_ranks(communicator, layout_here, failed="rank {} has what cannot be sent ({})")
+    layouts = on_all_ranks(communicator, layout_here, failed=_NOT_SENT)
     if communicator.rank != root:
         for tensor in tensors:
             communicator.send(tensor, root)

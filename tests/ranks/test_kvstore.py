@@ -79,7 +79,7 @@ def test_lists_of_keys_and_values_mean_what_they_do_in_mxnet() -> None:
     kv = hvd.servers.KVStore("dist_sync")
     size, ones = hvd.size(), torch.ones(2, 3)
     out, more = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float32)
-    kv.broadcast("a", ones * (5 + hvd.rank()), out=[out, more])
+    kv.broadcast("a", torch.full((2, 1), 5.0 + hvd.rank()).expand(2, 3), out=[out, more])
     assert torch.equal(out, 5 * ones)
     assert torch.equal(more, 5 * ones)
     kv.push("a", [ones, 2 * ones, (3 * ones).to_sparse()])

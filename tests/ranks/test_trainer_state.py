@@ -95,14 +95,15 @@ class Schedule(NamedTuple):
 
 
 @on_ranks(3)
-def test_broadcast_named_tuples() -> None:
+def test_broadcast_of_what_else_a_state_may_hold() -> None:
+    """Named tuples, expanded tensors and values of other types arrive; what the root cannot send is an error on all ranks."""
     root = 1
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if hvd.rank() == root:
         optimizer.param_groups[0]["schedule"] = Schedule(torch.tensor(0.5), (1, 2))
         optimizer.param_groups[0]["kept_in"] = torch.bfloat16  # nothing that a tree of tensors holds
-        optimizer.state["of all"] = [Schedule(torch.ones(2), ())]  # type: ignore[index]
+        optimizer.state["of all"] = [Schedule(torch.ones(1).expand(2), ())]  # type: ignore[index]
     hvd.broadcast_optimizer_state(optimizer, root)
     assert optimizer.param_groups[0]["kept_in"] is torch.bfloat16
     schedule = optimizer.param_groups[0]["schedule"]
@@ -111,6 +112,13 @@ def test_broadcast_named_tuples() -> None:
     (other,) = optimizer.state["of all"]  # type: ignore[index]
     assert isinstance(other, Schedule)
     assert torch.equal(other.rate, torch.ones(2))
+    for unsent in (torch.eye(2).to_sparse(), lambda: 0):
+        if hvd.rank() == root:
+            optimizer.param_groups[0]["unsent"] = unsent
+        with pytest.raises(ValueError, match=f"^rank {hvd.rank()}: rank 1 has what cannot be sent"):
+            hvd.broadcast_optimizer_state(optimizer, root)
+    optimizer.param_groups[0].pop("unsent", None)
+    hvd.broadcast_optimizer_state(optimizer, root)
 
 
 class Master(torch.optim.Optimizer):

@@ -68,7 +68,8 @@ def broadcast_optimizer_state(
     backward() does so where it has added nothing. So no parameter moves that has no gradient on any rank.
     model: Horovod's argument, which is ignored.
 
-    Raises TypeError for an optimizer of DTensors, and ValueError for one with rules.Sharded.
+    Raises TypeError for an optimizer of DTensors, and ValueError for one with rules.Sharded; ValueError on all ranks if
+    root_rank's state has what cannot be sent.
     """
     communicator = communicator_of(process_set)
     share_optimizer_state(optimizer, communicator, root_in(communicator, root_rank))

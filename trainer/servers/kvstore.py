@@ -28,6 +28,7 @@ from gradwire.trainer.servers.keys import (
     lists_of_rows,
     rows_of,
 )
+from gradwire.trainer.servers.messages import Flat
 from gradwire.trainer.servers.packing import weighted_sum
 from gradwire.trainer.servers.roles import checked_ranks
 from gradwire.trainer.servers.server import Entry
@@ -35,7 +36,6 @@ from gradwire.trainer.servers.serving import Servers, Timeouts
 from gradwire.trainer.servers.state_files import read_states, write_states
 from gradwire.trainer.servers.two_bit import codec_of
 from gradwire.trainer.servers.worker import Worker
-from gradwire.trainer.trees import broadcast
 from gradwire.trainer.world.process_sets import global_process_set
 from gradwire.trainer.world.world import current_settings, names_rank
 
@@ -134,11 +134,15 @@ class KVStore:
             return named, [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named.items()]
 
         named = agreed(self._communicator, given)
-        for name, first in broadcast(named, 0, self._communicator).items():
+        flat = Flat(list(named.values()))
+        buffers = flat.pack(list(named.values()))
+        for buffer in buffers:
+            self._communicator.broadcast(buffer, 0)
+        for name, first in zip(named, flat.views(buffers), strict=True):
             spec = self._catalogue.add(name, first)
             self._worker.add(spec, rank=self.rank, number=spec.number)
             if spec.server == self.rank and self._servers.server is not None:
-                held = first.clone()  # on rank 0, the caller's
+                held = first.clone()  # of its own, not in the memory of all the values
                 self._servers.server.add(spec, [held], None if self._factory is None else self._factory([held]))
         self._communicator.barrier()  # no rank pushes before all servers hold the keys
 
