@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,19 +55,37 @@ def on_all(ranks: Worlds, size: int, program: str, arguments: Sequence[str]) -> 
     return ended[0]
 
 
-def in_a_world(add: float, *, of: str) -> tuple[int, float]:
-    """Return this rank, and a sum over all ranks, by a program's import of Horovod."""
+def in_a_world(add: float, *, of: str) -> tuple[int, float, str]:
+    """Return this rank, a sum over all ranks, by a program's import of Horovod, and the number of compute threads; of rank 0,
+    end the process instead."""
     module = importlib.import_module(of)
     module.init()
     total = module.allreduce(torch.tensor([module.rank() + add]), op=module.Sum)
     rank = module.rank()
     module.shutdown()
-    return rank, total.item()
+    if rank == 0:
+        sys.exit(0)
+    return rank, total.item(), os.environ["OMP_NUM_THREADS"]
 
 
-def test_horovods_run_returns_what_each_rank_returns() -> None:
+def interrupt(caller: int) -> None:
+    """Interrupt the process that has called horovod.run(), which ends this one."""
+    os.kill(caller, signal.SIGINT)
+    signal.pause()
+
+
+def test_horovods_run_returns_what_each_rank_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = {"args": (0.5,), "kwargs": {"of": "horovod.torch"}}
-    assert horovod_run(in_a_world, **arguments, num_proc=2, hosts="localhost:2", verbose=None) == [(0, 2.0), (1, 2.0)]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        returned = horovod_run(in_a_world, **arguments, num_proc=2, hosts="localhost:2", verbose=None)
+    finally:
+        torch.set_num_threads(threads)
+    assert returned == [None, (1, 2.0, "3")]
+    with pytest.raises(KeyboardInterrupt):
+        horovod_run(interrupt, (os.getpid(),))
     with pytest.raises(RuntimeError, match="exit status 1"):
         horovod_run(in_a_world, (0.5,), {"of": "no_such_module"})
     for given in ({"np": 0}, {"hosts": "elsewhere:1"}, {"use_mpi": True}):

@@ -43,7 +43,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(KeyError):
         kv.pull("w", w)
     kv.init(["w", 1], [w, n])
-    with pytest.raises(KeyError, match=r"'1'.*known are 'w', 1"):
+    with pytest.raises(KeyError, match=f"rank {rank}: key '1'.*known are 'w', 1"):
         kv.push("1", w)
     for key, value, error in (
         ("w", w, ValueError),
@@ -89,13 +89,18 @@ def test_what_cannot_be_meant_is_refused() -> None:
         {"type": ["topk"]} if rank == 0 else {"type": "topk"},
         {"type": "topk", "ratio": "much"},
         {"type": "topk", "ratio": 0.5 if rank else [0.5]},
-        {"type": "2bit", "ratio": 1},
         {"type": "2bit", "threshold": 0},
         {"type": "2bit", "threshold": 1 + rank},
         {"type": "2bit" if rank else "none"},
     ]
     for params in codecs:
         with pytest.raises(ValueError, match=f"^rank {rank}: "):
+            kv.set_gradient_compression(params)
+    for params, settings in (
+        ({"type": "2bit", "ratio": 1}, "threshold"),
+        ({"type": "int8", "ratio": 1}, "block, stochastic"),
+    ):
+        with pytest.raises(ValueError, match=f"has no setting 'ratio'; it has {settings}$"):
             kv.set_gradient_compression(params)
     with pytest.raises(ValueError, match="capability"):
         kv.is_capable("flight")

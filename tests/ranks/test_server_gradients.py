@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.collectives import CollectiveError
+from gradwire.collectives import CollectiveError, Communicator
 from tests.ranks.test_parameter_server import served, sgd_of, train
 from tests.ranks.training import assert_close, assert_same_on_all_ranks, batch_of, loss_of, network, on_ranks
 
@@ -115,9 +115,10 @@ def replace(model: nn.Module) -> None:
 @pytest.mark.parametrize("way", [*WAYS, "alone"])
 @on_ranks(2)
 def test_a_change_of_parameters_between_steps_is_an_error_on_all_ranks(way: str) -> None:
-    """Change them on rank 1; the same values, written again, are no change."""
+    """Change them on rank 1; the same values, written again, are no change. A group is as usable as before."""
+    group = Communicator()
     for change in (clamp, clamp_data, replace):
-        model, optimizer = served(**options_of(way))
+        model, optimizer = served(**({"inner": group} if way == "in a group" else options_of(way)))
         train(model, optimizer, range(1))
         model.load_state_dict(model.state_dict())
         train(model, optimizer, range(1, 2))
@@ -130,7 +131,9 @@ def test_a_change_of_parameters_between_steps_is_an_error_on_all_ranks(way: str)
         for _ in range(2):
             with pytest.raises(CollectiveError):
                 optimizer.step()
+        assert group.allgather_record(hvd.rank()) == [0, 1]
         optimizer.close()
+    group.close()
 
 
 def not_finite(step: int, rank: int) -> bool:

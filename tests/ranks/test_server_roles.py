@@ -48,6 +48,9 @@ def test_a_server_that_gets_no_parameters() -> None:
         optimizer.step()
         assert (parameter == 0).all()
         report = optimizer.report()
+        optimizer.param_groups[0]["note"] = "what a server cannot be sent", object()
+        with pytest.raises(TypeError, match=r"^rank 2: "):
+            optimizer.step()
     else:
         optimizer.serve()
         report = optimizer.report()

@@ -199,7 +199,7 @@ def test_a_worker_pushes_and_pulls_here_and_elsewhere(is_local: bool) -> None:
         worker.refuse("because")
         with pytest.raises(CollectiveError, match="because"):
             worker.pull(key)
-        remote.leave()
+        remote.leave(0.0)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_worker_raises_the_error_of_its_server_and_goes_on(
         assert isinstance(caught.value, type(error) if attributes else CollectiveError)
         link.request("report", {"counts": True})
         assert link.answer("report")[0]["lost"] == []
-        link.leave()
+        link.leave(0.0)
         assert not near.closed
         assert not far.closed
 
@@ -269,7 +269,7 @@ def test_the_communicator_ends_where_a_message_was_broken_off(error: BaseExcepti
         if isinstance(caught.value, PeerLost):
             assert caught.value.ranks == (0,)
         near.fails = lambda: None
-        link.leave()
+        link.leave(0.0)
         assert near.closed
     assert server.counts().lost == (1,)
 
@@ -318,4 +318,4 @@ def test_settings_of_a_worker_are_used_from_the_next_update_on() -> None:
         mine.param_groups[0]["lr"] = [torch.zeros(2)]
         with pytest.raises(TypeError):
             worker.push(key, [torch.ones(3)])
-        link.leave()
+        link.leave(0.0)

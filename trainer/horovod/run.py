@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.job import run_job
@@ -33,12 +36,13 @@ def run(
 ) -> list[Any]:
     """Call func(*args, **kwargs) on num_proc new processes of this host, and return the results, by rank.
 
-    The function calls init() itself. It, its arguments and its results are pickled. `import horovod.torch` finds gradwire in
-    the new processes. A script calls this inside `if __name__ == "__main__":`, since the processes import it.
+    The function calls init() itself. It, its arguments and its results are pickled. The result of a rank is None if the
+    function ends its process, as by sys.exit(0). `import horovod.torch` finds gradwire in the new processes, which have as many
+    compute threads as this one. A script calls this inside `if __name__ == "__main__":`, since the processes import it.
     np: the older name of num_proc. hosts: None, or this host as "localhost:N" with N = num_proc.
 
     Raises ValueError for further arguments of Horovod's that are not None, which `gradwire run` has; RuntimeError if the
-    function raises on a rank, whose traceback is then on stderr, and ends the others.
+    function raises on a rank, whose traceback is then on stderr, and ends the others; KeyboardInterrupt after Ctrl-C.
     """
     count = num_proc if np is None else np
     others |= {} if hosts in (None, f"{LOCAL_HOST}:{count}") else {"hosts": hosts}
@@ -54,9 +58,13 @@ def run(
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         call = pickle.dumps((func, tuple(args), dict(kwargs or {})))
         (Path(folder) / "call").write_bytes(pickle.dumps((main, call)))
-        paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        threads = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        settings = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": threads}
         host = Host(LOCAL_HOST, count, is_here=True)
-        if status := run_job(Job([sys.executable, "-c", _RANK, folder], [host], paths)):
+        status = run_job(Job([sys.executable, "-c", _RANK, folder], [host], settings))
+        if status == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        if status:
             raise RuntimeError(
                 f"horovod.run(): not all ranks have returned; exit status {status}, see the errors above"
             )
@@ -65,11 +73,13 @@ def run(
 
 def call_in(folder: str) -> None:
     """Call the function in a folder with its arguments, which may be of modules that import Horovod, and write what it
-    returns."""
+    returns, or None if it does not return and ends the process without a failure."""
     from gradwire.trainer.horovod.alias import alias_horovod
 
     main, call = pickle.loads((Path(folder) / "call").read_bytes())
     spawn.prepare(main)
     alias_horovod()
     func, args, kwargs = pickle.loads(call)
-    (Path(folder) / os.environ["RANK"]).write_bytes(pickle.dumps(func(*args, **kwargs)))
+    returned = Path(folder) / os.environ["RANK"]
+    returned.write_bytes(pickle.dumps(None))
+    returned.write_bytes(pickle.dumps(func(*args, **kwargs)))

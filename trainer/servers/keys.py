@@ -33,9 +33,11 @@ class KeySpec(Key):
 
 
 class Catalogue:
-    """Lists the keys, in the order in which they were added. servers: the ranks that hold keys; each key is on one server."""
+    """Lists the keys, in the order in which they were added. servers: the ranks that hold keys; each key is on one server.
+    rank: that of this process, for errors."""
 
-    def __init__(self, servers: Iterable[int]) -> None:
+    def __init__(self, servers: Iterable[int], rank: int) -> None:
+        self._rank = rank
         self._specs: dict[Name, KeySpec] = {}
         self._codec: Codec | None = None
         self._loads = dict.fromkeys(sorted(servers), 0)
@@ -88,7 +90,9 @@ class Catalogue:
         for name, each in pairs_of(key, given, what):
             if name not in self._specs:
                 known = ", ".join(map(repr, list(self._specs)[:10])) + (", ..." if len(self._specs) > 10 else "")
-                raise KeyError(f"key {name!r} was never given to init(); known are {known or 'none'}")
+                raise KeyError(
+                    f"rank {self._rank}: key {name!r} was never given to init(); known are {known or 'none'}"
+                )
             spec = self._specs[name]
             tensors = list(each) if isinstance(each, (list, tuple)) else [each]
             if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):

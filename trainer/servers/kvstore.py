@@ -37,7 +37,7 @@ from gradwire.trainer.servers.state_files import read_states, write_states
 from gradwire.trainer.servers.two_bit import codec_of
 from gradwire.trainer.servers.worker import Worker
 from gradwire.trainer.world.process_sets import global_process_set
-from gradwire.trainer.world.world import current_settings, names_rank
+from gradwire.trainer.world.world import current_settings, current_world, is_initialized, names_rank
 
 _SPEAKS_FIRST = 0.9
 """The fraction of timeout_s for which a server waits for other workers. The server then times out before the worker that waits
@@ -100,7 +100,7 @@ class KVStore:
             self._servers.break_off()
             raise
         self._worker = Worker(self._servers.links)
-        self._catalogue = Catalogue(listed)
+        self._catalogue = Catalogue(listed, current_world().rank if is_initialized() else 0)
 
     @property
     def type(self) -> str:

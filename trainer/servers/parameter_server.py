@@ -255,7 +255,8 @@ class ParameterServer(WrappingOptimizer):
                 loss = closure()
         gradients, weight = self._unscaled([parameter.grad for parameter in self._trained.values()], weight)
         try:
-            push_pull.step(gradients, weight, refusal)
+            with names_rank:
+                push_pull.step(gradients, weight, refusal)
             self._hashes = self._hashed()
         except BaseException as error:  # also Ctrl-C, after which a server's answer may be due
             self._failure = error

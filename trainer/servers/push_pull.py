@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,11 +52,10 @@ class PushPull:
         weight: of the gradients; 0 if they are all None. refusal: why this rank cannot take the step: then, nothing is pushed,
         the other ranks' steps fail, and RuntimeError is raised.
         """
+        if refusal is not None:
+            self._refuse(refusal)
         worker = self._worker
         assert worker is not None
-        if refusal is not None:
-            worker.refuse(refusal)
-            raise RuntimeError(refusal)
         deadline = time.monotonic() + self._timeout_s
         # Push to this rank's own server last: it may update at once, and the other servers need not wait for that.
         for key, numbers in sorted(self._parts, key=lambda part: part.key.server == self._rank):
@@ -65,6 +64,12 @@ class PushPull:
         for place, (key, numbers) in enumerate(self._parts):
             self.versions[place], newest = worker.pull(key, deadline=deadline)
             self._copy([self._parameters[number] for number in numbers], newest)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Let the steps of the other ranks fail, and raise RuntimeError."""
+        if self._worker is not None:
+            self._worker.refuse(reason)
+        raise RuntimeError(reason)
 
     @torch.no_grad()
     def _copy(self, parameters: Sequence[Tensor], newest: Sequence[Tensor]) -> None:
@@ -117,23 +122,21 @@ class GroupPushPull(PushPull):
         forms = forms_of(mine)
         rows = [each._nnz() for each in mine if each is not None and each.is_sparse]
         gathered = self._group.allgather_record([weight, refusal, forms if any(forms) else None, rows])
-        averaged: list[Tensor | None] = []
         total = sum(theirs for theirs, *_ in gathered)
         refusal = next((theirs for _, theirs, _, _ in gathered if theirs is not None), None)
-        if refusal is None:
-            all_forms = [theirs or [DENSE] * len(mine) for _, _, theirs, _ in gathered]
-            averaged = self._average(
-                mine, all_forms, [list(theirs) for *_, theirs in gathered], weight / total if total else 0.0
-            )
+        if refusal is not None:  # which every rank of the group knows, so none waits for the record of the first
+            self._refuse(refusal)
+        all_forms = [theirs or [DENSE] * len(mine) for _, _, theirs, _ in gathered]
+        averaged = self._average(
+            mine, all_forms, [list(theirs) for *_, theirs in gathered], weight / total if total else 0.0
+        )
         if self._worker is not None:
             try:
-                super().step(averaged, total, refusal)
+                super().step(averaged, total, None)
             except BaseException as error:  # also Ctrl-C: the other ranks wait for this rank's record
                 with suppress(CollectiveError):  # if these ranks are lost too, still raise this error
                     self._group.allgather_record(to_record(error))
                 raise
-        if refusal is not None:
-            raise RuntimeError(refusal)
         first = self._group.allgather_record({"versions": self.versions})[0]
         if "versions" not in first:
             raise from_record(first, self._rank, "step at the parameter server, by rank 0 of the group")

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -85,40 +85,56 @@ def _is_answered(request: dict[str, Any]) -> bool:
     return "pull" in request or "counts" in request
 
 
-class LocalLink:
-    """Makes requests to the server on the same rank, without messages. Attributes: server, the server's rank; is_answer_due,
-    whether the worker still has to receive an answer; copies, whether the server gets copies of the tensors of a request."""
+class ServerLink(Protocol):
+    """Makes requests to a server. Attributes: is_answer_due, whether the worker still has to receive an answer; copies, whether
+    the server gets copies of the tensors of a request."""
+
+    is_answer_due: bool
+    copies: bool
+
+    def request(
+        self, operation: str, request: dict[str, Any], tensors: Sequence[Tensor] = (), deadline: float | None = None
+    ) -> None:
+        """Make a request. If it needs an answer, answer() must follow. deadline (time.monotonic()): the limit for all messages;
+        None for the timeout_s of each."""
+
+    def answer(self, operation: str, deadline: float | None = None, into: Sequence[Tensor] = ()) -> Answer:
+        """Return the answer to the last request, if possible in memory of the same size. Raises the error that the server has
+        sent."""
+
+    def leave(self, deadline: float) -> None:
+        """Announce that this worker sends nothing more."""
+
+
+class LocalLink(ServerLink):
+    """Makes requests to the server on the same rank, without messages, so that no deadline applies."""
 
     is_answer_due, copies = False, False
 
     def __init__(self, server: Server) -> None:
-        self.server = server.rank
-        self._perform = server.perform
+        self._server = server
         self._answer: Callable[[], Answer] | None = None
 
     def request(
         self, operation: str, request: dict[str, Any], tensors: Sequence[Tensor] = (), deadline: float | None = None
     ) -> None:
-        """Make a request. If it needs an answer, answer() must follow."""
-        self._answer = self._perform(self.server, request, tensors)
+        self._answer = self._server.perform(self._server.rank, request, tensors)
 
     def answer(self, operation: str, deadline: float | None = None, into: Sequence[Tensor] = ()) -> Answer:
-        """Return the answer to the last request."""
         assert self._answer is not None
         return self._answer()
 
-    def leave(self, deadline: float = 0.0) -> None:
-        """Announce that this worker sends nothing more."""
+    def leave(self, deadline: float) -> None:
         self.request("leave", {"leave": True})
 
 
-class Link(LocalLink):
+class Link(ServerLink):
     """Makes requests to a server on another rank. name: the name of the server in messages. rank: this rank."""
 
-    copies = True
+    is_answer_due, copies = False, True
 
     def __init__(self, name: str, rank: int, server: int, pair: Communicator) -> None:
-        self.server = server
+        self._server = server
         self._name = name
         self._rank = rank
         self._pair = pair
@@ -127,23 +143,21 @@ class Link(LocalLink):
     def request(
         self, operation: str, request: dict[str, Any], tensors: Sequence[Tensor] = (), deadline: float | None = None
     ) -> None:
-        """Send a request. deadline (time.monotonic()): the limit for all of it; None for the timeout_s of each operation."""
         with self._reached(operation, deadline):
             send(self._pair, SERVER, request, tensors)
         self.is_answer_due = _is_answered(request)
 
     def answer(self, operation: str, deadline: float | None = None, into: Sequence[Tensor] = ()) -> Answer:
-        """Receive the answer, if possible into memory of the same size. Raises the error that the server has sent."""
         with self._reached(operation, deadline):
             record, tensors = receive(self._pair, SERVER, into)
         self.is_answer_due = False
         if isinstance(record, dict) and "error" in record:
             raise from_record(
-                record["error"], self._rank, f"{operation} at {self._name} on rank {self.server}"
+                record["error"], self._rank, f"{operation} at {self._name} on rank {self._server}"
             ) from None
         return record, tensors
 
-    def leave(self, deadline: float = 0.0) -> None:
+    def leave(self, deadline: float) -> None:
         """Receive the answer, if one is due and begins to arrive before the deadline. Then announce that this worker sends
         nothing more. If a message was interrupted, close the Communicator, which the server detects."""
         if self.is_answer_due and self._is_between_messages:
@@ -166,8 +180,8 @@ class Link(LocalLink):
                 pair.timeout_s = max(_LEAST_S, deadline - time.monotonic())
             yield
         except CollectiveError as error:
-            operation = f"{operation} at {self._name} on rank {self.server}"
-            raise of_pair(error, (self._rank, self.server), self._rank, operation) from error
+            operation = f"{operation} at {self._name} on rank {self._server}"
+            raise of_pair(error, (self._rank, self._server), self._rank, operation) from error
         finally:
             pair.timeout_s = timeout_s
         self._is_between_messages = True
@@ -182,7 +196,7 @@ class Servers:
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.server: Server | None = None
-        self.links: dict[int, LocalLink] = {}
+        self.links: dict[int, ServerLink] = {}
         self.is_closed = False
         self._name = name
         self._timeout_s = timeout_s

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -64,11 +65,15 @@ class TwoBit(Codec):
 def codec_of(params: Mapping[str, Any]) -> Codec:
     """Return the codec that a dict with a "type" and its settings describes, such as {"type": "2bit", "threshold": 0.5}.
 
-    Raises ValueError with a list of the types for an unknown type; ValueError or TypeError for invalid settings.
+    Raises ValueError, which lists what is known, for an unknown type or setting; ValueError or TypeError for invalid values.
     """
-    known: dict[str, Callable[..., Codec]] = {TwoBit.name: TwoBit}
+    known: dict[str, type[Codec]] = {TwoBit.name: TwoBit}
     known |= {name: codec for name, codec in CODECS.items() if codec is not Raw}
     kind = params.get("type") if isinstance(params, Mapping) else None
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f'a dict with a "type" is needed, one of {", ".join(map(repr, known))}, and settings of it')
-    return known[kind](**{name: value for name, value in params.items() if name != "type"})
+    settings = {name: value for name, value in params.items() if name != "type"}
+    own = list(signature(known[kind]).parameters)
+    if unknown := [name for name in settings if name not in own]:
+        raise ValueError(f"{kind!r} has no setting {unknown[0]!r}; it has {', '.join(own) or 'none'}")
+    return known[kind](**settings)

@@ -14,7 +14,7 @@ from gradwire.collectives import CollectiveError
 from gradwire.trainer.servers.aggregator import Counts
 from gradwire.trainer.servers.packing import Sender
 from gradwire.trainer.servers.server import Key
-from gradwire.trainer.servers.serving import LocalLink
+from gradwire.trainer.servers.serving import ServerLink
 
 
 class Worker:
@@ -25,7 +25,7 @@ class Worker:
     """
 
     def __init__(
-        self, links: Mapping[int, LocalLink], settings: Mapping[int, torch.optim.Optimizer] | None = None
+        self, links: Mapping[int, ServerLink], settings: Mapping[int, torch.optim.Optimizer] | None = None
     ) -> None:
         self._links = links
         self._settings = settings or {}
