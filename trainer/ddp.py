@@ -199,9 +199,10 @@ class CompressionHook:
                     f"{self._here}the state of a hook with {entry['encoding']} cannot be loaded into one with "
                     f"{', '.join(self._known) or 'no codec'}"
                 )
-        self._described = [(name, list(shape)) for name, shape, *_ in state_dict["parameters"]]
+        described = [(name, list(shape)) for name, shape, *_ in state_dict["parameters"]]
         for parameter, number in self._numbers.items():
-            self._name(number, parameter)
+            self._name(number, parameter, described)
+        self._described = described  # after all checks: a state that is refused changes nothing
         self._step, self._loaded, self._coded = state_dict["step"], list(state_dict["buckets"]), {}
         self._residuals.replace({})
         if self._choice is not None:
@@ -248,15 +249,16 @@ class CompressionHook:
         """Return the number of a parameter; that of a new one is the next."""
         number = self._numbers.get(parameter, len(self._numbers))
         if number == len(self._numbers):
-            name = self._name(number, parameter)
+            name = self._name(number, parameter, self._described)
             self._encodings.append(_in_buffers(self._policy.encoding(name, parameter), parameter.dtype))
             if self._policy.is_chosen(name, parameter):
                 self._chosen.add(number)
             self._numbers[parameter] = number
         return number
 
-    def _name(self, number: int, parameter: Tensor) -> str:
-        """Return the name of a parameter, and record its name and shape. Raises ValueError if others are loaded."""
+    def _name(self, number: int, parameter: Tensor, described: list[tuple[str, list[int]]]) -> str:
+        """Return the name of a parameter. described: by number, the names and shapes of parameters, to which those of this one
+        are added. Raises ValueError if a loaded state describes another parameter by this number."""
         name, shape = f"parameter {number}", list(parameter.shape)
         if self._names is not None:
             if parameter not in self._names:
@@ -264,9 +266,9 @@ class CompressionHook:
                     f"{self._here}named_parameters must name all parameters of DDP's module; one of shape {shape} is not named"
                 )
             name = self._names[parameter]
-        if number == len(self._described):
-            self._described.append((name, shape))
-        if (saved := self._described[number]) != (name, shape):
+        if number == len(described):
+            described.append((name, shape))
+        if (saved := described[number]) != (name, shape):
             raise ValueError(
                 f"{self._here}the loaded state is that of another model: its parameter {number} is {saved[0]!r} of shape "
                 f"{saved[1]}, the one here {name!r} of shape {shape}"

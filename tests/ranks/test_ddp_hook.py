@@ -404,6 +404,10 @@ def test_states_of_something_else_are_refused() -> None:
     with pytest.raises(ValueError, match="another model"):
         wrong(torch.ones(1, 64)).sum().backward()
     other.close()
+    name, shape = state["parameters"][0]
+    with pytest.raises(ValueError, match="another model"):
+        hook.load_state_dict({**state, "parameters": [(f"not {name}", shape), *state["parameters"][1:]]})
+    assert hook.state_dict() == state
     hook.close()
 
 

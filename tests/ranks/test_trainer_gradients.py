@@ -40,12 +40,29 @@ Optimizer = torch.optim.Optimizer
 
 @on_ranks(2)
 def test_frozen_parameters_do_not_travel() -> None:
+    """One that the program has taken out of the param groups and put back travels once, even if only one rank did so."""
     small, large = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10000), requires_grad=False)
     optimizer = distributed([small, large])
     sent: list[int] = []
     spy(optimizer, lambda tensor, options: sent.append(tensor.nbytes))
     (small.sum() + large.sum()).backward()
     assert 40 < sum(sent) < 200
+    group, at_first = optimizer.param_groups[0], list(sent)
+    for ranks in ((0, 1), (0,), (1,)):
+        optimizer.step()
+        optimizer.zero_grad()
+        if hvd.rank() in ranks:
+            group["params"].pop(0)
+            optimizer.zero_grad()
+            group["params"].append(small)  # in another place, so that it gets another name
+            optimizer.zero_grad()
+            group["params"].reverse()
+            optimizer.zero_grad()
+        sent.clear()
+        (small * hvd.rank()).sum().backward()
+        assert sent == at_first
+        assert small.grad is not None
+        assert small.grad.tolist() == [0.5] * 10
 
 
 @on_ranks(2)

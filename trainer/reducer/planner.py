@@ -101,6 +101,7 @@ class BucketPlanner:
         self._setup = setup
         self._is_chosen: list[bool] = []
         self._is_stale = False
+        self._exchanges_removed = False
         self._order: list[int] = []
         self._arrivals: list[int] | None = None
         self._exchanged: list[Tensor] = []  # in a bucket or in `sparse`
@@ -108,22 +109,32 @@ class BucketPlanner:
         self._known_sparse: set[int] = set()
         self._searched: set[int] = set()
 
-    def add(self, names: Sequence[str], parameters: Sequence[Tensor], layout: BucketLayout) -> None:
-        """Add parameters, for the next extended() or agreed(). Raises ValueError for dtypes that cannot be exchanged; frozen
-        parameters may have any dtype."""
+    def add(self, names: Sequence[str], parameters: Sequence[Tensor], layout: BucketLayout) -> list[int]:
+        """Add parameters, for the next extended() or agreed(), and return their indices. One that was taken out of the optimizer
+        and is put back before the next agreed() is still in its bucket, and gets its index back. Raises ValueError for dtypes
+        that cannot be exchanged; frozen parameters may have any dtype."""
         named = zip(names, parameters, strict=True)
         _check_dtypes(
             self._setup.communicator.rank, ((name, parameter) for name, parameter in named if parameter.requires_grad)
         )
         policy = self._setup.policy
-        self.names += names
-        self.parameters += parameters
-        for name, parameter in zip(names, map(held_here, parameters), strict=True):
-            self.encodings.append(policy.encoding(name, parameter))
-            self._is_chosen.append(policy.is_chosen(name, parameter))
+        index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
+        for name, parameter in zip(names, parameters, strict=True):
+            held = held_here(parameter)
+            encoding, is_chosen = policy.encoding(name, held), policy.is_chosen(name, held)
+            index = index_of.setdefault(parameter, len(self.parameters))
+            if index == len(self.parameters):
+                self.names.append(name)
+                self.parameters.append(parameter)
+                self.encodings.append(encoding)
+                self._is_chosen.append(is_chosen)
+            elif name != self.names[index]:
+                self._is_stale |= encoding != self.encodings[index]
+                self.names[index], self.encodings[index], self._is_chosen[index] = name, encoding, is_chosen
         kept = set(tensors_of(self._setup.optimizer.param_groups))
         self.removed = {index for index, parameter in enumerate(self.parameters) if parameter not in kept}
         self.adopt(layout)
+        return [index_of[parameter] for parameter in parameters]
 
     def adopt(self, layout: BucketLayout) -> None:
         """Note which parameters a layout exchanges."""
@@ -131,7 +142,7 @@ class BucketPlanner:
         others = set(range(len(self.parameters))) - laid_out - self.removed
         self._exchanged = [self.parameters[index] for index in laid_out]
         self._others = [self.parameters[index] for index in others]
-        self._is_stale |= bool(laid_out & self.removed)
+        self._exchanges_removed = bool(laid_out & self.removed)
 
     def layout(self, buckets: Sequence[Bucket] = (), sparse: Sequence[int] = ()) -> BucketLayout:
         """Return the layout of these buckets, with the sparse gradients of some parameters."""
@@ -163,7 +174,9 @@ class BucketPlanner:
     @property
     def is_due(self) -> bool:
         """Return whether agreed() would return another layout."""
-        return self._is_stale or not all(map(_requires_grad, self._exchanged)) or any(map(_requires_grad, self._others))
+        if self._is_stale or self._exchanges_removed:
+            return True
+        return not all(map(_requires_grad, self._exchanged)) or any(map(_requires_grad, self._others))
 
     @property
     def is_encoded(self) -> bool:

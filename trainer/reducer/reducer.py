@@ -138,13 +138,12 @@ class Reducer:
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Add parameters. The exchange of this window includes them."""
-        first = len(self.parameters)
-        self.planner.add(names, parameters, self.layout)
-        self._unhooked |= enumerate(parameters, first)
+        indices = self.planner.add(names, parameters, self.layout)
+        self._unhooked |= zip(indices, parameters, strict=True)
         for index in self.planner.removed:
             self._unhooked.pop(index, None)
             if index in self._hooks:
-                self._hooks[index].remove()
+                self._hooks.pop(index).remove()
         self._exchanged = False
         self._hook_parameters()
 
