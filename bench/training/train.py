@@ -32,6 +32,7 @@ if missing := [package for package in ("matplotlib", "rich") if find_spec(packag
 from gradwire.bench.training.train_report import DDP, OURS, Record, count, progress, publish
 
 INTERRUPTED = 130
+_FILE = re.compile(r"checkpoint\.step(\d+)\.rank\d+of(\d+)\.(?:pt|partial)")
 MODELS = ("bytes_gpt", "digits_cnn")
 
 
@@ -49,7 +50,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         type=partial(number_from, 0.001),
         help="train for about this long in all (60, or 400 steps of digits_cnn)",
     )
-    add("--compression", default="none", help="what gradients travel as: a codec, such as int8 (none)")
+    add("--compression", default="none", help="how gradients are compressed: a codec, such as int8 (none)")
     add("--compare", choices=["ddp"], help="train a second model under torch's DDP, in turns with ours")
     add("--seed", type=partial(count_from, 0), default=0, help="of the weights, the order of the data and dropout (0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (auto)")
@@ -106,9 +107,10 @@ class Run:
         torch.save(state, path.with_suffix(".partial"))
         os.replace(path.with_suffix(".partial"), path)
         hvd.barrier()
-        for other in self.folder.glob("checkpoint.*"):
-            if not other.match(f"checkpoint.step{step}.rank*of{hvd.size()}.pt"):
-                other.unlink(missing_ok=True)
+        newest = {self._file(step, other, hvd.size()) for other in range(hvd.size())}
+        for file, *_ in self._files():
+            if file not in newest:
+                file.unlink(missing_ok=True)
         hvd.barrier()
 
     def resume(self) -> None:
@@ -119,8 +121,7 @@ class Run:
         """
         rank, size = hvd.rank(), hvd.size()
         mine: dict[tuple[int, int], list[Path]] = {}
-        for path in self.folder.glob("checkpoint.*.pt"):
-            step, saved = (int(found) for found in re.findall(r"\.step(\d+)\.rank\d+of(\d+)\.", path.name)[0])
+        for _, step, saved in self._files():
             files = [self._file(step, other, saved) for other in (rank % saved, *range(size + rank, saved, size))]
             if all(map(Path.exists, files)):
                 mine[step, saved] = files
@@ -161,6 +162,13 @@ class Run:
 
     def _file(self, step: int, rank: int, size: int) -> Path:
         return self.folder / f"checkpoint.step{step}.rank{rank}of{size}.pt"
+
+    def _files(self) -> Iterator[tuple[Path, int, int]]:
+        """Yield each file of a checkpoint, complete or not, with its step and the number of ranks. The user, or an earlier version
+        of the benchmark, may have other files in the folder."""
+        for path in self.folder.glob("checkpoint.step*"):
+            if found := _FILE.fullmatch(path.name):
+                yield path, int(found[1]), int(found[2])
 
 
 def main(arguments: Sequence[str]) -> int:

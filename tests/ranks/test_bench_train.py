@@ -76,8 +76,12 @@ def weights_in(folder: Path) -> dict[str, Any]:
 def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
     ranks: Worlds, failing_world: Callable[[int], World], tmp_path: Path, text: str
 ) -> None:
-    """At whatever step, for both ranks have a file of the step of the last checkpoint."""
+    """At whatever step, for both ranks have a file of the step of the last checkpoint. Files of others stay as they are."""
     killed, straight = tmp_path / "killed", tmp_path / "straight"
+    others = [killed / f"checkpoint.{name}.pt" for name in ("best", "rank0.step4", "step900.rank0of2.best")]
+    killed.mkdir()
+    for other in others:
+        other.write_text("of the user, or of an earlier version")
     flags = ["--compression=powersgd", "--checkpoint-every=3", "--steps=200", "--resume"]
     world = failing_world(2)
     world.start(trained, killed, text, *flags)
@@ -92,6 +96,7 @@ def test_a_killed_run_with_error_feedback_continues_bit_for_bit(
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (killed, straight)]
     for key in ("steps", "loss_first", "loss_last", "val_loss"):
         assert summaries[0][key] == summaries[1][key]
+    assert all(other.exists() for other in others)
 
 
 @pytest.mark.wide

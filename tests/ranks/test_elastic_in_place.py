@@ -347,32 +347,51 @@ def test_all_ranks_stop_after_the_same_step_where_one_hears_of_an_update() -> No
             assert steps[worker] == [0, 1, 6]  # step 2 is not committed; step 6 is, after commit 5 has found the update
 
 
+class LostWhileRestoring(hvd.elastic.ObjectState):
+    """A state of a generation in which a rank is lost before training begins. That is the second generation of the process."""
+
+    generations = 0
+
+    def begin(self, *arguments: Any) -> None:
+        super().begin(*arguments)
+        LostWhileRestoring.generations += 1
+        if LostWhileRestoring.generations == 2:
+            raise CollectiveError(f"early, of rank {hvd.rank()}")
+
+
 def fail_each_time(send: Callable[[Any], None]) -> None:
     hvd.init()
+    is_updated = False
 
     @hvd.elastic.run(max_failures=2)
     def train(state: Any) -> None:
+        nonlocal is_updated
         send("begun")
-        raise CollectiveError("as when a rank is lost")
+        if not is_updated:
+            is_updated = True
+            raise hvd.elastic.HostsUpdatedInterrupt("hosts were added")
+        raise CollectiveError(f"late, of rank {hvd.rank()}")
 
     try:
-        train(hvd.elastic.ObjectState(step=0))
+        train(LostWhileRestoring(step=0))
     except hvd.elastic.GaveUp as error:
         send(str(error))
 
 
 def test_ranks_that_get_no_further_give_up_and_end_the_job() -> None:
+    """An update is no failure, an error before training is one, and all ranks hear the reason of each rank."""
     with Job(fail_each_time) as job:
         job.start(0, 1)
         job.begin(0, 1)
-        for _ in range(2):
+        for is_lost_early in (True, False):
             assert [job.take(worker) for worker in (0, 1)] == ["begun"] * 2
-            job.begin(0, 1, leave=[0, 1])
+            for _ in range(1 + is_lost_early):
+                job.begin(0, 1, leave=[0, 1])
         for worker in (0, 1):
-            assert (
-                "have failed 2 times since commit 1, and are not started again: CollectiveError: as when"
-                in job.take(worker)
-            )
+            said = job.take(worker)
+            assert "have failed 2 times since commit 1, and are not started again: " in said
+            assert all(f"late, of rank {rank}" in said for rank in (0, 1))
+            assert "early" not in said
         with pytest.raises(RuntimeError, match="the job has ended: ranks have failed 2 times"):
             job.generations.await_generation(0, job.generation.number, time.monotonic() + 10)
 

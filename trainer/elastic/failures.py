@@ -39,10 +39,10 @@ class Failures:
         ranks of this host. Collective. Raises GaveUp on all ranks, and RuntimeError if they call different functions."""
         communicator = communicator_of(global_process_set)
         before = json.loads(_read(self.memory.path("failures")) or '{"commit": 0, "restarts": 0, "failures": 0}')
-        reason, number = _read(self._reason_after(before["restarts"])), restarts(os.environ)
-        failed = bool(reason) if self._worker is not None else number > before["restarts"]
+        reasons, number = self._reasons(), restarts(os.environ)
+        failed = bool(reasons) if self._worker is not None else number > before["restarts"]
         everyones = communicator.allgather_record(
-            [failed, before["failures"], before["commit"], reason, self.memory.number]
+            [failed, before["failures"], before["commit"], reasons, self.memory.number]
         )
         numbers = [number for *_, number in everyones]
         if len(set(numbers)) > 1:
@@ -53,7 +53,7 @@ class Failures:
             )
         has_failed = any(failed for failed, *_ in everyones)
         failures = has_failed + max(count * (at == commit) for _, count, at, *_ in everyones)
-        reasons = list(dict.fromkeys(reason for *_, reason, _ in everyones if reason))
+        reasons = list(dict.fromkeys(reason for *_, theirs, _ in everyones for reason in theirs))
         is_first, is_first_of_host = communicator.rank == 0, communicator.rank == host[0]
         if is_first_of_host and not self._is_watched:
             self._agent.watch()
@@ -61,6 +61,7 @@ class Failures:
         if is_first_of_host:
             record = {"commit": commit, "restarts": number, "failures": failures}
             _write(self.memory.path("failures"), json.dumps(record))
+            _write(self._path_of_reasons, "")
         if is_first and self._worker is not None:
             self._worker.resume(commit)
         if failures >= self._max_failures:
@@ -77,13 +78,18 @@ class Failures:
             _log.warning("gradwire: ranks have failed: %s", next(iter(reasons), none))
 
     def note(self, error: Exception) -> None:
-        """Record why this rank has failed."""
-        with suppress(OSError):
-            _write(self._reason_after(restarts(os.environ)), reason_of(error))
+        """Record why this rank has failed, after the reasons of other ranks of this host."""
+        line = json.dumps(reason_of(error)) + "\n"
+        with suppress(OSError), os.fdopen(open_own(self._path_of_reasons, os.O_APPEND), "ab", buffering=0) as file:
+            file.write(line.encode())  # in one piece, since other ranks of this host may write at the same time
 
-    def _reason_after(self, number: int) -> Path:
-        """Return the path of the reason why ranks of this host have failed after so many restarts, or in this generation."""
-        return self.memory.path(f"reason.{number}")
+    @property
+    def _path_of_reasons(self) -> Path:
+        return self.memory.path("reasons")
+
+    def _reasons(self) -> list[str]:
+        """Return why ranks of this host have failed since the last begin() of all ranks, in the order in which they noted it."""
+        return [json.loads(line) for line in _read(self._path_of_reasons).splitlines()]
 
     def end_job(self, reason: str) -> None:
         """Make the launcher end the job. Any number of ranks call this, and then raise an error."""

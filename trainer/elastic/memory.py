@@ -257,10 +257,10 @@ def load_kernels() -> None:
     cpu_or_reference("copying").add_pieces(torch.zeros(SUMS, dtype=torch.int64, device="cpu"), [])
 
 
-def open_own(path: Path) -> int:
-    """Open a file for reading and writing, made if it does not exist, and return its descriptor. Raises PermissionError unless
-    it is a regular file of this user with mode 600 and one name."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def open_own(path: Path, flags: int = 0) -> int:
+    """Open a file for reading and writing, made if it does not exist, and return its descriptor. flags: of os.open(), too.
+    Raises PermissionError unless it is a regular file of this user with mode 600 and one name."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     found = os.fstat(descriptor)
     is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
     if not is_own or stat.S_IMODE(found.st_mode) != 0o600:
