@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 Times = npt.NDArray[np.float64]
 RESAMPLES = 2000
-TURNS = "median over interleaved turns, each as long as on its slowest rank"
+TURNS = "median over interleaved turns; the time of a turn is that of its slowest rank"
 """What the files of results call a time."""
 FEWEST_TURNS = 8
 """With fewer turns, the variation is unknown, and no interval is given."""

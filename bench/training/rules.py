@@ -89,7 +89,8 @@ A server makes an update of what all ranks have pushed (server), all but one (qu
 ahead), or any (asynchronous).
 loss: on text not trained on, with the parameters that ranks have, each a share of it; over first: over the first
 competitor's. reaches: the share of the first competitor's time, steps and bytes after which a loss as low as its last is seen.
-sent: by a rank, of gradients, pseudo-gradients or parameters, uncompressed ones as 2(p-1)/p of them."""
+sent: the bytes that a rank sends for gradients, pseudo-gradients or parameters. An uncompressed allreduce of n bytes among p
+ranks counts as 2(p-1)/p * n."""
 
 
 @dataclass(frozen=True)

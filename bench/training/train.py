@@ -164,8 +164,8 @@ class Run:
         return self.folder / f"checkpoint.step{step}.rank{rank}of{size}.pt"
 
     def _files(self) -> Iterator[tuple[Path, int, int]]:
-        """Yield each file of a checkpoint, complete or not, with its step and the number of ranks. The user, or an earlier version
-        of the benchmark, may have other files in the folder."""
+        """Yield each file of a checkpoint, complete or not, with its step and the number of ranks. Other files in the folder are
+        the user's, or of an earlier version."""
         for path in self.folder.glob("checkpoint.step*"):
             if found := _FILE.fullmatch(path.name):
                 yield path, int(found[1]), int(found[2])

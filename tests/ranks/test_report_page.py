@@ -145,7 +145,7 @@ def test_worlds_of_an_elastic_job_are_told_apart(tmp_path: Path) -> None:
     leave(tmp_path, 1, (0, [0, 1], 3), (1, [0, 1], 3))
     leave(tmp_path, 2, (0, [0, 1, 2], 5), (1, [0, 1, 2], 5), (2, [0, 1, 2], 5))
     measured = read(tmp_path)
-    assert [(each.world, each.number, each.ranks) for each in measured.trainings] == [
+    assert [(each.generation, each.number, each.ranks) for each in measured.trainings] == [
         (0, 1, [0, 1, 2]),
         (1, 1, [0, 1]),
         (2, 1, [0, 1, 2]),

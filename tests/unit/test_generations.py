@@ -59,7 +59,7 @@ def test_a_rank_without_which_the_next_generation_has_begun_ends_soon(monkeypatc
     generations = Generations(store)
     monkeypatch.setattr(generations_module, "_LEFT_OUT_S", 0.1)
     generations.begin(Generation(1, (5, 8), (0, 1)))
-    with pytest.raises(TimeoutError, match="no world after 0 with worker 3"):
+    with pytest.raises(TimeoutError, match="no generation after 0 with worker 3"):
         generations.await_generation(3, 0, time.monotonic() + 60)
     begins = threading.Timer(0.5, lambda: generations.begin(Generation(2, (5, 8, 9), (0, 1, 1))))
     begins.start()

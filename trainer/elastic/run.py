@@ -78,7 +78,7 @@ def run(func: Any = None, *, max_failures: int = 3) -> Any:
 
     Collective. Raises the function's errors, and RuntimeError if a commit cannot be loaded. Under gradwire run --min-np, raises
     ValueError for objects that cannot move to another world: in the state, a DistributedDataParallel, ParameterServer or
-    Hogwild; anywhere, a DistributedOptimizer whose can_rebind is False.
+    Hogwild; anywhere, a DistributedOptimizer of some of the ranks, or of a Communicator.
     """
     if func is None:
         return functools.partial(run, max_failures=max_failures)

@@ -43,7 +43,7 @@ class ElasticRanks(JobPolicy):
         self._discovery = None if wanted.discovery_script is None else Discovery(wanted.discovery_script)
         self.failed: tuple[int, ...] = ()
         self._addresses: dict[str, str] = {}
-        self._told_lost: tuple[int, tuple[int, ...]] = -1, ()
+        self._recorded_lost: tuple[int, tuple[int, ...]] = -1, ()
         self.workers.set_hosts(job.hosts)
 
     @property
@@ -67,9 +67,9 @@ class ElasticRanks(JobPolicy):
         actions = super().decide(now, is_interrupted=is_interrupted)
         for action in actions:
             self._do(action)
-        if self.generation is not None and self.lost and self._told_lost != (self.generation.number, self.lost):
-            self._told_lost = self.generation.number, self.lost  # so that no rank waits for them in a rendezvous
-            self._generations.lose(*self._told_lost)
+        if self.generation is not None and self.lost and self._recorded_lost != (self.generation.number, self.lost):
+            self._recorded_lost = self.generation.number, self.lost  # so that no rank waits for them in a rendezvous
+            self._generations.lose(*self._recorded_lost)
         return actions
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class _JobRun:
             for node in self._ranks.workers.hosts if self._job.elastic is None else ():
                 self._reach(node)  # before any rank starts
             while self._end is None:
-                self._hear(self._ranks.poll_s)
+                self._read_agents(self._ranks.poll_s)
                 for action in self._ranks.decide(time.monotonic(), is_interrupted=bool(signals)):
                     self._do(action)
             self._end_all(signals)
@@ -74,9 +74,9 @@ class _JobRun:
             self._output.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._tell_end(self._end, signals)
+        return self._report_end(self._end, signals)
 
-    def _hear(self, at_most_s: float) -> None:
+    def _read_agents(self, at_most_s: float) -> None:
         """Read the lines of the agents, and note which agents have ended. Wait at most at_most_s seconds for new
         lines."""
         wait([pipe.fileno() for agent in self._agents.values() for pipe in agent.pipes()], at_most_s)
@@ -97,9 +97,9 @@ class _JobRun:
             case Start(worker, node, _):
                 self._start(worker, node)
             case Kill(worker):
-                self._tell(worker, f"kill {worker}")
+                self._send(worker, f"kill {worker}")
             case Stop(worker):
-                self._tell(worker, f"stop {worker}")
+                self._send(worker, f"stop {worker}")
             case Release(node) if node in self._agents:
                 self._agents[node].ask_to_end()
             case End():
@@ -129,9 +129,9 @@ class _JobRun:
             self._lose(node, str(error))
             return
         self._reach(node)
-        self._tell(worker, f"start {worker} {json.dumps(variables)}")
+        self._send(worker, f"start {worker} {json.dumps(variables)}")
 
-    def _tell(self, worker: int, line: str) -> None:
+    def _send(self, worker: int, line: str) -> None:
         if (agent := self._agents.get(self._ranks.workers.of[worker].node)) is not None:
             agent.tell(line)
 
@@ -151,13 +151,13 @@ class _JobRun:
         for agent in self._agents.values():
             agent.ask_to_end()
         while self._agents and len(signals) < 2:
-            self._hear(_POLL_S)
+            self._read_agents(_POLL_S)
             if time.monotonic() >= end_at:
                 for agent in self._agents.values():
                     agent.process.kill()
                 return
 
-    def _tell_end(self, end: End, signals: list[int]) -> int:
+    def _report_end(self, end: End, signals: list[int]) -> int:
         """Print why the job has failed, if it has, and return its exit status."""
         failed = end.failed if signals else self._ranks.failed  # without those that the end has made fail
         failures = list(dict.fromkeys(self._failure(worker) for worker in failed))

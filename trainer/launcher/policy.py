@@ -64,7 +64,7 @@ class JobPolicy:
         self._finished_since: float | None = None
         self._new_starts = self._vain_generations = self._commit = 0
         self._new = _Happened()
-        self._untold: list[Action] = []
+        self._unsaid: list[Action] = []
 
     # Events
 
@@ -78,7 +78,7 @@ class JobPolicy:
         if set(lost) & set(self._ranks):
             self._new.news.append(news)
         else:
-            self._untold.append(Say(news))
+            self._unsaid.append(Say(news))
         for number in lost:
             self.workers.of[number].is_running = False
             if not self.workers.of[number].is_alive:
@@ -281,7 +281,7 @@ class JobPolicy:
         return released
 
     def _says(self, now: float) -> list[Action]:
-        said, self._untold = self._untold, []
+        said, self._unsaid = self._unsaid, []
         return said
 
     # Derived state

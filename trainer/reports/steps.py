@@ -55,12 +55,12 @@ class StepRecorder:
 
 
 def open_journal(folder: Path, rule: Rule) -> Journal:
-    """Return a new file of an optimizer's steps on this rank. Its header has this rank, the ranks of the exchange, the number
-    of the world (see restarts()), and the time at which the optimizer was made, in seconds since 1970."""
+    """Return a new file of an optimizer's steps on this rank. Its header has this rank, the ranks of the exchange, the number of
+    the generation (see restarts()) as "world", and the time at which the optimizer was made, in seconds since 1970."""
     communicator = rule.communicator
     ranks = communicator.global_ranks or range(communicator.size)
-    world, made = restarts(os.environ), time.time()
-    return Journal(folder, STEPS, {"rank": communicator.global_rank, "ranks": [*ranks], "world": world, "made": made})
+    number, made = restarts(os.environ), time.time()
+    return Journal(folder, STEPS, {"rank": communicator.global_rank, "ranks": [*ranks], "world": number, "made": made})
 
 
 def journal_line(step: StepRecord) -> list[float]:

@@ -201,7 +201,7 @@ class Generations:
                 raise RuntimeError(f"the job has ended: {reason}")
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"the launcher has begun no world after {after}{'' if worker is None else f' with worker {worker}'}"
+                    f"the launcher has begun no generation after {after}{'' if worker is None else f' with worker {worker}'}"
                 )
             time.sleep(_POLL_S)
 

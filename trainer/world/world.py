@@ -79,15 +79,15 @@ def init(
 
     In an elastic job (gradwire run --min-np), the launcher decides which processes are the ranks, and init() waits for its
     decision. A process that starts after training has begun is alone until it calls a function that hvd.elastic.run decorates.
-    After shutdown(), init() waits for the launcher's next world.
+    After shutdown(), init() waits for the launcher's next generation.
 
     Horovod's environment variables apply to arguments that are not given (docs/reference/environment.md). A warning of the
     logger `gradwire` on rank 0 names the variables that are used and those that are ignored.
 
     Raises ValueError if the environment does not say how to find rank 0, and for invalid arguments and variables. Raises
     RuntimeError in a process that was forked from a rank after its init(). Raises CollectiveError if the ranks do not find each
-    other in time; in an elastic job, TimeoutError if the launcher begins no world with this process in time, and RuntimeError
-    if the job has ended.
+    other in time; in an elastic job, TimeoutError if the launcher begins no generation with this process in time, and
+    RuntimeError if the job has ended.
     """
     if _holder.world is not None:
         if not _holder.world.is_of_this_process:

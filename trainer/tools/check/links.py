@@ -85,6 +85,15 @@ class _JsonLines:
         self.read()
         return time.perf_counter() - start
 
+    def measure_rate(self) -> float:
+        """Return how many bytes per second arrive at the other side, and end its echo()."""
+        zeros, took_s = 1 << 16, self.round_trip(1 << 16)
+        while took_s < _STREAM_S / 2 and zeros < _STREAM_BYTES:
+            zeros *= 2
+            took_s = self.round_trip(zeros)
+        self.write(None)
+        return zeros / took_s
+
     def try_large_packets(self) -> bool:
         """Return whether a probe longer than one packet arrives at both ends. Raises OSError for all other errors."""
         self.socket.setblocking(False)
@@ -179,13 +188,10 @@ def _both_directions(line: _JsonLines, host: str, address: str, port: int) -> It
 
 def _measured(line: _JsonLines, host: str) -> Finding:
     back_s = statistics.median(line.round_trip(0) for _ in range(_PINGS))
-    zeros, took_s = 1 << 16, line.round_trip(1 << 16)
-    while took_s < _STREAM_S / 2 and zeros < _STREAM_BYTES:
-        zeros *= 2
-        took_s = line.round_trip(zeros)
-    line.write(None)
-    rate = f"{zeros / took_s / 1e6:.0f} MB/s"
-    return Finding("ok", f"{host}: {back_s * 1e6:.0f} us there and back; one connection carries {rate}")
+    there = line.measure_rate()
+    line.echo()
+    rates = f"{there / 1e6:.0f} MB/s there, {float(line.read()) / 1e6:.0f} MB/s back"
+    return Finding("ok", f"{host}: {back_s * 1e6:.0f} us there and back; one connection carries {rates}")
 
 
 def listen(port: int, timeout_s: float) -> Iterator[Finding]:
@@ -227,6 +233,7 @@ def _answer(line: _JsonLines, peer: str) -> None:
     line.write({"blocked": _blocked(peer, ports), "seen": peer})
     if line.try_large_packets():
         line.echo()
+        line.write(line.measure_rate())
 
 
 def _open(stack: ExitStack, connection: socket.socket, port: int | None) -> list[int]:

@@ -31,7 +31,6 @@ _NAME_S = 5.0
 _FEW_FILES = 1024
 #: The limit of the test of the GPUs. It is in another process: a driver can hang, and the end of the process frees its memory.
 _GPUS_S = 60.0
-_GPUS = "from gradwire.trainer.tools.check.machine import print_gpus; print_gpus()"
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def gpus(deadline_s: float = _GPUS_S) -> list[Finding]:
         return [Finding("ok", "no GPU, and torch is built without CUDA: tensors are on the CPU")]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _GPUS],
+            [sys.executable, "-m", __name__],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -171,11 +170,6 @@ def gpus(deadline_s: float = _GPUS_S) -> list[Finding]:
     except (IndexError, ValueError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return [Finding("failed", f"CUDA: {last}", "look at nvidia-smi and dmesg")]
-
-
-def print_gpus() -> None:
-    """Print the findings of look_at_gpus() as JSON."""
-    print(json.dumps([vars(found) for found in look_at_gpus()]))
 
 
 def look_at_gpus() -> list[Finding]:
@@ -207,3 +201,7 @@ def _cupy() -> Finding:
             "pip install 'gradwire[cuda12]' or 'gradwire[cuda13]', according to torch.version.cuda",
         )
     return Finding("ok", f"CuPy {cupy.__version__}")
+
+
+if __name__ == "__main__":  # the other process of gpus()
+    print(json.dumps([vars(found) for found in look_at_gpus()]))

@@ -26,17 +26,17 @@ _ON_BUS = {"allreduce": 2.0} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class OptimizerSteps:
-    """Holds the steps of one optimizer in one world.
+    """Holds the steps of one optimizer in one generation.
 
-    world: the number of the world, which is 0 unless ranks were lost, joined or were restarted. number: that of the
-    optimizer in this world, from 1 on. ranks: those that have written steps, of `size`. seconds, seconds_waited:
+    generation: its number, which is 0 unless ranks were lost, joined or were restarted. number: that of the
+    optimizer in this generation, from 1 on. ranks: those that have written steps, of `size`. seconds, seconds_waited:
     (ranks, steps), of all steps but the first, in which kernels are compiled, unless it is the only one. bytes_sent,
     bytes_uncompressed: (ranks, steps), of all steps. NaN: the rank has not written the step. late_s: by how many
     seconds each rank came after the first half of the ranks, (ranks, exchanges), in the exchanges that all of them have
     written, but the first. stragglers: a summary of late_s; None without data.
     """
 
-    world: int
+    generation: int
     number: int
     ranks: list[int]
     size: int
@@ -89,15 +89,15 @@ def read(folder: Path) -> Measurements:
     for header, _ in sorted(journals, key=lambda journal: journal[0]["size"]):
         processes[header["rank"]] = header  # the last is of the largest Communicator, with all routes
     made: Counter[tuple[int, int]] = Counter()
-    worlds: dict[int, dict[tuple[int, tuple[int, ...]], dict[int, Lines]]] = defaultdict(lambda: defaultdict(dict))
+    generations: dict[int, dict[tuple[int, tuple[int, ...]], dict[int, Lines]]] = defaultdict(lambda: defaultdict(dict))
     for header, lines in sorted(_journals(folder, STEPS), key=lambda journal: journal[0]["made"]):
-        world, rank = header["world"], header["rank"]
+        generation, rank = header["world"], header["rank"]
         if lines:
-            worlds[world][made[world, rank], tuple(header["ranks"])][rank] = lines
-        made[world, rank] += 1
+            generations[generation][made[generation, rank], tuple(header["ranks"])][rank] = lines
+        made[generation, rank] += 1
     trainings = [
-        _training(world, number, found, len(ranks))
-        for world, optimizers in sorted(worlds.items())
+        _training(generation, number, found, len(ranks))
+        for generation, optimizers in sorted(generations.items())
         for number, ((_, ranks), found) in enumerate(sorted(optimizers.items()), 1)
     ]
     size = max((header["size"] for header in processes.values()), default=0)
@@ -113,7 +113,7 @@ def _journals(folder: Path, kind: str) -> Iterator[tuple[dict[str, Any], Lines]]
             yield lines[0], lines[1:]
 
 
-def _training(world: int, number: int, found: dict[int, Lines], size: int) -> OptimizerSteps:
+def _training(generation: int, number: int, found: dict[int, Lines], size: int) -> OptimizerSteps:
     """Return the steps of an optimizer, given the lines of each rank that has written any."""
     ranks = sorted(found)
     table = np.full((len(ranks), max(map(len, found.values())), 6), np.nan)
@@ -127,7 +127,8 @@ def _training(world: int, number: int, found: dict[int, Lines], size: int) -> Op
         waits = np.array([[of_rank[number] for number in common] for of_rank in by_number])
         late = lateness(waits)
         stragglers = stragglers_of(int(common[-1]), waits, seconds[np.isfinite(seconds)])
-    return OptimizerSteps(world, number, ranks, size, seconds, waited, table[..., 2], table[..., 3], late, stragglers)
+    sent, uncompressed = np.moveaxis(table[..., 2:4], 2, 0)
+    return OptimizerSteps(generation, number, ranks, size, seconds, waited, sent, uncompressed, late, stragglers)
 
 
 def _operations(journals: Iterable[tuple[dict[str, Any], Lines]]) -> list[Operation]:

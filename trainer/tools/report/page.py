@@ -70,9 +70,8 @@ def _which(training: OptimizerSteps, measured: Measurements) -> str:
     """Return the optimizer and the generation of a training as text, as far as there are several."""
     several = any(each.number > 1 for each in measured.trainings)
     optimizer = f" of optimizer {training.number}" if several else ""
-    return optimizer + (
-        f" in generation {training.world}" if len({each.world for each in measured.trainings}) > 1 else ""
-    )
+    generations = {each.generation for each in measured.trainings}
+    return optimizer + (f" in generation {training.generation}" if len(generations) > 1 else "")
 
 
 def _steps(training: OptimizerSteps, of: str) -> str:
