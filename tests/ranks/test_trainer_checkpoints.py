@@ -263,7 +263,7 @@ def test_a_damaged_part_is_refused_everywhere() -> None:
         else:
             taken.append(name)
             before = as_bytes(optimizer.state_dict())
-    assert all(name == ".sparse missing" or name.endswith(".owner too short") for name in taken), str(taken)
+    assert taken == [".sparse missing"]
     optimizer.load_state_dict(mine)
     train(model, optimizer, range(2))
     assert optimizer.param_groups[0]["lr"] == 7.0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.collectives import Communicator
 from gradwire.trainer.checkpoint import Given, agree, need, need_finite, need_whole, on_all_ranks, without
 from gradwire.trainer.reducer.arguments import Average, Sum
 from gradwire.trainer.reducer.buffers import Exported
@@ -60,6 +61,8 @@ def load_state(reducer: Reducer, state_dict: dict[str, Any], also: Sequence[dict
         return _label_of(state[KEY])
 
     given = agree(communicator, KEY, [state_dict, *also], read)
+    if given is not None:
+        _check_owners(communicator, given)
     layout: BucketLayout | None = None
 
     def restore() -> bool:
@@ -86,6 +89,24 @@ def load_state(reducer: Reducer, state_dict: dict[str, Any], also: Sequence[dict
     go_on()
     if given is not None and not is_exact and communicator.rank == 0 and has_residuals(given.part):
         _warn(given, communicator.size)
+
+
+def _check_owners(communicator: Communicator, given: Given) -> None:
+    """Raise ValueError on all ranks if they were given all parts of a checkpoint, and these have residuals of only some of the
+    sums of a bucket. Collective."""
+    mine = [
+        [len(entry["tensors"]["owner"]) if entry.get("tensors") else 0 for entry in state[KEY]["buckets"]]
+        for state in given.contributed
+    ]
+    parts = [owned for theirs in communicator.allgather_record(mine) for owned in theirs]
+    if len(parts) < given.part["world_size"]:
+        return
+    for place, (entry, *owned) in enumerate(zip(given.part["buckets"], *parts, strict=True)):
+        if sum(owned) not in (0, entry.get("numel")):  # 0 where no rank encodes sums
+            raise ValueError(
+                f"rank {communicator.rank}: load_state_dict: {KEY!r} is damaged: owner of bucket {place} has {owned} numbers "
+                f"in the parts of the ranks, of {entry['numel']} in all"
+            )
 
 
 def _identity(reducer: Reducer) -> dict[str, Any]:
