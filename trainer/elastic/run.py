@@ -116,7 +116,7 @@ def _train(train: Callable[[], R], state: ObjectState, max_failures: int) -> R:
             load()
         _leave(state, optimizers, None)
     while True:
-        error: CollectiveError | None = None
+        error: CollectiveError | None = None  # why this process leaves its world; None for an update
         try:
             if is_first and state.has_begun:
                 state.sync()
@@ -132,34 +132,45 @@ def _train(train: Callable[[], R], state: ObjectState, max_failures: int) -> R:
             returned = train()
             state.commits.settle()  # this process may end now
             return returned
-        except HostsUpdatedInterrupt as interrupt:
-            since_s = time.perf_counter()
-            try:
-                state.commits.settle()  # or the copy of the last commit may be incomplete
-            except (CollectiveError, OSError) as failure:
-                if worker is not None and not isinstance(failure, CollectiveError):
-                    raise
-                error = failure if isinstance(failure, CollectiveError) else None
-            if worker is None:
-                if failures is not None:
-                    _leave_soon()
-                raise SystemExit(str(interrupt)) from interrupt
         except Exception as failure:
-            if failures is not None and isinstance(failure, ReplicasDiffer):  # another world would not make them equal
-                failures.end_job(str(failure))
-            elif failures is not None and worker is None and not isinstance(failure, GaveUp):
-                failures.note(failure)
-            if worker is None and failures is not None and isinstance(failure, CollectiveError):
-                _leave_soon()
-            is_mistake = isinstance(failure, ReplicasDiffer | ValueError)  # which would happen again
-            if worker is None or is_mistake or not isinstance(failure, CollectiveError):
-                raise
             since_s = time.perf_counter()
-            error = failure
+            if worker is None or failures is None:
+                _end(state, failures, failure)
+                raise
+            if isinstance(failure, HostsUpdatedInterrupt):
+                try:
+                    state.commits.settle()  # or the copy of the last commit may be incomplete
+                except CollectiveError as unsettled:
+                    error = unsettled
+            elif isinstance(failure, ReplicasDiffer):  # another world would not make them equal
+                failures.end_job(str(failure))
+                raise
+            elif isinstance(failure, CollectiveError) and not isinstance(
+                failure, ValueError
+            ):  # which would happen again
+                error = failure
+            else:
+                raise
+            if error is not None:
+                failures.note(error)
         is_first = False
-        if error is not None and failures is not None:
-            failures.note(error)
         _leave(state, optimizers, error)
+
+
+def _end(state: ObjectState, failures: Failures | None, failure: Exception) -> None:
+    """Prepare the end of a process that does not go on after a failure: note the reason for the process that replaces it, and end
+    within a second if there will be one. Raises SystemExit for an update."""
+    if isinstance(failure, HostsUpdatedInterrupt):
+        with suppress(CollectiveError, OSError):
+            state.commits.settle()  # or the copy of the last commit may be incomplete
+    elif failures is not None and isinstance(failure, ReplicasDiffer):  # another world would not make them equal
+        failures.end_job(str(failure))
+    elif failures is not None and not isinstance(failure, GaveUp):
+        failures.note(failure)
+    if failures is not None and isinstance(failure, HostsUpdatedInterrupt | CollectiveError):
+        _leave_soon()
+    if isinstance(failure, HostsUpdatedInterrupt):
+        raise SystemExit(str(failure)) from failure
 
 
 def _begin(state: ObjectState, failures: Failures | None, since_s: float, *, is_reset: bool) -> None:
