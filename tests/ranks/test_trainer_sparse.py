@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as hvd
-from gradwire.collectives import Communicator, Mismatch
-from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.training import BATCH, STEPS, assert_close, assert_same_on_all_ranks, distributed, on_ranks
 
 ROWS = 40
@@ -147,19 +145,31 @@ def test_a_sparse_optimizer_gets_sparse_gradients_back(way: str) -> None:
 
 @on_ranks(3)
 def test_a_gradient_that_is_sparse_on_one_rank_alone_is_refused() -> None:
-    """Its rows would be lost without a word, were the dense ones of the other ranks to outweigh it."""
-    weight, row = nn.Parameter(torch.zeros(3, 1)), torch.tensor([1])
-
-    def step() -> None:
-        (torch.embedding(weight, row, sparse=True) if hvd.rank() == 1 else 2 * weight).sum().backward()
-
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as everyone:
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight]), process_set=everyone)
-        if hvd.rank() != 1:
-            step()  # with a dense gradient this is noticed in the next one
+    """Its rows would be lost without a word, were the dense ones of the other ranks to outweigh it. All ranks raise the error in
+    the same step, also one that has no gradient, and one that waits in the next forward only."""
+    row = torch.tensor([1])
+    for kind in ("", "a rank without", "int8", "next_forward", "sum"):
+        layer = nn.Linear(1, 3, bias=False)
+        weight = layer.weight
+        options: dict[str, Any] = {
+            "int8": {"compression": "int8"},
+            "next_forward": {"rule": hvd.rules.NextForward(layer)},
+            "sum": {"op": hvd.Sum},
+        }.get(kind, {})
+        optimizer = distributed([weight], **options)
+        for _ in range(2):
+            layer(torch.ones(1)).sum().backward()
+            optimizer.step()
             optimizer.zero_grad()
-        with pytest.raises(Mismatch):
-            step()
+        optimizer.settle()
+        with pytest.raises(ValueError, match="sparse_as_dense"):  # noqa: PT012
+            if hvd.rank() == 1:
+                torch.embedding(weight, row, sparse=True).sum().backward()
+            elif hvd.rank() == 0 or kind != "a rank without":
+                layer(torch.ones(1)).sum().backward()
+            optimizer.step()
+            optimizer.settle()
+        optimizer.close()
 
 
 @on_ranks(2)

@@ -99,7 +99,8 @@ class Bucket:
         self.in_flight = False
         self.absent: list[int] = []
         """The slots that were launched without a gradient, because this rank has none or a sparse one."""
-        self._present: list[float] = []
+        self.present: list[float] = []
+        """The presence after the exchange, by slot."""
 
     @property
     def coded(self) -> CodedBuffer | None:
@@ -273,19 +274,19 @@ class Bucket:
         self.in_flight = True
 
     def found_sparse(self) -> list[int]:
-        """Return, after the exchange, the parameters for which a rank has a sparse gradient. All ranks return the same, except
-        that a rank omits parameters for which it has a dense gradient."""
-        self._present = self.presence.tolist() if self.absent else []
-        return [self.items[slot] for slot in self.absent if self._present[slot] < 0 and not self._densifies]
+        """Return, after the exchange, the parameters for which a rank has a gradient that stays sparse, the same on all ranks."""
+        if self._densifies:
+            return []
+        return [item for item, number in zip(self.items, self.present, strict=True) if number < 0]
 
     def finalize(self) -> None:
         """Assign the results, after found_sparse(). A parameter without a gradient on this rank gets one if any rank has it."""
         if self.memory is not self.buffer.values:
             self.memory.copy_(self.buffer.values)
         for slot in self.absent:
-            if self._present[slot] > 0 or (self._present[slot] < 0 and self._densifies):
+            if self.present[slot] > 0 or (self.present[slot] < 0 and self._densifies):
                 self._take_gradients([slot])
-                if self._present[slot] < 0:
+                if self.present[slot] < 0:
                     self._densified.add(self.items[slot])
             elif self.coded is not None:  # the code has a result for it nevertheless
                 self.coded.add_unused(slot)

@@ -137,9 +137,8 @@ class DeferredWait:
                     parameter.grad = bucket.gradients[slot]
             self.waiting.remove(bucket)
             if not self.waiting:
-                for presence in reducer.layout.presence:
-                    presence.complete()
                 self.is_pending = False
+                reducer.complete()
         finally:
             reducer.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
         if not self.is_pending:

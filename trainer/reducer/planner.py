@@ -148,9 +148,17 @@ class BucketPlanner:
         """Return the layout of these buckets, with the sparse gradients of some parameters."""
         return BucketLayout.of(buckets, self.sparse_gradients(sparse), self._setup.communicator)
 
-    def sparse_gradients(self, items: Sequence[int]) -> SparseGradients:
-        """Return the object that exchanges the sparse gradients of some parameters."""
-        return SparseGradients(self._setup, items, self.names, self.parameters, self.encodings, self.sparse_results)
+    def sparse_gradients(self, items: Sequence[int], *, takes_dense: bool = True) -> SparseGradients:
+        """Return the object that exchanges the sparse gradients of some parameters. takes_dense: see there."""
+        return SparseGradients(
+            self._setup,
+            items,
+            self.names,
+            self.parameters,
+            self.encodings,
+            self.sparse_results,
+            takes_dense=takes_dense,
+        )
 
     def learn(self, arrivals: Iterable[int]) -> None:
         """Record the order in which gradients arrived; every rank calls this after every exchange. A call before the first

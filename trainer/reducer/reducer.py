@@ -415,7 +415,7 @@ class Reducer:
         self._all_launched = True
         if layout.is_chained or self._is_incomplete:  # other ranks may find sparse ones
             self._thread = self._thread or DaemonThread("gradwire-exchange")
-            work = Work(self.setup.communicator.rank, "exchange of gradients", self._complete)
+            work = Work(self.setup.communicator.rank, "exchange of gradients", self.complete)
             self._thread.submit(work.run)
             self._completing = work
 
@@ -424,23 +424,35 @@ class Reducer:
         """Return whether a thread completes the exchange."""
         return self._completing is not None
 
-    def _complete(self) -> None:
-        """Wait for the operations that were launched, and run those that depend on them."""
+    def complete(self) -> None:
+        """Wait for the operations that were launched, and run those that depend on them. Raises ValueError on all ranks if a
+        gradient in a bucket is sparse on one rank and dense on another."""
         layout = self.layout
         for each in layout.operations:
             each.wait()
         if layout.is_chained:
             for each in layout.operations:
                 each.complete()
-        if self._is_incomplete:
-            found = [index for bucket in layout.buckets for index in bucket.found_sparse()]
-            if found:
-                self._found = self.planner.sparse_gradients(found)
-                self._found.start(self.step)
-                self._found.complete()
-            self.planner.learn_sparse(found, ())
+        is_sparse_somewhere = False
+        for (
+            bucket
+        ) in layout.buckets:  # also where all gradients were dense: this rank must take part in what the others do
+            bucket.present = bucket.presence.tolist()
+            is_sparse_somewhere |= min(bucket.present) < 0
+        if is_sparse_somewhere:
+            self._exchange_found()
         if layout.sparse.found_dense:
             self.planner.learn_sparse((), layout.sparse.found_dense)
+
+    def _exchange_found(self) -> None:
+        """Exchange the sparse gradients that ranks have found in buckets, and record that they are sparse."""
+        found = [index for bucket in self.layout.buckets for index in bucket.found_sparse()]
+        if found:
+            gradients = self.planner.sparse_gradients(found, takes_dense=False)
+            gradients.start(self.step)
+            gradients.complete()
+            self._found = gradients
+            self.planner.learn_sparse(found, ())
 
     def wait(self) -> None:
         """Wait for the exchange of all buckets, assign the gradients, and close the window."""
@@ -448,7 +460,7 @@ class Reducer:
         begin_ns = time.perf_counter_ns()
         try:
             if self._completing is None:
-                self._complete()
+                self.complete()
             else:
                 self._completing.wait()
             for bucket in layout.buckets:  # when nothing can fail any more

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import Work
+from gradwire.collectives.errors import ranks_text
 from gradwire.collectives.sparse import begin_sum
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.buffers import OperationChain
@@ -52,8 +53,9 @@ class SparseGradients(OperationChain):
 
     items: numbers of the parameters. A rank may have any number of rows, or no gradient. Of a dense gradient, the nonzero rows
     are sent. If all ranks that have a gradient have a dense one, so is the result. The parameter's cast applies to the values; a
-    codec does not. results: the last result of each parameter, which the objects of one optimizer share. in_flight: whether the
-    gradients are being exchanged. found_dense: the parameters with a dense result.
+    codec does not. results: the last result of each parameter, which the objects of one optimizer share. takes_dense: False
+    where a bucket has exchanged dense gradients already, so that complete() raises ValueError on all ranks if any rank has one.
+    in_flight: whether the gradients are being exchanged. found_dense: the parameters with a dense result.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class SparseGradients(OperationChain):
         parameters: Sequence[Tensor],
         encodings: Sequence[Cast | Encoding],
         results: dict[int, Tensor],
+        *,
+        takes_dense: bool = True,
     ) -> None:
         super().__init__()
         self.items = list(items)
@@ -74,6 +78,7 @@ class SparseGradients(OperationChain):
         self._parameters = [parameters[item] for item in items]
         self._encodings = [encodings[item] for item in items]
         self._results = results
+        self._takes_dense = takes_dense
 
     def start(self, step: int) -> None:
         self.in_flight = True
@@ -82,10 +87,6 @@ class SparseGradients(OperationChain):
     def is_result(self, item: int, gradient: Tensor | None) -> bool:
         """Return whether a parameter's gradient is the result of an exchange, even if more was added to it."""
         return gradient is not None and gradient is self._results.get(item)
-
-    def forget(self) -> None:
-        """Release all gradients."""
-        self._results.clear()
 
     def finish(self) -> None:
         """Assign the results: a parameter without a gradient on this rank gets one if any rank has it."""
@@ -122,6 +123,12 @@ class SparseGradients(OperationChain):
             raise ValueError(
                 f"rank {communicator.rank}: the gradient of {self._names[slot]!r} is sparse in {sorted(dimensions)} dimensions, "
                 "depending on the rank"
+            )
+        are_dense = [rank for rank, (count, _, is_dense) in enumerate(sizes) if is_dense and count != ABSENT]
+        if are_dense and not self._takes_dense:
+            raise ValueError(
+                f"rank {communicator.rank}: the gradient of {self._names[slot]!r} is dense on {ranks_text(are_dense)} and "
+                "sparse on others: give sparse_as_dense=True, or use layers with the same sparse= on all ranks"
             )
         parameter, (dimension,) = self._parameters[slot], dimensions
         cast = self._encodings[slot]
