@@ -41,6 +41,8 @@ _FORMER: Final = {
     "parameter_compression": "parameter_compression= is now rule=hvd.rules.Sharded(parameter_compression=...)",
     "overlap": 'overlap="next_forward" is now rule=hvd.rules.NextForward(model)',
     "model": "model= is now an argument of the rule: rule=hvd.rules.NextForward(model)",
+    "codec": "codec= is now compression=",
+    "warmup_codec": "warmup_codec= is now compression=",
 }
 """What has taken the place of arguments of gradwire 0.2."""
 

@@ -27,7 +27,7 @@ for _ in range(40):
 last = loss_of(checked).item()
 equal = len(set(hvd.allgather_object(last, process_set=mine))) == 1
 print(f"rank {hvd.rank()}: loss {first:.3f} to {last:.3f}, as in all of its group: {equal}", flush=True)
-hvd.barrier()
+hvd.barrier()  # before close(), since with quorum=1 no rank waits for another one
 if hvd.rank() == 0:
     print(optimizer.report(), flush=True)
 optimizer.close()

@@ -18,9 +18,8 @@ for name, make, rate in (("LARS", hvd.optimizers.LARS, 10.0), ("LAMB", hvd.optim
     biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": layers}, {"params": biases, "adapt": False, "lr": rate / 1000}]
     optimizer = hvd.DistributedOptimizer(make(groups, lr=rate / hvd.size()), model.named_parameters())
-    warmup = hvd.optimizers.WarmupLR(
-        optimizer, STEPS_PER_EPOCH, warmup_epochs=2
-    )  # increases the rate to that for all ranks
+    # Increases the rate to that for all ranks:
+    warmup = hvd.optimizers.WarmupLR(optimizer, STEPS_PER_EPOCH, warmup_epochs=2)
     for epoch in range(EPOCHS):
         for _ in range(STEPS_PER_EPOCH):
             optimizer.zero_grad()

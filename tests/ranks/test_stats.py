@@ -36,15 +36,22 @@ def sends_by_hook(compression: Compressor) -> ExchangeStats:
 
 
 @in_world
-def sends_by_optimizer(compression: Compressor) -> ExchangeStats:
+def sends_by_optimizer(compression: Compressor, op: str = gradwire.Average) -> ExchangeStats:
     module = nn.Linear(96, 64)
-    optimizer = gradwire.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), compression=compression)
+    gradwire.broadcast_parameters(module.state_dict(), root_rank=0)
+    optimizer = gradwire.DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1), compression=compression, op=op
+    )
     assert optimizer.stats == ExchangeStats(0, 0, 0)
     for _ in range(STEPS):
         optimizer.zero_grad()
         module(torch.randn(4, 96)).sum().backward()
         optimizer.step()
     return optimizer.stats
+
+
+def sends_by_adasum(compression: Compressor) -> ExchangeStats:
+    return sends_by_optimizer(compression, op=gradwire.Adasum)
 
 
 #: By codec: what the code of the matrix takes, by the table in docs/guides/compression.md, and the vector beside it.
@@ -58,7 +65,12 @@ CODE_BYTES: dict[str, tuple[float, int]] = {
 
 @pytest.mark.parametrize(
     ("size", "sends", "compression"),
-    [*((3, sends_by_hook, name) for name in CODE_BYTES), (1, sends_by_hook, "int8"), (2, sends_by_optimizer, "int8")],
+    [
+        *((3, sends_by_hook, name) for name in CODE_BYTES),
+        (1, sends_by_hook, "int8"),
+        (2, sends_by_optimizer, "int8"),
+        (2, sends_by_adasum, "fp16"),
+    ],
 )
 def test_what_codes_take_is_counted(
     ranks: Worlds, size: int, sends: Callable[[Compressor], ExchangeStats], compression: str

@@ -13,10 +13,10 @@ from gradwire.collectives.compression.raw import Raw
 
 @dataclass(frozen=True)
 class ExchangeStats:
-    """The bytes that one rank has sent so far: of gradients, with rules.Sharded also of parameters, and with rules.LocalUpdates
-    also of the changes of parameters.
+    """The bytes that one rank has sent so far: of gradients, with rules.Sharded also of parameters, with rules.LocalUpdates also
+    of the changes of parameters, and with Adasum of these changes alone.
 
-    exchanges: the number of exchanges of gradients, and with rules.LocalUpdates also of changes. bytes_sent: the bytes that this
+    exchanges: the number of exchanges of gradients, or of changes. bytes_sent: the bytes that this
     rank has sent, including the warm-up and the residuals that move when buckets change. bytes_uncompressed: the bytes that it
     would have sent without codecs and casts.
 

@@ -9,6 +9,7 @@ is not a power of two, the last ranks are first combined with earlier ones.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,11 @@ class AdaptiveSummation(Rule):
         self._names: dict[Tensor, str] = {}
         self._casts: dict[Tensor, Cast] = {}
         self._before: dict[Tensor, Tensor] | None = None
+        self._wait_s = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        return self._wait_s
 
     def add(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         for name, parameter in zip(names, parameters, strict=True):
@@ -105,7 +111,12 @@ class AdaptiveSummation(Rule):
             (parameter - start).to(self._casts[parameter].dtype_on_wire(parameter.dtype))
             for parameter, start in before.items()
         ]
+        traffic = self.setup.traffic
+        sent, uncompressed = (sum(traffic.wire_bytes(each.nbytes) for each in some) for some in (changes, before))
+        traffic.count(exchanges=1, sent=sent, uncompressed=uncompressed)
+        began = time.perf_counter()
         adasum_(self.communicator, changes, prescale=1.0, postscale=1.0)
+        self._wait_s += time.perf_counter() - began
         for (parameter, start), change in zip(before.items(), changes, strict=True):
             parameter.copy_(start + change)
 
