@@ -128,7 +128,6 @@ def _train(train: Callable[[], R], state: ObjectState, max_failures: int) -> R:
                 _begin(state, failures, since_s, is_reset=not is_first)
                 for optimizer in optimizers if not is_first else ():
                     optimizer.check_passes_agree()
-            is_first = False
             returned = train()
             state.commits.settle()  # this process may end now
             return returned
@@ -145,12 +144,10 @@ def _train(train: Callable[[], R], state: ObjectState, max_failures: int) -> R:
             elif isinstance(failure, ReplicasDiffer):  # another world would not make them equal
                 failures.end_job(str(failure))
                 raise
-            elif isinstance(failure, CollectiveError) and not isinstance(
-                failure, ValueError
-            ):  # which would happen again
-                error = failure
-            else:
+            elif isinstance(failure, ValueError) or not isinstance(failure, CollectiveError):  # it would happen again
                 raise
+            else:
+                error = failure
             if error is not None:
                 failures.note(error)
         is_first = False
