@@ -64,13 +64,14 @@ class Failures:
             _write(self._path_of_reasons, "")
         if is_first and self._worker is not None:
             self._worker.resume(commit)
+        communicator.barrier()  # or a rank could fail and note why before the reasons of the last failure are cleared
         if failures >= self._max_failures:
             since = f"since commit {commit}" if commit else "before the first commit"
             why = "; ".join(reasons) or "no rank reported why"
             said = f"ranks have failed {failures} times {since}, and are not started again: {why}"
             if is_first:
                 _log.error("gradwire: %s", said)
-            communicator.barrier()
+            communicator.barrier()  # or rank 0 could be ended before it logs
             self.end_job(said)
             raise GaveUp(f"rank {communicator.rank}: {said}")
         if has_failed and is_first:
