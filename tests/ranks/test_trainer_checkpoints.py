@@ -32,7 +32,8 @@ from tests.ranks.training import (
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["onebit", "powersgd"])
 def test_nothing_is_saved_while_gradients_are_exchanged(name: str) -> None:
-    """Where a backward() fails when its first bucket is under way, nothing can be saved or loaded before it is caught up with."""
+    """Where a backward() fails when its first bucket is under way, nothing can be saved or loaded before it is caught up with.
+    Nor can anything be saved while residuals of parameters that have been moved are in no buffer."""
     first, last = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
     optimizer = distributed([first, last], compression=name, bucket_bytes=1)
     before = optimizer.state_dict()
@@ -45,6 +46,18 @@ def test_nothing_is_saved_while_gradients_are_exchanged(name: str) -> None:
     optimizer.synchronize()
     optimizer.zero_grad()
     assert optimizer.state_dict()["gradwire"]["step"] == 1
+    optimizer.set_backward_passes_per_step(2)
+    for moved in (False, True):
+        if moved:
+            first.data = first.data.double()
+        for last_pass in (False, True):
+            (first.tanh() * 5 + last).sum().backward()
+            if moved and not last_pass:
+                with pytest.raises(RuntimeError, match=r"rank \d.*residuals"):
+                    optimizer.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state_dict()
 
 
 @on_ranks(2)

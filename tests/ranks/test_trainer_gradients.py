@@ -82,6 +82,17 @@ def test_thawed_without_zero_grad() -> None:
     optimizer.zero_grad()
     (weight * hvd.rank()).sum().backward()
     assert weight.grad == 0.5
+    optimizer.close()
+    kept, moved, thawed = (nn.Parameter(torch.ones(64, 64)) for _ in range(3))
+    thawed.requires_grad_(False)
+    optimizer = distributed([kept, moved, thawed], compression="int8", bucket_bytes=1)
+    moved.data = moved.data.double()
+    thawed.requires_grad_(True)
+    seeds: list[int] = []
+    spy(optimizer, lambda tensor, options: seeds.append(options.get("seed", -1)))
+    (kept + moved + thawed).sum().backward()
+    seeds = [seed for seed in seeds if seed >= 0]
+    assert len(seeds) == len(set(seeds)) == 3, "stochastic rounding needs other numbers for each bucket"
 
 
 @on_ranks(3)

@@ -28,11 +28,16 @@ VERSION = 2
 
 def state_of(reducer: Reducer) -> dict[str, Any]:
     """Return the state of the optimizer, and with codecs that of the exchange: dicts, lists, tensors, numbers and strings.
-    Raises RuntimeError while gradients are exchanged."""
+    Raises RuntimeError while gradients are exchanged, and while residuals wait for the next exchange in no buffer."""
     state = reducer.setup.optimizer.state_dict()
     if not reducer.planner.is_encoded:
         return state
     _check_idle(reducer)
+    if reducer.residuals.has_local:
+        raise RuntimeError(
+            f"rank {reducer.setup.communicator.rank}: parameters were moved to another dtype or device since the last step, and "
+            "residuals wait for the next exchange: save the state after a step()"
+        )
     return {**state, KEY: {**_identity(reducer), **reducer.state_dict()}}
 
 

@@ -206,7 +206,8 @@ class BucketPlanner:
         if moved:
             self._is_stale = True
             order = [index for bucket in moved for index in bucket.items]
-            buckets = [*(bucket for bucket in buckets if bucket not in moved), *self._made(order, len(buckets))]
+            stay = [bucket for bucket in buckets if bucket not in moved]
+            buckets = [*stay, *self._made(order, stay)]
         if any(map(_requires_grad, self._others)):
             known = layout.indices
             newcomers = [index for index in reversed(self._trainable()) if index not in known]
@@ -217,7 +218,7 @@ class BucketPlanner:
             dense = [index for index in newcomers if index not in self._known_sparse]
             sparse = [*sparse, *(index for index in newcomers if index in self._known_sparse)]
             self._order += dense
-            buckets = [*buckets, *self._made(dense, len(buckets))]
+            buckets = [*buckets, *self._made(dense, buckets)]
             self.is_learning = True
         elif not moved:
             return None
@@ -281,11 +282,13 @@ class BucketPlanner:
             items.append(Item(held.numel(), held.element_size(), kind, most, grouped=group is not None))
         return items
 
-    def _made(self, order: Sequence[int], first_number: int = 0) -> list[Bucket]:
-        """Return new buckets for parameters in this order."""
+    def _made(self, order: Sequence[int], beside: Sequence[Bucket] = ()) -> list[Bucket]:
+        """Return new buckets for parameters in this order. beside: the other buckets of the layout, whose numbers differ, so that
+        no two have the same seed of stochastic rounding."""
         self._choose(order)
         plans = plan_buckets(self._items(self.encodings), order)
-        return [self._bucket(plan, number) for number, plan in enumerate(plans, first_number)]
+        first = 1 + max((bucket.number for bucket in beside), default=-1)
+        return [self._bucket(plan, number) for number, plan in enumerate(plans, first)]
 
     def _choose(self, order: Sequence[int]) -> None:
         """Choose the encodings of the parameters that the policy leaves to predictions, for the buckets that they would fill

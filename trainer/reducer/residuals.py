@@ -61,5 +61,10 @@ class Residuals:
         """Discard all residuals, and keep these."""
         self.exported, self._local = dict(exported), {}
 
+    @property
+    def has_local(self) -> bool:
+        """Return whether there are residuals that only this rank keeps, which no state_dict() contains."""
+        return bool(self._local)
+
     def __bool__(self) -> bool:
         return bool(self.exported or self._local)
