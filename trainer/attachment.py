@@ -158,7 +158,7 @@ class Attachment:
         for parameter in tensors_of(self.optimizer.param_groups):
             parameter.grad = None
         if self.is_sharded:
-            self.optimizer.state.clear()  # it is that of pieces which no longer exist
+            self.optimizer.state.clear()  # it is that of shards which no longer exist
 
     def attach_again(self) -> None:
         """After detach(), connect to the ranks of the present world, as when the optimizer was made. Collective.

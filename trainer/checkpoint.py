@@ -1,8 +1,9 @@
 """How ranks save and load one checkpoint: which parts belong together, and who contributes which.
 
 A state_dict() is that of torch's optimizer, with the *part* of this rank under a key of gradwire's. docs/guides/checkpoints.md
-lists the keys, and what each part holds. Whoever saves a part checks it when it is loaded, and labels it: the label must be equal
-in all parts of one checkpoint. All ranks load it, or all of them raise the same ValueError.
+lists the keys, and what each part holds. The modules that save a part: trainer/reducer/checkpoint.py, rules/sharded.py,
+rules/local_steps.py, ddp.py and servers/. Whoever saves a part checks it when it is loaded, and labels it: the label must be
+equal in all parts of one checkpoint. All ranks load it, or all of them raise the same ValueError.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class CompressionHook:
         def finish() -> None:
             for each in buffers:
                 each.complete()
-                self._exchange_s += each.seconds
+                self._exchange_s += each.exchange_s
                 for number, view in zip(each.items, each.views, strict=True):
                     gradients[number].copy_(view)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives.compression import Int8
-from gradwire.trainer.rules.synchronous import SHARDS
+from gradwire.trainer.reducer.shards.optimizer_shards import SHARDS
 from tests.harness import Worlds
 from tests.ranks.test_trainer_sharded_states import Network, exchanged_by, train, wrapped
 from tests.ranks.training import (

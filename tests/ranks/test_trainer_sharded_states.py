@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from gradwire.trainer.rules.synchronous import SHARDS
+from gradwire.trainer.reducer.shards.optimizer_shards import SHARDS
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide, wide_rows
 from tests.ranks.training import (
     assert_close,

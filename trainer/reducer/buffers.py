@@ -30,14 +30,14 @@ class OperationChain:
     """Runs operations one after the other.
 
     chained: whether there may be more than one operation. wait() and complete() wait for one operation before they begin the
-    next, so all ranks must wait for several chains in the same order. seconds: how long the operations of the last finished
+    next, so all ranks must wait for several chains in the same order. exchange_s: how long the operations of the last finished
     exchange ran. ended_s: the end of its last operation, by time.perf_counter().
     """
 
     chained = True
 
     def __init__(self) -> None:
-        self.seconds = self.ended_s = self._taken_s = 0.0
+        self.exchange_s = self.ended_s = self._taken_s = 0.0
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
 
@@ -58,7 +58,7 @@ class OperationChain:
             self.ended_s = self._work.ended_s
             self._work = next(self._following, None)
             if self._work is None:
-                self.seconds = self._taken_s
+                self.exchange_s = self._taken_s
 
     def complete(self) -> None:
         """Wait for the remaining operations. Raises their error."""

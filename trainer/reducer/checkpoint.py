@@ -1,4 +1,11 @@
-"""The part of a checkpoint that holds the state of an exchange with codecs: residuals, states of codecs, and the buckets."""
+"""The part of a checkpoint that holds the state of an exchange with codecs: residuals, states of codecs, and the buckets.
+
+Its fields: version, of the format; world_size and rank, where it was saved; op and predivide; step, the number of exchanges;
+parameters, the name and shape of each; order, learning and arrivals, the order of the parameters in the buckets and what is being
+learned about it; sparse, the parameters with sparse gradients; buckets, of each the parameters, and with a codec also starts,
+numel, encoding, shard_start and tensors (see CodedBuffer); waiting, the residuals of parameters that no bucket holds. The part of
+a DDP hook lacks order, learning, arrivals and sparse.
+"""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class DeferredWait:
             # The exchange of the first bucket (of CPU tensors) ends at about the same time on all ranks: each counts from there.
             first_s = min(buffer.ended_s for buffer in buffers)
             self._ready.append([each - first_s for each in full_s])
-            self._taken.append([buffer.seconds for buffer in buffers])
+            self._taken.append([buffer.exchange_s for buffer in buffers])
 
 
 @dataclass(frozen=True, eq=False)

@@ -175,9 +175,9 @@ class BucketPlanner:
     def follow_choice(self, layout: BucketLayout, step: int, *, counts: bool) -> None:
         """Let compression="auto" correct its choice by the times of the last exchange. Collective in some steps. step, counts:
         see Choice.follow()."""
-        if self.choice is not None:
-            exchange_s = sum(bucket.buffer.seconds for bucket in layout.buckets)
-            self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
+        assert self.choice is not None  # the caller asks, as a call takes time in every step
+        exchange_s = sum(bucket.buffer.exchange_s for bucket in layout.buckets)
+        self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
 
     @property
     def is_due(self) -> bool:

@@ -73,7 +73,8 @@ class Deferral(Protocol):
 
 
 class Reducer:
-    """Owns the exchange of the gradients of some parameters: the hooks of the parameters, the buckets, and the residuals.
+    """Owns the exchange of the gradients of some parameters: the hooks of the parameters, the buckets with their
+    residuals, and the residuals in between.
 
     It hooks each parameter, fills the buckets, and launches them in the same order on all ranks. A *pass* is one backward() that
     reaches at least one of the parameters. A *window* ends in an exchange of every bucket: in the pass that is due by `passes`,
@@ -86,8 +87,8 @@ class Reducer:
 
     step: the number of exchanges so far. wait_s: seconds for which callers have waited for unfinished exchanges. has_unreduced:
     whether gradients were accumulated that have not been exchanged. times: of the last exchanges. layout: where each gradient is
-    exchanged now. planner: makes the layouts; it has the parameters, which are identified by their index. residuals: those that
-    no buffer of a bucket holds. deferral: None waits for the exchange in backward().
+    exchanged now. planner: makes the layouts; it has the parameters, which are identified by their index. residuals: those
+    that no buffer holds, while buckets are replaced. deferral: None waits for the exchange in backward().
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -336,7 +337,7 @@ class Reducer:
             return
         if sparse.in_flight:
             raise RuntimeError(_IN_FLIGHT.format(name))
-        if self._results.pop(index, None) is not None and sparse.is_result(index, self.parameters[index].grad):
+        if self._results.pop(index, None) is self.parameters[index].grad is not None:
             raise RuntimeError(_ON_A_SUM.format(name))
         self.has_unreduced = True
 

@@ -84,10 +84,6 @@ class SparseGradients(OperationChain):
         self.in_flight = True
         self._begin(self._operations())
 
-    def is_result(self, item: int, gradient: Tensor | None) -> bool:
-        """Return whether a parameter's gradient is the result of an exchange, even if more was added to it."""
-        return gradient is not None and gradient is self._results.get(item)
-
     def finish(self) -> None:
         """Assign the results: a parameter without a gradient on this rank gets one if any rank has it."""
         for item, parameter in zip(self.items, self._parameters, strict=True):
@@ -155,5 +151,5 @@ class SparseGradients(OperationChain):
         if gradient is None:
             return None
         rows = gradient.detach().to_sparse(1) if gradient.layout is torch.strided else gradient.detach().coalesce()
-        untouched = self._combination.op == Sum and self.is_result(self.items[slot], gradient)
+        untouched = self._combination.op == Sum and gradient is self._results.get(self.items[slot])
         return rows / self._combination.communicator.size if untouched else rows

@@ -25,10 +25,10 @@ from gradwire.trainer.reducer.compression import Compression, Compressor
 from gradwire.trainer.reducer.dtensors import shard_of
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.shards.gather import parameter_encoding_of
-from gradwire.trainer.reducer.shards.optimizer_shards import OptimizerShards, cut_whole, is_by_element
+from gradwire.trainer.reducer.shards.optimizer_shards import SHARDS, OptimizerShards, cut_whole, is_by_element
 from gradwire.trainer.reducer.shards.shard import RESIDUAL, length
 from gradwire.trainer.reducer.shards.trial import fault_of
-from gradwire.trainer.rules.synchronous import SHARDS, Synchronous
+from gradwire.trainer.rules.synchronous import Synchronous
 from gradwire.trainer.world.world import names_rank
 
 _VERSION = 3

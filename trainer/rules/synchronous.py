@@ -14,10 +14,8 @@ from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.checkpoint import load_state, state_of
 from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.shards.optimizer_shards import SHARDS
 from gradwire.trainer.rules.rule import Rule
-
-SHARDS = "gradwire_shards"
-"""The key of the description of pieces in the state_dict() of a DistributedOptimizer with rules.Sharded."""
 
 
 class Synchronous(Rule):

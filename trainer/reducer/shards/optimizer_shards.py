@@ -26,6 +26,9 @@ from gradwire.trainer.reducer.shards.shard import (
     taken,
 )
 
+SHARDS = "gradwire_shards"
+"""The key of the description of shards in the state_dict() of a DistributedOptimizer with rules.Sharded."""
+
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
