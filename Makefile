@@ -54,7 +54,7 @@ package: .venv/.package  ## build the source distribution and the wheel in dist/
 	rm -rf build dist
 	$(BIN)/python -m build --installer pip
 	$(BIN)/python -m twine check --strict dist/*
-	for file in .ci/run Makefile docs/algorithms.md noxfile.py tests/unit/test_report.py; do \
+	for file in .ci/run Makefile docs/algorithms.md noxfile.py tests/unit/test_reports.py; do \
 		tar -tzf dist/*.tar.gz | grep "/$$file$$" > /dev/null || { echo "the source distribution lacks $$file"; exit 1; }; done
 	for file in gradwire/collectives/kernels/cuda/codecs.cuh gradwire/py.typed gradwire/trainer/tools/report/page.html; do \
 		$(BIN)/python -m zipfile -l dist/*.whl | grep "^$$file " > /dev/null || { echo "the wheel lacks $$file"; exit 1; }; done
