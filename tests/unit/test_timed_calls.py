@@ -42,11 +42,11 @@ class Shaped:
     def empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel)
 
-    def allreduce(self, tensor: torch.Tensor, *_: str, codec: Codec | None = None, **__: Any) -> None:
+    def allreduce(self, tensor: torch.Tensor, *_: str, compression: Codec | None = None, **__: Any) -> None:
         if tensor.dtype is torch.float64:  # the numbers of calls, or their times
             return
-        nbytes = tensor.nbytes if codec is None else codec.wire_bytes(tensor.numel())
-        self._pass(SOFTWARE_S if codec is None else ENCODING_S)
+        nbytes = tensor.nbytes if compression is None else compression.wire_bytes(tensor.numel())
+        self._pass(SOFTWARE_S if compression is None else ENCODING_S)
         if nbytes > self._saved:
             self._pass((nbytes - self._saved) / BYTES_S)
         self._saved -= nbytes
@@ -76,7 +76,7 @@ class Uneven(Shaped):
 
     turn = -1
 
-    def allreduce(self, tensor: torch.Tensor, *_: str, codec: Codec | None = None, **__: Any) -> None:
+    def allreduce(self, tensor: torch.Tensor, *_: str, compression: Codec | None = None, **__: Any) -> None:
         if tensor.nbytes == 2 * BURST_BYTES:  # begins a turn
             self.turn += 1
         elif tensor.dtype is not torch.float64:

@@ -10,8 +10,10 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.collectives.errors import ranks_text
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
+from gradwire.trainer.world.world import names_rank
 
 
+@names_rank
 def check_settings(communicator: Communicator, of: str, settings: Mapping[str, str]) -> None:
     """Raise ValueError on all ranks if their settings differ, with the values and their ranks. Collective. of: the name of the
     object that has the settings. settings: values as text, by name; the same names on all ranks."""
@@ -25,9 +27,10 @@ def check_settings(communicator: Communicator, of: str, settings: Mapping[str, s
             given = "; ".join(f"{value} on {ranks_text(who)}" for value, who in ranks.items())
             faults.append(f"{name} is {given}")
     if faults:
-        raise ValueError(f"rank {communicator.rank}: the ranks do not make the same {of}: {'. '.join(faults)}")
+        raise ValueError(f"the ranks do not make the same {of}: {'. '.join(faults)}")
 
 
+@names_rank
 def check_order(communicator: Communicator, of: str, names: Sequence[str]) -> None:
     """Raise ValueError on all ranks if the ranks list their parameters in different orders. Collective. of: what needs the same
     order."""
@@ -36,11 +39,12 @@ def check_order(communicator: Communicator, of: str, names: Sequence[str]) -> No
         for number, (first, other) in enumerate(zip(everyones[0], theirs, strict=False)):
             if first != other:
                 raise ValueError(
-                    f"rank {communicator.rank}: {of} needs the parameters in the same order on all ranks: number {number} is "
+                    f"{of} needs the parameters in the same order on all ranks: number {number} is "
                     f"{first!r} on rank 0, and {other!r} on rank {rank}"
                 )
 
 
+@names_rank
 def agree_on_parameters(communicator: Communicator, names: Sequence[str], parameters: Sequence[Tensor]) -> list[str]:
     """Return the names in rank 0's order. Raises ValueError on all ranks if the ranks train different parameters, or hold
     different shards of them. Collective."""
@@ -54,7 +58,7 @@ def agree_on_parameters(communicator: Communicator, names: Sequence[str], parame
         for name in sorted(theirs.keys() & first_shards.keys()):
             if theirs[name] != first_shards[name]:
                 raise ValueError(
-                    f"rank {communicator.rank}: ranks 0 and {rank} of the process_set hold different shards of {name!r} "
+                    f"ranks 0 and {rank} of the process_set hold different shards of {name!r} "
                     f"({first_shards[name] or 'all of it'}; {theirs[name] or 'all of it'}): gradients are exchanged among "
                     "ranks that hold the same. Beside fully_shard(model, mesh=mesh['shard']), that is "
                     "process_set=mesh.get_group('replicate')"
@@ -64,7 +68,7 @@ def agree_on_parameters(communicator: Communicator, names: Sequence[str], parame
             name, _ = min(difference)
             on_first, on_other = (kinds.get(name, "is not trained") for kinds in (first_kinds, theirs))
             raise ValueError(
-                f"rank {communicator.rank}: ranks 0 and {rank} do not train the same parameters: {name!r} "
+                f"ranks 0 and {rank} do not train the same parameters: {name!r} "
                 f"{on_first} on rank 0, and {on_other} on rank {rank}"
             )
     return list(first_kinds)
