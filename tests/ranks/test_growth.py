@@ -58,15 +58,25 @@ def held() -> dict[str, int]:
 
 def assert_bounded(run: Callable[[], None], first: int, times: int, blocks: float) -> None:
     """Run something, so that what has a bound reaches it, and then many times more: each run must leave fewer blocks than given
-    (beside some that depend on no run). A mapping or a descriptor may be of something else, as of an allocator."""
+    (beside some that depend on no run). A mapping or a descriptor may be of something else, as of an allocator.
+
+    What a process does once, such as its first line in a log, may leave blocks, too. A leak leaves as many in each measurement,
+    so if a rank has too many, all measure again.
+    """
     for _ in range(first):
         run()
-    before = held()
-    for _ in range(times):
-        run()
-    grown = {name: number - before[name] for name, number in held().items()}
-    assert grown.pop("blocks of Python's memory") < blocks * times + 100
-    assert max(grown.values()) < max(2, times // 10), grown
+    for is_last in (False, True):
+        before = held()
+        for _ in range(times):
+            run()
+        grown = {name: number - before[name] for name, number in held().items()}
+        kept = grown.pop("blocks of Python's memory")
+        is_bounded = kept < blocks * times + 100 and max(grown.values()) < max(2, times // 10)
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, is_bounded)
+        if all(everyones):
+            return
+        assert is_bounded or not is_last, (kept, grown)
 
 
 @pytest.mark.parametrize(
