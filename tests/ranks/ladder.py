@@ -78,7 +78,7 @@ def train(model: nn.Module, optimizer: hvd.DistributedOptimizer, steps: range) -
 FINE = Int8(block=16)
 
 
-def owed(optimizer: hvd.DistributedOptimizer, **options: Any) -> list[Tensor]:
+def residuals_of(optimizer: hvd.DistributedOptimizer, **options: Any) -> list[Tensor]:
     """Return what the results lack so far, by parameter: an optimizer without error feedback that loads the state adds it to its
     next gradients. It is right to the digits of FINE. options: further ones that both optimizers have. Collective."""
     groups = [[nn.Parameter(torch.zeros_like(each)) for each in group["params"]] for group in optimizer.param_groups]

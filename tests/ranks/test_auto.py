@@ -17,7 +17,7 @@ import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.choice import WINDOW
 from tests.harness import wide
-from tests.ranks.ladder import BUCKET_BYTES, Ladder, optimizer_of, owed, train
+from tests.ranks.ladder import BUCKET_BYTES, Ladder, optimizer_of, residuals_of, train
 from tests.ranks.test_ddp_hook import ddp, exchanged, model_of, weights_of
 from tests.ranks.test_ddp_hook import train as train_ddp
 from tests.ranks.training import assert_close, assert_equal, assert_same_on_all_ranks, on_ranks, through_a_file
@@ -139,7 +139,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit_where_the_choice_is_the_s
         optimizer = optimizer_of(model, "auto", allow=["topk"])
         train(model, optimizer, range(SETTLED))
         saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        debts = owed(optimizer)
+        debts = residuals_of(optimizer)
         losses = train(model, optimizer, range(SETTLED, SETTLED + 4))
     with described(seconds):
         again = Ladder(1)
@@ -150,7 +150,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit_where_the_choice_is_the_s
             warnings.simplefilter("always")
             resumed.load_state_dict(saved["optimizer"])
         assert bool(caught) == (seconds == FAST and hvd.rank() == 0)
-        found = owed(resumed)
+        found = residuals_of(resumed)
         assert_close(found, debts, rtol=0, atol=0.02 * max(float(debt.abs().max()) for debt in debts))
         assert (train(again, resumed, range(SETTLED, SETTLED + 4)) == losses) == (seconds == SLOW)
     assert_same_on_all_ranks(again.parameters())

@@ -201,7 +201,7 @@ def test_the_numbers_of_a_step_are_those_of_the_stats(compression: str) -> None:
     train(optimizer, model, 12)
     assert [of_step.step for of_step in seen] == list(range(1, 13))
     assert sum(of_step.bytes_uncompressed for of_step in seen) == optimizer.stats.bytes_uncompressed
-    # When buckets are laid out once more, what is owed moves along, which is sent after the first step.
+    # When buckets are laid out once more, the residuals move along, which are sent after the first step.
     assert 0 < sum(of_step.bytes_sent for of_step in seen) <= optimizer.stats.bytes_sent
     assert sum(of_step.wait_s for of_step in seen) == pytest.approx(optimizer.communication_wait_s)
     for of_step in seen:

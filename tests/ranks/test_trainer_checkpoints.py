@@ -15,7 +15,7 @@ import gradwire as hvd
 from gradwire.trainer.reducer.checkpoint import KEY
 from gradwire.trainer.reducer.compression import Compressor
 from tests.harness import Worlds
-from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, owed, train
+from tests.ranks.ladder import HEIGHT, REMEMBERING, Ladder, optimizer_of, residuals_of, train
 from tests.ranks.test_trainer_accumulation import failing_hook
 from tests.ranks.training import (
     assert_close,
@@ -116,7 +116,7 @@ def test_a_frozen_parameter_keeps_its_claim() -> None:
 def saved(
     compression: Compressor, op: str, shape: tuple[int, int] | None = None
 ) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return this rank's state, and what is owed. shape: of one matrix, whose gradients are 1 and
+    """Return this rank's state, and its residuals. shape: of one matrix, whose gradients are 1 and
     -1, so that onebit loses nothing of them, but of their sums; before the
     step after which buckets are laid out anew, and residuals shared."""
     model = Ladder() if shape is None else nn.ParameterList([nn.Parameter(torch.zeros(shape))])
@@ -126,7 +126,7 @@ def saved(
     else:
         signs = torch.randn(shape, generator=torch.Generator().manual_seed(hvd.rank())).sign()
         (model[0] * signs).sum().backward()  # type: ignore[index]
-    state, debts = through_a_file(optimizer.state_dict()), owed(optimizer, op=op)
+    state, debts = through_a_file(optimizer.state_dict()), residuals_of(optimizer, op=op)
     optimizer.close()
     return state, debts
 
@@ -139,7 +139,7 @@ def load(
     with_also: bool,
     shape: tuple[int, int] | None = None,
 ) -> tuple[list[Tensor], list[str]]:
-    """Load on another number of ranks, and train on; return what is owed, and what was warned of."""
+    """Load on another number of ranks, and train on; return the residuals, and what was warned of."""
     model = Ladder() if shape is None else nn.ParameterList([nn.Parameter(torch.zeros(shape))])
     optimizer = optimizer_of(model, compression, op=op)
     if shape is None:
@@ -148,7 +148,7 @@ def load(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(states[hvd.rank() % len(states)], also=extra)
-    debts = owed(optimizer, op=op)
+    debts = residuals_of(optimizer, op=op)
     if shape is None:
         train(model, optimizer, range(3, 5))
     assert_same_on_all_ranks(model.parameters()) if op == hvd.Sum else None
@@ -317,7 +317,7 @@ def test_another_codec_takes_over_what_is_owed(before: str, now: str, said: str 
     model = Ladder()
     optimizer = optimizer_of(model, before)
     train(model, optimizer, range(3))
-    saved, debts = through_a_file(optimizer.state_dict()), owed(optimizer)
+    saved, debts = through_a_file(optimizer.state_dict()), residuals_of(optimizer)
     optimizer.close()
     optimizer = optimizer_of(model, now)
     with warnings.catch_warnings(record=True) as caught:
@@ -328,13 +328,13 @@ def test_another_codec_takes_over_what_is_owed(before: str, now: str, said: str 
     assert len(messages) == (hvd.rank() == 0 and (said is not None or bool(takes_over)))
     if said is not None and messages:
         assert re.search(said, messages[0])
-    found = owed(optimizer)
+    found = residuals_of(optimizer)
     if takes_over:
         assert_close(found, takes_over, rtol=0, atol=0.03 * max(float(debt.abs().max()) for debt in takes_over))
     else:
         assert not any(debt.any() for debt in found)
     train(model, optimizer, range(1))
-    assert now == "topk" or not any(debt.any() for debt in owed(optimizer))
+    assert now == "topk" or not any(debt.any() for debt in residuals_of(optimizer))
 
 
 @on_ranks(2)

@@ -16,7 +16,17 @@ from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
 from gradwire.trainer.reducer.compression import NAMES, Compressor, ErrorFeedback
 from tests.harness import EXCHANGE_TIMEOUT_S, Worlds, wide
 from tests.ranks.exact import on_host
-from tests.ranks.ladder import BUCKET_BYTES, REMEMBERING, Ladder, Weights, given, loss_at, optimizer_of, owed, train
+from tests.ranks.ladder import (
+    BUCKET_BYTES,
+    REMEMBERING,
+    Ladder,
+    Weights,
+    given,
+    loss_at,
+    optimizer_of,
+    residuals_of,
+    train,
+)
 from tests.ranks.training import (
     assert_close,
     assert_equal,
@@ -117,7 +127,7 @@ def conserve(host_of: str, name: str, op: str, predivide: float) -> None:
             optimizer.step()
             assert_same_on_all_ranks(list(results.values()))
             if step in (1, 4, 8, 10):
-                debts = owed(optimizer, op=op, gradient_predivide_factor=predivide)
+                debts = residuals_of(optimizer, op=op, gradient_predivide_factor=predivide)
                 largest = max(debt.abs().max() for debt in debts)
                 assert (largest > 1e-3) == (step >= 2 or "warmup_steps=2" not in repr(compression))
                 for i, debt in enumerate(debts):

@@ -435,9 +435,8 @@ class Reducer:
             for each in layout.operations:
                 each.complete()
         is_sparse_somewhere = False
-        for (
-            bucket
-        ) in layout.buckets:  # also where all gradients were dense: this rank must take part in what the others do
+        # Also where all gradients were dense, since this rank must take part in what the others do.
+        for bucket in layout.buckets:
             bucket.present = bucket.presence.tolist()
             is_sparse_somewhere |= min(bucket.present) < 0
         if is_sparse_somewhere:
