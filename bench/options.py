@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from gradwire.collectives.notation import parse_size
+from gradwire.collectives.parsing import parse_size
 
 
 def size(text: str) -> int:

@@ -28,10 +28,10 @@ from gradwire.bench.options import count_from, picture, size
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import Protocol, Timer, slowest_rank, take_turns
 from gradwire.collectives import Communicator
-from gradwire.collectives.notation import format_size
-from gradwire.collectives.plan.cost import Costs
-from gradwire.collectives.plan.selection import Measured
-from gradwire.collectives.plan.trial import Trial
+from gradwire.collectives.parsing import format_size
+from gradwire.collectives.schedules.cost import Costs
+from gradwire.collectives.schedules.selection import Measured
+from gradwire.collectives.schedules.trial import Trial
 from gradwire.collectives.timed_calls import spend_bursts
 
 #: The length of a turn in predicted seconds, and its greatest number of calls. Calls predicted to take less than _SHORT_S

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives.plan.topology import processor_name
+from gradwire.collectives.schedules.topology import processor_name
 
 
 def device_name(device: torch.device) -> str:

@@ -8,6 +8,8 @@ with Communicator() as communicator:
 
 from gradwire.collectives.communicator import Communicator
 from gradwire.collectives.compression.registry import register_codec
+from gradwire.collectives.engine.prepared import PreparedOperation
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -16,12 +18,10 @@ from gradwire.collectives.errors import (
     PeerLost,
     ReplicasDiffer,
 )
-from gradwire.collectives.link.registry import register_link
-from gradwire.collectives.plan.algorithms import register_algorithm
-from gradwire.collectives.plan.check import ScheduleError, check_algorithm
-from gradwire.collectives.plan.topology import Topology
-from gradwire.collectives.run.prepared import PreparedOperation
-from gradwire.collectives.run.work import Work
+from gradwire.collectives.schedules.algorithms import register_algorithm
+from gradwire.collectives.schedules.check import ScheduleError, check_algorithm
+from gradwire.collectives.schedules.topology import Topology
+from gradwire.collectives.transports.registry import register_link
 
 __all__ = [
     "CollectiveError",

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.collectives.communicator import Communicator
+from gradwire.collectives.control.attempt import Attempt
+from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import TABLE_PREFIX, TUNING
-from gradwire.collectives.link.attempt import Attempt
-from gradwire.collectives.link.membership import Membership
-from gradwire.collectives.notation import format_size
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import TuningError
-from gradwire.collectives.plan.selection import Table
-from gradwire.collectives.plan.topology import host_id
+from gradwire.collectives.parsing import format_size
 from gradwire.collectives.precompile import precompile
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.cost import TuningError
+from gradwire.collectives.schedules.selection import Table
+from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.torch_internals import store_of_one
 
 #: How long the ranks of a command may take to find each other.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.verbs import Verbs
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from gradwire.collectives.engine.buffers import kept, refusal
+from gradwire.collectives.engine.engine import Engine
+from gradwire.collectives.engine.point_to_point import MOST_TAG
 from gradwire.collectives.reduction import MOVED, Op, Reduction, check_arithmetic, check_dtype, op_name
-from gradwire.collectives.run.engine import Engine
-from gradwire.collectives.run.messages import MOST_TAG
-from gradwire.collectives.run.staging import kept, refusal
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -16,25 +16,25 @@ from gradwire.collectives.absence import Absence
 from gradwire.collectives.arguments import check_seconds
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
+from gradwire.collectives.control.attempt import Attempt
+from gradwire.collectives.control.membership import Membership, coming_together, device_types_of
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
+from gradwire.collectives.engine import closing
+from gradwire.collectives.engine.engine import Engine
+from gradwire.collectives.engine.plans import Plans, legal_algorithms
 from gradwire.collectives.environment import LINK, TUNING, report_folder
-from gradwire.collectives.link.attempt import Attempt
-from gradwire.collectives.link.membership import Membership, coming_together, device_types_of
-from gradwire.collectives.link.registry import AUTO, check_link, connect
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import Costs
-from gradwire.collectives.plan.selection import (
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.cost import Costs
+from gradwire.collectives.schedules.selection import (
     Table,
     default_segment_bytes,
     default_table,
     overrides,
     variables,
 )
-from gradwire.collectives.plan.topology import Topology, host_id
-from gradwire.collectives.run import closing
-from gradwire.collectives.run.engine import Engine
-from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.collectives.schedules.topology import Topology, host_id
+from gradwire.collectives.transports.registry import AUTO, check_link, connect
 from gradwire.collectives.tuning import Tuned, compared, text_of
 
 

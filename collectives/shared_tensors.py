@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.errors import CollectiveError, ranks_text
-from gradwire.collectives.link.shared_memory.segment import Segment, memory_left
 from gradwire.collectives.reduction import check_dtype
+from gradwire.collectives.transports.shared_memory.segment import Segment, memory_left
 from gradwire.collectives.verbs import Verbs
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.communicator import Communicator
-from gradwire.collectives.run.work import Work
+from gradwire.collectives.engine.work import Work
 
 
 def added(indices: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:

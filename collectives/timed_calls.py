@@ -12,9 +12,9 @@ from statistics import median
 import torch
 
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CallCost, Costs
-from gradwire.collectives.plan.walk import predict
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.cost import CallCost, Costs
+from gradwire.collectives.schedules.walk import predict
 from gradwire.collectives.shared_tensors import SharedTensors
 
 _SMALL = 16 << 10

@@ -11,11 +11,11 @@ from pathlib import Path
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CallCost, Costs, TuningError
-from gradwire.collectives.plan.selection import Measured, planned
-from gradwire.collectives.plan.topology import Machine, Topology
-from gradwire.collectives.run.probe import Probe
+from gradwire.collectives.engine.probe import Probe
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.cost import CallCost, Costs, TuningError
+from gradwire.collectives.schedules.selection import Measured, planned
+from gradwire.collectives.schedules.topology import Machine, Topology
 from gradwire.collectives.shared_tensors import SharedTensors
 from gradwire.collectives.timed_calls import time_calls, time_codecs
 

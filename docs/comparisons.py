@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from gradwire.collectives.notation import format_size
+from gradwire.collectives.parsing import format_size
 
 DOCS = Path(__file__).parent
 IMAGE = DOCS / "images" / "comparisons.png"

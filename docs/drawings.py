@@ -18,8 +18,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.schedule import Action, Place, Schedule
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.schedule import Action, Place, Schedule
 
 IMAGES = Path(__file__).parent / "images"
 ADDS, COPIES = "#c2410c", "#1d4ed8"

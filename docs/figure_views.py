@@ -22,7 +22,7 @@ from gradwire.bench.predicted import (
     measured_twice,
     over_best,
 )
-from gradwire.collectives.notation import format_size
+from gradwire.collectives.parsing import format_size
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "figures"

@@ -9,7 +9,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import effective, partition_of
 from gradwire.collectives.compression.seeds import rounding_seed
-from gradwire.collectives.plan.spans import Span
+from gradwire.collectives.schedules.spans import Span
 from tests.cuda_machine.cases import encoded
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from gradwire.collectives import Communicator, Work
 from gradwire.collectives.compression.matrices import MatrixCodec
-from gradwire.collectives.run.queue import WorkQueue
+from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.torch_internals import (
     CAN_MOVE_STORAGE,
     OUTSIDE_BACKWARD,

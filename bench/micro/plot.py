@@ -12,7 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
 
 from gradwire.bench.micro.table import Row
 from gradwire.bench.plots import DASHED, OTHERS, OURS, REFERENCE, dress, legend, page, save
-from gradwire.collectives.notation import format_size
+from gradwire.collectives.parsing import format_size
 
 STYLES: dict[str, dict[str, Any]] = {
     # Broad and pale, because the line of the algorithm that 'auto' has chosen lies on it.

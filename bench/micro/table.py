@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwire.bench.micro.cases import BenchJob, Case
 from gradwire.bench.timing import Times, format_interval, median_and_p99, speedup_interval
-from gradwire.collectives.notation import format_size
+from gradwire.collectives.parsing import format_size
 
 T = TypeVar("T")
 

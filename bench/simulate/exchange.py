@@ -14,14 +14,14 @@ from functools import partial
 
 from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.cost import Costs, LinkCost
-from gradwire.collectives.plan.schedule import Place
-from gradwire.collectives.plan.selection import default_segment_bytes
-from gradwire.collectives.plan.topology import Topology
-from gradwire.collectives.plan.walk import Leg, in_segments, price
-from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.coded import CodedProgram
+from gradwire.collectives.schedules.cost import Costs, LinkCost
+from gradwire.collectives.schedules.schedule import Place
+from gradwire.collectives.schedules.selection import default_segment_bytes
+from gradwire.collectives.schedules.topology import Topology
+from gradwire.collectives.schedules.walk import Leg, in_segments, price
 
 #: The algorithms of allreduce whose schedules are equal for every host up to a shift.
 SHIFTED = ("ring", "rsag", "direct", "hierarchical", "hierarchical(rsag)", "hierarchical(direct)")

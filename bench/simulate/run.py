@@ -36,7 +36,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import speed_of
-from gradwire.collectives.plan.cost import Costs, LinkCost
+from gradwire.collectives.schedules.cost import Costs, LinkCost
 
 
 def _rate(text: str) -> float:

@@ -3,7 +3,7 @@
 The error of an exchange grows with the number of encodings on the way of a number. 'two_shot' encodes a number twice for any
 number of ranks: its schedule is `direct`, between hosts if there are several and ranks share them, after plain sums inside the
 hosts. 'one_shot' has a single round: every rank sends its code to all other ranks, p/2 times the bytes with p ranks, and
-nothing is encoded again. Any other schedule encodes each partial sum that it sends: `gradwire.collectives.plan.check.encodings`
+nothing is encoded again. Any other schedule encodes each partial sum that it sends: `encodings()` in `schedules/check.py`
 counts how often, and the table is in docs/guides/compression.md. The error of encoding a partial sum is not kept, so error
 feedback of other codes, and codecs that keep state from step to step, need 'two_shot' or 'one_shot', whichever the codec
 selects. Codes that can be added undecoded (fp16, bf16, randomk, none) use the other algorithms like plain numbers.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
-from gradwire.collectives.plan.schedule import Planner
+from gradwire.collectives.schedules.algorithms import BETWEEN_HOSTS, PLANNERS, direct
+from gradwire.collectives.schedules.schedule import Planner
 
 ONE_SHOT = "one_shot"
 TWO_SHOT = "two_shot"

@@ -6,7 +6,7 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.partition import Partition
-from gradwire.collectives.plan.spans import Span
+from gradwire.collectives.schedules.spans import Span
 
 
 class Feedback:

@@ -10,9 +10,9 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
-from gradwire.collectives.plan.algorithms import direct
-from gradwire.collectives.plan.schedule import Place, Planner
-from gradwire.collectives.plan.spans import Layout, Span, split_aligned
+from gradwire.collectives.schedules.algorithms import direct
+from gradwire.collectives.schedules.schedule import Place, Planner
+from gradwire.collectives.schedules.spans import Layout, Span, split_aligned
 
 #: The maximum bytes of a chunk's code, and numbers of a chunk, which is encoded as a whole. Longer codes delay the first chunk on
 #: the wire and the last chunk at the receiver; with more numbers, fewer sums stay in the cache; with shorter chunks, there are

@@ -9,7 +9,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.raw import Raw
-from gradwire.collectives.notation import check_name
+from gradwire.collectives.parsing import check_name
 
 #: The classes of codecs that encode any buffer, by name. This package registers its own codecs as other packages do.
 CODECS: dict[str, type[Codec]] = {Raw.name: Raw}

@@ -10,7 +10,7 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
 from gradwire.collectives.kernels.first_use import FIRST_USE
-from gradwire.collectives.plan.cost import CodecCost
+from gradwire.collectives.schedules.cost import CodecCost
 
 #: The shape of a matrix that a matrix codec compresses.
 _SHAPE = (256, 256)

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import torch
 
-from gradwire.collectives.plan.topology import processor_name
+from gradwire.collectives.schedules.topology import processor_name
 
 _log = logging.getLogger("gradwire")
 

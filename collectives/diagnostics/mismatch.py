@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from gradwire.collectives.control.watch import Watch
 from gradwire.collectives.errors import LinkError, Mismatch
-from gradwire.collectives.link.watch import Watch
 from gradwire.collectives.reduction import COMBINE
 
 #: How long a rank that knows of a difference waits for the calls of the others.

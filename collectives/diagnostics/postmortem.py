@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradwire.collectives.control.watch import Watch
 from gradwire.collectives.diagnostics.mismatch import Agreement, Call, first_difference, mismatch
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
-from gradwire.collectives.link.watch import Watch
 
 #: How long survivors wait for each other's reports: a few round trips of a slow network, and a wake-up of a busy machine.
 GRACE_S = 1.5

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+from gradwire.collectives.control.watch import Watch
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import shortened
 from gradwire.collectives.errors import ranks_text
-from gradwire.collectives.link.watch import Watch
 
 _log = logging.getLogger("gradwire")
 

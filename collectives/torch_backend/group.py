@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.communicator import Communicator, abandon_all, close_all
+from gradwire.collectives.control.attempt import Attempt
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
-from gradwire.collectives.link.attempt import Attempt
-from gradwire.collectives.link.nccl import NcclConnections
-from gradwire.collectives.plan.topology import host_id
+from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
 from gradwire.collectives.torch_backend.work import GradwireWork, at_once
 from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
+from gradwire.collectives.transports.nccl import NcclConnections
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from gradwire.collectives.daemon import DaemonThread
-from gradwire.collectives.run.messages import MessageWork
+from gradwire.collectives.daemon_thread import DaemonThread
+from gradwire.collectives.engine.point_to_point import MessageWork
 
 #: Seconds between two passes over the messages: at first, and at most, after passes in which no message has finished.
 _POLL_S, _LONGEST_POLL_S = 0.001, 0.02

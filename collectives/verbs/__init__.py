@@ -3,8 +3,8 @@
 The description is the same on all ranks and marks the operation's messages; the body runs when the operation's turn comes.
 """
 
-from gradwire.collectives.verbs.messages import PointToPoint
 from gradwire.collectives.verbs.objects import Objects
+from gradwire.collectives.verbs.point_to_point import PointToPoint
 from gradwire.collectives.verbs.shares import Halves
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
-from gradwire.collectives.run.engine import Engine
+from gradwire.collectives.engine.engine import Engine
 
 if TYPE_CHECKING:
     from typing_extensions import Required

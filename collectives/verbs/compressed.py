@@ -10,13 +10,13 @@ from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.link.base import Whole
+from gradwire.collectives.engine.buffers import Buffer, kept, plain
+from gradwire.collectives.engine.engine import Engine, PlannedCodes
+from gradwire.collectives.engine.joined import DescribedCall
+from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import Op, Reduction
-from gradwire.collectives.run.engine import Engine, PlannedCodes
-from gradwire.collectives.run.joined import DescribedCall
-from gradwire.collectives.run.operations import Turn
-from gradwire.collectives.run.staging import Buffer, kept, plain
-from gradwire.collectives.run.work import Work
+from gradwire.collectives.transports.base import Whole
 
 
 def named_codec(

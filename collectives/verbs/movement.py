@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import arguments
+from gradwire.collectives.engine.buffers import apart
+from gradwire.collectives.engine.engine import Engine
+from gradwire.collectives.engine.joined import DescribedCall
+from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import Mismatch
-from gradwire.collectives.link.base import Whole
-from gradwire.collectives.plan.spans import Layout, consecutive, only
-from gradwire.collectives.run.engine import Engine
-from gradwire.collectives.run.joined import DescribedCall
-from gradwire.collectives.run.operations import Turn
-from gradwire.collectives.run.staging import apart
-from gradwire.collectives.run.work import Work
+from gradwire.collectives.schedules.spans import Layout, consecutive, only
+from gradwire.collectives.transports.base import Whole
 from gradwire.collectives.verbs.base import Async, Options, Ranks
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from gradwire.collectives import arguments
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.link.base import Whole
-from gradwire.collectives.plan.spans import Layout, consecutive
+from gradwire.collectives.engine.joined import DescribedCall
+from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.prepared import PreparedOperation
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import Op, finish
-from gradwire.collectives.run.joined import DescribedCall
-from gradwire.collectives.run.operations import Turn
-from gradwire.collectives.run.prepared import PreparedOperation
-from gradwire.collectives.run.work import Work
+from gradwire.collectives.schedules.spans import Layout, consecutive
+from gradwire.collectives.transports.base import Whole
 from gradwire.collectives.verbs.base import Async, Coded, Options, Ranks, Scaled
 from gradwire.collectives.verbs.compressed import allreduce_compressed, named_codec
 

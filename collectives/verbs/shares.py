@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import arguments
-from gradwire.collectives.plan.spans import Layout, consecutive
+from gradwire.collectives.engine.joined import DescribedCall
+from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.plans import Shares
+from gradwire.collectives.engine.prepared import PreparedOperation
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import Op, check_dtype
-from gradwire.collectives.run.joined import DescribedCall
-from gradwire.collectives.run.operations import Turn
-from gradwire.collectives.run.plans import Shares
-from gradwire.collectives.run.prepared import PreparedOperation
-from gradwire.collectives.run.work import Work
+from gradwire.collectives.schedules.spans import Layout, consecutive
 from gradwire.collectives.verbs.reductions import Reductions
 
 

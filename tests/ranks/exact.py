@@ -11,7 +11,7 @@ import torch
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.environment import HOST_ID
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S
 
 ALLREDUCES = [name for name in PLANNERS["allreduce"] if "(" not in name]  # what is nested differs between hosts only

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, communicator, contribution, reduced
 from tests.ranks.training import on_ranks

@@ -207,7 +207,7 @@ def test_close_with_operations_in_flight() -> None:
         works = [begin(comm, torch.ones(SEVERAL_SEGMENTS)) for _ in range(3)]
         started = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gradwire.collectives.run.closing.DRAIN_S", 0.5)
+            patch.setattr("gradwire.collectives.engine.closing.DRAIN_S", 0.5)
             comm.close()
         assert time.monotonic() - started < 5
         for work in works:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, Worlds, wide_rows
 from tests.ranks.exact import (
     DTYPES,

@@ -14,8 +14,8 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.dense import Float8, Int4, Int8, OneBit
 from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.compression.sparse import DGC, RandomK, TopK
-from gradwire.collectives.plan.algorithms import PLANNERS, hierarchical
-from gradwire.collectives.plan.schedule import Place, Schedule
+from gradwire.collectives.schedules.algorithms import PLANNERS, hierarchical
+from gradwire.collectives.schedules.schedule import Place, Schedule
 from tests.harness import ABOVE_TRANSPORTS, EXCHANGE_TIMEOUT_S, World, Worlds, wide
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, Checks, contribution, cover, on_host, reduced
 from tests.ranks.test_failures import DEADLINE_S, FAR_S, TIMEOUT_S, Witness, die, witness

@@ -16,7 +16,7 @@ from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator, ReplicasDiffer
-from gradwire.collectives.link import Membership
+from gradwire.collectives.transports import Membership
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.world import meeting
 from gradwire.trainer.world.generations import WORKER, Departure

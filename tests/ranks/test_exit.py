@@ -60,8 +60,8 @@ STORE_STOPS = """
 """
 
 STORE_STOPS_AT_ONCE = """
-    from gradwire.collectives.link import Membership
-    from gradwire.collectives.link.registry import LINKS
+    from gradwire.collectives.transports import Membership
+    from gradwire.collectives.transports.registry import LINKS
 
     def stop(*_):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -74,7 +74,7 @@ STORE_STOPS_AT_ONCE = """
 """
 
 WAITS_FOR_ANOTHER_HOST = """
-    from gradwire.collectives.link.process_group import _GlooPending
+    from gradwire.collectives.transports.process_group import _GlooPending
 
     class Work:
         def wait(self, timeout):

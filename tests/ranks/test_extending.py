@@ -19,12 +19,12 @@ import gradwire as hvd
 from gradwire.collectives import Communicator, register_algorithm, register_codec, register_link
 from gradwire.collectives.compression import CODECS, Codec, Int8
 from gradwire.collectives.environment import LINK
-from gradwire.collectives.link import Membership, Transport
-from gradwire.collectives.link.auto import auto
-from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
-from gradwire.collectives.link.registry import LINKS
-from gradwire.collectives.link.shared_memory.group import LocalGroup
-from gradwire.collectives.plan.algorithms import PLANNERS, ring
+from gradwire.collectives.schedules.algorithms import PLANNERS, ring
+from gradwire.collectives.transports import Membership, Transport
+from gradwire.collectives.transports.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.transports.registry import LINKS
+from gradwire.collectives.transports.routing import auto
+from gradwire.collectives.transports.shared_memory.group import LocalGroup
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.training import assert_same_on_all_ranks, on_ranks
@@ -169,8 +169,8 @@ def test_a_link_that_returns_a_transport_of_others(ranks_off: int, size_off: int
     [
         "gradwire.collectives.communicator.default_segment_bytes",
         "gradwire.collectives.communicator.Engine",
-        "gradwire.collectives.link.auto.join_host",
-        "gradwire.collectives.link.auto.RoutingTransport",
+        "gradwire.collectives.transports.routing.join_host",
+        "gradwire.collectives.transports.routing.RoutingTransport",
     ],
 )
 @on_ranks(2, initialized=False)

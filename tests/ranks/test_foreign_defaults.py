@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.trainer.reducer.compression import NAMES
 from tests.ranks import forms
 from tests.ranks.training import on_ranks

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import Communicator
+from gradwire.collectives.control.attempt import membership_of
 from gradwire.collectives.errors import CollectiveError, LinkError
-from gradwire.collectives.link import Membership, Transport
-from gradwire.collectives.link.attempt import membership_of
-from gradwire.collectives.link.auto import RoutingTransport
-from gradwire.collectives.link.base import Message, Pending, Request
-from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
-from gradwire.collectives.link.registry import LINKS
-from gradwire.collectives.plan.topology import host_id
+from gradwire.collectives.schedules.topology import host_id
+from gradwire.collectives.transports import Membership, Transport
+from gradwire.collectives.transports.base import Message, Pending, Request
+from gradwire.collectives.transports.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.transports.registry import LINKS
+from gradwire.collectives.transports.routing import RoutingTransport
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, assert_holds, held, meet, wait_until, wide
 from tests.ranks.exact import DTYPES, OPS, SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.test_extending import examples

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link import Membership
+from gradwire.collectives.transports import Membership
 from gradwire.trainer.world.jobs import OneJob
 from gradwire.trainer.world.launch import Launch, read_launch
 from gradwire.trainer.world.meeting import _reach
@@ -92,12 +92,12 @@ def with_interface(
     """Meet as ranks on different machines do, some of which are told to use a wrong interface; return the error."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("gradwire.trainer.world.meeting", "gradwire.collectives.link.attempt"):
+        for module in ("gradwire.trainer.world.meeting", "gradwire.collectives.control.attempt"):
             patch.setattr(f"{module}.machine_id", lambda: f"machine {rank}")
         if rank in culprits:
             patch.setenv(variable, interface)
         else:
-            patch.setattr("gradwire.collectives.link.own_address._loopback", lambda *_: "")
+            patch.setattr("gradwire.collectives.control.own_address._loopback", lambda *_: "")
         if place == INIT:
             prepare_init("interfaces", rank, size, directory)
         try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost, Work
 from gradwire.collectives.arguments import described
-from gradwire.collectives.run.messages import MessageWork
+from gradwire.collectives.engine.point_to_point import MessageWork
 from tests.harness import EXCHANGE_TIMEOUT_S, ON_EVERY_TRANSPORT, World, Worlds, wait_until
 from tests.ranks.exact import on_host
 from tests.ranks.training import assert_survived, on_ranks

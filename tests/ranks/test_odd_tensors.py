@@ -15,7 +15,7 @@ from torch.masked import masked_tensor
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from tests.harness import ABOVE_TRANSPORTS, Worlds, wide
 from tests.ranks.exact import SEVERAL_SEGMENTS, Checks, communicator, contribution, reduced
 from tests.ranks.test_collectives import ODD, VERBS, Case, elements

@@ -14,11 +14,11 @@ from torch import nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS, make_codec
+from gradwire.collectives.engine.executor import Payload, Poster, execute
+from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.kernels.cpu import compiling
-from gradwire.collectives.plan.program import Program
 from gradwire.collectives.reduction import DTYPES
-from gradwire.collectives.run.executor import Payload, Poster, execute
-from gradwire.collectives.run.operations import Operations
+from gradwire.collectives.schedules.program import Program
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wide_rows
 from tests.ranks.exact import on_host
 from tests.ranks.training import perceptron, share
@@ -107,8 +107,10 @@ def exchange_without_python(hosts: str) -> list[str]:
         execute(program, payload, transport, **_)
 
     with pytest.MonkeyPatch.context() as patch, on_host(hosts[dist.get_rank()]):
-        patch.setattr("gradwire.collectives.run.engine.execute", noting)
-        patch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 1)  # tables grow in the middle of programs
+        patch.setattr("gradwire.collectives.engine.engine.execute", noting)
+        patch.setattr(
+            "gradwire.collectives.transports.requests._FIRST_ROWS", 1
+        )  # tables grow in the middle of programs
         with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
             many, one = torch.ones(SIZE * 5000), torch.ones(5000)
             for algorithm in comm.algorithms("allreduce"):

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.environment import SHARED_MEMORY
-from gradwire.collectives.link.shared_memory.segment import Segment
 from gradwire.collectives.reduction import DTYPES
+from gradwire.collectives.transports.shared_memory.segment import Segment
 from tests.harness import World, Worlds, assert_holds, held, segments, wait_until, wide
 from tests.ranks.exact import OPS, cover
 from tests.ranks.training import assert_survived, on_ranks, without_a_copy

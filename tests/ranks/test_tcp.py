@@ -14,10 +14,10 @@ import torch.distributed as dist
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from gradwire.collectives.environment import SHARED_MEMORY
 from gradwire.collectives.kernels import cpu_sockets
-from gradwire.collectives.link.auto import RoutingTransport
-from gradwire.collectives.link.base import Transport
-from gradwire.collectives.link.process_group import ProcessGroupTransport
-from gradwire.collectives.link.tcp import TcpTransport
+from gradwire.collectives.transports.base import Transport
+from gradwire.collectives.transports.process_group import ProcessGroupTransport
+from gradwire.collectives.transports.routing import RoutingTransport
+from gradwire.collectives.transports.tcp import TcpTransport
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wait_until
 from tests.ranks.exact import ALLREDUCES, SEVERAL_SEGMENTS, contribution, on_host, reduced
 from tests.ranks.training import assert_survived, on_ranks
@@ -50,7 +50,7 @@ def connect_by_itself(hosts: str, memory: str, without_kernels: int | None) -> t
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         if dist.get_rank() == without_kernels:
-            patch.setattr("gradwire.collectives.link.auto.cpu_sockets", lambda: "not on this machine")
+            patch.setattr("gradwire.collectives.transports.routing.cpu_sockets", lambda: "not on this machine")
         patch.setenv(SHARED_MEMORY, memory)
         stack.enter_context(on_host(hosts[dist.get_rank()]))
         logger = logging.getLogger("gradwire")
@@ -105,7 +105,7 @@ def test_all_ranks_have_the_same_bits_wherever_they_are(ranks: Worlds, hosts: st
 def test_who_asks_for_connections_is_told_why_there_are_none() -> None:
     assert not isinstance(cpu_sockets(), str)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradwire.collectives.link.tcp.cpu_sockets", lambda: "not on this machine")
+        patch.setattr("gradwire.collectives.transports.tcp.cpu_sockets", lambda: "not on this machine")
         with pytest.raises(CollectiveError, match="link 'tcp': not on this machine") as caught:
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="tcp")
         assert caught.type is CollectiveError

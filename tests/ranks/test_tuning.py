@@ -16,8 +16,8 @@ import torch.distributed as dist
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.environment import TUNING
-from gradwire.collectives.plan.cost import Costs, LinkCost, TuningError
-from gradwire.collectives.plan.trial import COUNTED, SKIPPED
+from gradwire.collectives.schedules.cost import Costs, LinkCost, TuningError
+from gradwire.collectives.schedules.trial import COUNTED, SKIPPED
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.interpreter import python
 from tests.ranks.exact import Checks, contribution, on_host, reduced

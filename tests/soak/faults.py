@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from gradwire.bench.hosts import ranks_per_host
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from tests.soak.network import CUTS, CUTS_ONE_WAY
 from tests.soak.operations import SESSION_OPERATIONS, Operation, Session
 

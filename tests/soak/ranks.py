@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, Mismatch, PeerLost
-from gradwire.collectives.plan.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.servers import QuorumLost
 from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import Checks, on_host

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from gradwire.collectives.link.tcp import TcpTransport
+from gradwire.collectives.transports.tcp import TcpTransport
 from tests.unit.over_tcp import Connect
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.base import Message, Pending
+from gradwire.collectives.transports.base import Message, Pending
 
 
 class _Transfer:

@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable
 
-from gradwire.collectives.link.tcp import TcpTransport
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.program import Program
-from gradwire.collectives.plan.schedule import Place
-from gradwire.collectives.plan.spans import segments_of_buffer
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.schedules.schedule import Place
+from gradwire.collectives.schedules.spans import segments_of_buffer
+from gradwire.collectives.transports.tcp import TcpTransport
 
 DEADLINE_S = 20.0
 SEGMENT = 50  # elements: so few that longer buffers have several segments

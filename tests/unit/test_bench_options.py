@@ -12,7 +12,7 @@ from gradwire.bench import options
 from gradwire.bench.micro.cases import CASES, IN_PLACE, OUT_OF_PLACE
 from gradwire.bench.micro.options import DTYPES, OPS, parse_arguments, size_range
 from gradwire.bench.micro.run import choose_algorithms, plan, plan_jobs
-from gradwire.collectives.notation import format_size, parse_size
+from gradwire.collectives.parsing import format_size, parse_size
 
 CPU = torch.device("cpu")
 

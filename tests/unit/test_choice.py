@@ -14,10 +14,10 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.plan.cost import CodecCost, Costs, LinkCost
-from gradwire.collectives.plan.selection import Measured, default_table
-from gradwire.collectives.plan.topology import Topology
-from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.schedules.cost import CodecCost, Costs, LinkCost
+from gradwire.collectives.schedules.selection import Measured, default_table
+from gradwire.collectives.schedules.topology import Topology
 from gradwire.trainer.reducer import choice
 from gradwire.trainer.reducer.choice import COUNTED, SKIPPED, WINDOW, Choice
 from gradwire.trainer.reducer.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted

@@ -15,9 +15,9 @@ from gradwire.collectives.compression.partition import effective, partition_of
 from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Threshold
-from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.schedule import Place
-from gradwire.collectives.run.executor import Codes, Scratch, execute
+from gradwire.collectives.engine.executor import Codes, Scratch, execute
+from gradwire.collectives.schedules.coded import CodedProgram
+from gradwire.collectives.schedules.schedule import Place
 from tests.ranks.exact import cover
 from tests.shot_model import CPU, ShotModel
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks

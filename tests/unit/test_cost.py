@@ -10,9 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import CallCost, CodecCost, Cores, Costs, LinkCost, SlowLink, TuningError, slowness
-from gradwire.collectives.plan.fitting import (
+from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.cost import (
+    CallCost,
+    CodecCost,
+    Cores,
+    Costs,
+    LinkCost,
+    SlowLink,
+    TuningError,
+    slowness,
+)
+from gradwire.collectives.schedules.fitting import (
     Pair,
     Timed,
     Together,
@@ -24,13 +34,12 @@ from gradwire.collectives.plan.fitting import (
     uplinks_of,
     without_waiting,
 )
-from gradwire.collectives.plan.program import Program
-from gradwire.collectives.plan.schedule import Schedule, receive, send
-from gradwire.collectives.plan.selection import default_table
-from gradwire.collectives.plan.spans import Span, segments_of_buffer
-from gradwire.collectives.plan.topology import Topology
-from gradwire.collectives.plan.walk import Leg, predict, price
-from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.schedules.schedule import Schedule, receive, send
+from gradwire.collectives.schedules.selection import default_table
+from gradwire.collectives.schedules.spans import Span, segments_of_buffer
+from gradwire.collectives.schedules.topology import Topology
+from gradwire.collectives.schedules.walk import Leg, predict, price
 
 FREE = LinkCost(0.0, 0.0, 0.0, 0.0)
 ALL = (Span(0, 1),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.daemon_thread import DaemonThread
 
 
 @pytest.mark.parametrize("or_callers", [False, True])

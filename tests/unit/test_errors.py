@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import gradwire  # noqa: F401  # which defines every error
+from gradwire.collectives.control.handshake import OtherBuild
+from gradwire.collectives.control.paths import LargePacketsLost
+from gradwire.collectives.control.presence import TurnedAway
+from gradwire.collectives.engine.supervision import OverdueError
 from gradwire.collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -16,10 +20,6 @@ from gradwire.collectives.errors import (
     PeerLost,
     ReplicasDiffer,
 )
-from gradwire.collectives.link.handshake import OtherBuild
-from gradwire.collectives.link.paths import LargePacketsLost
-from gradwire.collectives.link.presence import TurnedAway
-from gradwire.collectives.run.supervision import OverdueError
 from gradwire.trainer.servers.messages import QuorumLost
 
 ERRORS = (

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from gradwire.collectives.compression.dense import Int8
 from gradwire.collectives.compression.partition import partition_of
 from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.engine.executor import Codes, Numbers, Scratch, execute
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.program import Instruction, Kind, Program
-from gradwire.collectives.plan.schedule import Place, Planner, Schedule, receive, send
-from gradwire.collectives.plan.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from gradwire.collectives.reduction import COMBINE
-from gradwire.collectives.run.executor import Codes, Numbers, Scratch, execute
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.coded import CodedProgram
+from gradwire.collectives.schedules.program import Instruction, Kind, Program
+from gradwire.collectives.schedules.schedule import Place, Planner, Schedule, receive, send
+from gradwire.collectives.schedules.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
 from tests.unit.in_process import Hub, InProcessTransport, run_ranks
 
 SIZES = st.integers(1, 7)
@@ -149,7 +149,7 @@ def test_a_program_is_the_same_whether_it_is_kept_or_laid_out_while_it_runs(
         return list(program), program.sent()
 
     kept = [rows(rank) for rank in range(5)]
-    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", -1)
+    monkeypatch.setattr("gradwire.collectives.schedules.program._KEPT", -1)
     assert [rows(rank) for rank in range(5)] == kept
     for instructions, (messages, elements) in kept:
         assert np.array(instructions, dtype=np.int64).size == len(instructions) * len(Instruction._fields)

@@ -10,10 +10,10 @@ from contextlib import closing, suppress
 
 import pytest
 
+from gradwire.collectives.control import handshake
+from gradwire.collectives.control.build import build
+from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, Arrived, Door, NotARank, OtherBuild, dial, listen
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link import handshake
-from gradwire.collectives.link.build import build
-from gradwire.collectives.link.handshake import HANDSHAKE_BYTES, Arrived, Door, NotARank, OtherBuild, dial, listen
 from tests.harness import wait_until
 from tests.soak.strangers import FLOOD_BYTES, NESTED, greeting, proof
 from tests.unit.test_watch import DEADLINE_S, SECRET, joined

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import gradwire
 import gradwire as hvd
-from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.schedules.topology import Topology
 from gradwire.trainer.horovod import probes
 from gradwire.trainer.horovod.alias import check_extension, num_rank_is_power_2
 from gradwire.trainer.world.world import current_world

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.control.arrival import arrive, withdraw_from
+from gradwire.collectives.control.build import build
+from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, OtherBuild, dial
+from gradwire.collectives.control.notes import HubPlace
+from gradwire.collectives.control.presence import Presence, TurnedAway
+from gradwire.collectives.control.watch import Neighbour
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.arrival import arrive, withdraw_from
-from gradwire.collectives.link.build import build
-from gradwire.collectives.link.handshake import HANDSHAKE_BYTES, OtherBuild, dial
-from gradwire.collectives.link.notes import HubPlace
-from gradwire.collectives.link.presence import Presence, TurnedAway
-from gradwire.collectives.link.watch import Neighbour
 from tests.harness import wait_until
 from tests.soak.strangers import NESTED, greeting, proof
 from tests.unit.test_presence import DEADLINE_S, card_of

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.collectives.control import asking
+from gradwire.collectives.control.membership import coming_together, device_types_of
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
-from gradwire.collectives.link import Membership, asking
-from gradwire.collectives.link.membership import coming_together, device_types_of
+from gradwire.collectives.transports import Membership
 from tests.harness import wait_until
 from tests.unit.in_process import run_ranks
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.collectives.link.shared_memory.segment import memory_left
+from gradwire.collectives.transports.shared_memory.segment import memory_left
 
 MIB = 1 << 20
 MACHINE = 1000 * MIB

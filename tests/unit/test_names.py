@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.control import asking
+from gradwire.collectives.control.asking import connections, hang_up, unblock
+from gradwire.collectives.control.membership import coming_together
+from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.errors import CollectiveTimeout, LinkError
-from gradwire.collectives.link import asking
-from gradwire.collectives.link.asking import connections, hang_up, unblock
-from gradwire.collectives.link.membership import coming_together
-from gradwire.collectives.link.names import look_up
-from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.__main__ import main
 from gradwire.trainer.tools.check import links, machine
 from gradwire.trainer.world import meeting

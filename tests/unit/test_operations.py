@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
+from gradwire.collectives.control.watch import Neighbour, Watch
+from gradwire.collectives.engine.buffers import Buffer
+from gradwire.collectives.engine.closing import ClosableOperations, close_all
+from gradwire.collectives.engine.operations import Operations, Turn
+from gradwire.collectives.engine.point_to_point import Messages, MessageWork
+from gradwire.collectives.engine.queue import WorkQueue
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
-from gradwire.collectives.link.watch import Neighbour, Watch
-from gradwire.collectives.run.closing import ClosableOperations, close_all
-from gradwire.collectives.run.messages import Messages, MessageWork
-from gradwire.collectives.run.operations import Operations, Turn
-from gradwire.collectives.run.queue import WorkQueue
-from gradwire.collectives.run.staging import Buffer
-from gradwire.collectives.run.work import Work
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.work import GradwireWork
 from tests.harness import wait_until

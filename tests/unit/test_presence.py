@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.control import own_address
+from gradwire.collectives.control.arrival import arrive
+from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, dial
+from gradwire.collectives.control.hub import ANSWER_S, Admission, Card, Failure, Hub
+from gradwire.collectives.control.membership import membership_from
+from gradwire.collectives.control.notes import HubPlace
+from gradwire.collectives.control.presence import Presence, TurnedAway
+from gradwire.collectives.control.watch import Neighbour
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link import own_address
-from gradwire.collectives.link.arrival import arrive
-from gradwire.collectives.link.handshake import HANDSHAKE_BYTES, dial
-from gradwire.collectives.link.hub import ANSWER_S, Admission, Card, Failure, Hub
-from gradwire.collectives.link.membership import membership_from
-from gradwire.collectives.link.notes import HubPlace
-from gradwire.collectives.link.presence import Presence, TurnedAway
-from gradwire.collectives.link.watch import Neighbour
 from tests.harness import wait_until
 
 SIZE = 3

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import torch_internals
+from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.membership import Membership
-from gradwire.collectives.link.nccl import NcclConnections
-from gradwire.collectives.link.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.transports.nccl import NcclConnections
+from gradwire.collectives.transports.process_group import ProcessGroupTransport, process_group
 from tests.harness import wait_until
 
 

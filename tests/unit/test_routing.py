@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from gradwire.collectives.link.auto import RoutingTransport
-from gradwire.collectives.link.base import Message, Posted, Transport
+from gradwire.collectives.transports.base import Message, Posted, Transport
+from gradwire.collectives.transports.routing import RoutingTransport
 
 
 class Part(Transport):

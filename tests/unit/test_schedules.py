@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.collectives.plan.algorithms import BETWEEN_HOSTS, PLANNERS, direct
-from gradwire.collectives.plan.check import ScheduleError, check_algorithm, contributions, encodings, run
-from gradwire.collectives.plan.schedule import Action, Place, Planner, Schedule, receive, reduce, send
-from gradwire.collectives.plan.spans import Span
+from gradwire.collectives.schedules.algorithms import BETWEEN_HOSTS, PLANNERS, direct
+from gradwire.collectives.schedules.check import ScheduleError, check_algorithm, contributions, encodings, run
+from gradwire.collectives.schedules.schedule import Action, Place, Planner, Schedule, receive, reduce, send
+from gradwire.collectives.schedules.spans import Span
 from tests.harness import wide
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 33)

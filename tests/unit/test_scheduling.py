@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from gradwire.collectives.scheduling import wake_soon
+from gradwire.collectives.thread_priority import wake_soon
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 

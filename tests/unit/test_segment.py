@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.collectives.link.shared_memory.segment import Segment
+from gradwire.collectives.transports.shared_memory.segment import Segment
 
 NBYTES = 1 << 16
 

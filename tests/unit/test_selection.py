@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from gradwire.collectives.compression.dense import Float16
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.cost import Cores, Costs, LinkCost
-from gradwire.collectives.plan.selection import (
+from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.cost import Cores, Costs, LinkCost
+from gradwire.collectives.schedules.selection import (
     Measured,
     Range,
     choose,
@@ -15,8 +16,7 @@ from gradwire.collectives.plan.selection import (
     overrides,
     parse_table,
 )
-from gradwire.collectives.plan.topology import Topology, host_id
-from gradwire.collectives.run.plans import Plans, legal_algorithms
+from gradwire.collectives.schedules.topology import Topology, host_id
 
 NAMES = ("ring", "rsag", "native")
 ONE_HOST = Topology(0, ((0, 1, 2, 3),))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from gradwire.collectives.engine.plans import legal_algorithms
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.run.plans import legal_algorithms
+from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.servers import QuorumLost
 from tests.harness import Outcome
 from tests.ranks.exact import DTYPES, OPS, Checks

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.collectives.plan.spans import (
+from gradwire.collectives.schedules.spans import (
     Span,
     circular,
     consecutive,

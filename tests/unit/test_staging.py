@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.collectives.run.staging import Buffer
+from gradwire.collectives.engine.buffers import Buffer
 
 
 def of_inference_mode() -> torch.Tensor:

@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
+from gradwire.collectives.control.watch import Watch
 from gradwire.collectives.diagnostics.stall import Position, Stalls
-from gradwire.collectives.link.watch import Watch
 from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S, watches
 

@@ -12,13 +12,13 @@ from functools import partial
 import pytest
 import torch
 
-from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_sockets
-from gradwire.collectives.link.base import Pending
-from gradwire.collectives.link.rows import FIRST_LOOK
-from gradwire.collectives.link.tcp import TcpTransport
-from gradwire.collectives.plan.spans import segments_of_buffer
+from gradwire.collectives.schedules.spans import segments_of_buffer
+from gradwire.collectives.transports.base import Pending
+from gradwire.collectives.transports.requests import FIRST_LOOK
+from gradwire.collectives.transports.tcp import TcpTransport
 from tests.harness import wait_until
 from tests.unit.in_process import run_ranks
 from tests.unit.over_tcp import DEADLINE_S, SEGMENT, Connect, in_time, program
@@ -63,7 +63,7 @@ def assert_lost(peer: int, pending: Pending) -> LinkError:
 
 
 def test_more_messages_than_the_table_had_rows(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 2)
+    monkeypatch.setattr("gradwire.collectives.transports.requests._FIRST_ROWS", 2)
     one, other = connect(2)
     numbers = [torch.full((3,), float(which)) for which in range(50)]
     landed = [torch.empty(3) for _ in numbers]
@@ -312,7 +312,7 @@ def test_a_message_that_was_waited_for_is_let_go(connect: Connect) -> None:
 
 
 def test_close_takes_nothing_from_a_wait_that_lasts(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.collectives.link.tcp._LEAVE_S", SOON_S)
+    monkeypatch.setattr("gradwire.collectives.transports.tcp._LEAVE_S", SOON_S)
     one, other = connect(2)
     landed = torch.empty(3)
     pending = receive(other, 0, landed, 7)

@@ -22,10 +22,10 @@ from gradwire.collectives.compression.dense import (
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import partition_of
 from gradwire.collectives.compression.sparse import ChunkTopK
-from gradwire.collectives.link.tcp import TcpTransport
-from gradwire.collectives.plan.coded import CodedProgram
-from gradwire.collectives.plan.schedule import Place
-from gradwire.collectives.run.executor import Codes, Scratch, execute
+from gradwire.collectives.engine.executor import Codes, Scratch, execute
+from gradwire.collectives.schedules.coded import CodedProgram
+from gradwire.collectives.schedules.schedule import Place
+from gradwire.collectives.transports.tcp import TcpTransport
 from tests.unit.in_process import run_ranks
 from tests.unit.over_tcp import Connect, in_time
 

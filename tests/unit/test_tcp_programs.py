@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 import torch
 
+from gradwire.collectives.engine.executor import Numbers, Scratch, execute
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
-from gradwire.collectives.link.base import Coding
-from gradwire.collectives.link.tcp import TcpTransport
-from gradwire.collectives.plan.algorithms import PLANNERS
-from gradwire.collectives.plan.program import Instruction, Kind
 from gradwire.collectives.reduction import COMBINE, DTYPES
-from gradwire.collectives.run.executor import Numbers, Scratch, execute
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.program import Instruction, Kind
+from gradwire.collectives.transports.base import Coding
+from gradwire.collectives.transports.tcp import TcpTransport
 from tests.harness import wide
 from tests.ranks.exact import cover
 from tests.ranks.test_shared_memory import contribution
@@ -118,7 +118,7 @@ def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> No
 def test_a_compiled_program_outgrows_the_table(
     connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.collectives.link.rows._FIRST_ROWS", 1)
+    monkeypatch.setattr("gradwire.collectives.transports.requests._FIRST_ROWS", 1)
     transports = connect(3)
     assert_same_bits(transports, algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
     assert all(len(transport._rows) > 1 for transport in transports)
@@ -128,6 +128,6 @@ def test_a_compiled_program_outgrows_the_table(
 def test_a_long_program_goes_in_several_tables(
     connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.collectives.plan.program._KEPT", 7)
+    monkeypatch.setattr("gradwire.collectives.schedules.program._KEPT", 7)
     assert len(list(program(algorithm, 0, 3, 999).tables())) > 1
     assert_same_bits(connect(3), algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])

@@ -11,7 +11,7 @@ import torch
 from gradwire.collectives import timed_calls
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.plan.cost import Cores, Costs, LinkCost
+from gradwire.collectives.schedules.cost import Cores, Costs, LinkCost
 from gradwire.collectives.shared_tensors import SharedTensors
 
 BYTES_S, BURST_BYTES, SOFTWARE_S, ENCODING_S = 12.5e6, 128 << 10, 5e-5, 8e-4

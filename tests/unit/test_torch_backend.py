@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.errors import CollectiveError
-from gradwire.collectives.run.messages import MessageWork
 from gradwire.collectives.torch_backend.group import GradwireGroup
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.collectives.plan.trial import COUNTED, REPETITIONS, SKIPPED, Trial
+from gradwire.collectives.schedules.trial import COUNTED, REPETITIONS, SKIPPED, Trial
 
 RANKED = [(1.0, "ring"), (1.2, "rsag"), (1.4, "tree"), (1.6, "direct"), (9.0, "star")]
 

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
+from gradwire.collectives.control import listener as listener_module
+from gradwire.collectives.control.handshake import give_up_on_silence
+from gradwire.collectives.control.listener import Listener, neighbours
+from gradwire.collectives.control.watch import Neighbour, Watch
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link import listener as listener_module
-from gradwire.collectives.link.handshake import give_up_on_silence
-from gradwire.collectives.link.listener import Listener, neighbours
-from gradwire.collectives.link.watch import Neighbour, Watch
 from tests.harness import wait_until
 
 DEADLINE_S = 20.0

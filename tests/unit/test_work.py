@@ -7,10 +7,10 @@ from threading import get_ident
 import pytest
 import torch
 
+from gradwire.collectives.engine import queue as queue_module
+from gradwire.collectives.engine.queue import WorkQueue
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
-from gradwire.collectives.run import queue as queue_module
-from gradwire.collectives.run.queue import WorkQueue
-from gradwire.collectives.run.work import Work
 from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveTimeout, Communicator
-from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.errors import ranks_text
-from gradwire.collectives.plan.topology import Topology
+from gradwire.collectives.schedules.topology import Topology
 from gradwire.trainer.elastic.memory import Memory, Unfinished
 from gradwire.trainer.elastic.parts import Found, Part, newest, takers
 from gradwire.trainer.trees import ALIGNMENT_BYTES, decode, encode, flatten, unflatten

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.collectives.kernels import cpu_or_reference
 from gradwire.collectives.kernels.reference.copying import LINE_BYTES, SUMS
-from gradwire.collectives.plan.topology import host_id
+from gradwire.collectives.schedules.topology import host_id
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.trees import decode

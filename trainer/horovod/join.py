@@ -11,7 +11,7 @@ import torch
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator
 from gradwire.collectives.absence import WantedOperation
-from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.trainer.attachment import Attachment
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.world.joined import World

@@ -15,9 +15,9 @@ from typing import IO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.environment import HOST_ID
-from gradwire.collectives.link.names import look_up
-from gradwire.collectives.link.own_address import own_address
 from gradwire.trainer.launcher.agent import Lines
 from gradwire.trainer.launcher.hosts import Host
 from gradwire.trainer.launcher.options import Job

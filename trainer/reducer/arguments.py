@@ -12,8 +12,8 @@ from typing import Final
 
 from torch import Tensor
 
+from gradwire.collectives.engine.buffers import refusal
 from gradwire.collectives.reduction import MOVED, check_dtype
-from gradwire.collectives.run.staging import refusal
 
 Average: Final = "average"
 Sum: Final = "sum"

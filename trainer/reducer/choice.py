@@ -13,7 +13,7 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
-from gradwire.collectives.plan.trial import CLOSE, COUNTED, HOPELESS, SKIPPED
+from gradwire.collectives.schedules.trial import CLOSE, COUNTED, HOPELESS, SKIPPED
 from gradwire.trainer.reducer.compression import Auto, Cast, Compression, Encoding, encoding_for
 from gradwire.trainer.reducer.setup import Combination
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import Work
-from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.collectives.torch_internals import (
     OUTSIDE_BACKWARD,

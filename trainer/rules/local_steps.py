@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator, Work
-from gradwire.collectives.daemon import DaemonThread
+from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.trainer.checkpoint import agree, need, need_whole, on_all_ranks, without
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.arguments import Average

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives.run.staging import refusal
+from gradwire.collectives.engine.buffers import refusal
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
 from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settings

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.communicator import close_all
-from gradwire.collectives.link.membership import Membership
+from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.torch_internals import HashStore
 from gradwire.trainer.servers.aggregator import Scheme
 from gradwire.trainer.servers.messages import from_record, of_pair, receive, send, to_record

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gradwire.collectives.control.asking import Asking, hang_up
 from gradwire.collectives.environment import AGENT_STORE
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.asking import Asking, hang_up
 from gradwire.collectives.torch_internals import left_to_parent
 from gradwire.trainer.world.launch import MASTER_ADDR, MASTER_PORT
 

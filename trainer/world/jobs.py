@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire.collectives.link.hub import Admission, Card, Failure, Verdict
+from gradwire.collectives.control.hub import Admission, Card, Failure, Verdict
 from gradwire.trainer.world.launch import SLURM, Launch, launching_process, started_at
 
 _log = logging.getLogger("gradwire")

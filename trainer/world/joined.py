@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.communicator import abandon_all, close_all
-from gradwire.collectives.link.attempt import membership_of
-from gradwire.collectives.link.membership import Membership
-from gradwire.collectives.plan.topology import host_id
+from gradwire.collectives.control.attempt import membership_of
+from gradwire.collectives.control.membership import Membership
+from gradwire.collectives.schedules.topology import host_id
 from gradwire.trainer.world.environment import Settings
 from gradwire.trainer.world.launch import Launch
 from gradwire.trainer.world.meeting import Meeting, agreed_ranks, destroy_group

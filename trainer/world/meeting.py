@@ -23,20 +23,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from gradwire.collectives.daemon import DaemonThread
-from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE
-from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.arrival import arrive
-from gradwire.collectives.link.asking import connections, shut, unblock
-from gradwire.collectives.link.membership import (
+from gradwire.collectives.control.arrival import arrive
+from gradwire.collectives.control.asking import connections, shut, unblock
+from gradwire.collectives.control.membership import (
     Membership,
     coming_together,
     device_types_of,
     keepers_among,
     membership_from,
 )
-from gradwire.collectives.link.own_address import card_of, interface_of
-from gradwire.collectives.plan.topology import host_id, machine_id
+from gradwire.collectives.control.own_address import card_of, interface_of
+from gradwire.collectives.daemon_thread import DaemonThread
+from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.schedules.topology import host_id, machine_id
 from gradwire.collectives.torch_internals import forget_failed_groups, left_to_parent
 from gradwire.trainer.world.generations import RESTART_COUNT, WORKER
 from gradwire.trainer.world.jobs import OneJob, identity_of

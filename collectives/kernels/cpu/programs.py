@@ -93,7 +93,7 @@ MESSAGES = 1 << 16
 # sleep.
 _SLEEP_SHARE, _SHORTEST_SLEEP_US, _LONGEST_SLEEP_US = 16, 50, 2000
 
-# The kinds of instructions, as in gradwire.collectives.plan.program.
+# The kinds of instructions, as in gradwire.collectives.schedules.program.
 _SEND, _RECEIVE, _POST, _WAIT, _REDUCE, _ENCODE, _DECODE, _ADD, _COMPLETE = range(9)
 INSTRUCTION_FIELDS = 8
 

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.own_address import own_address
+from gradwire.collectives.control.paths import REMEDY, LargePacketsLost, check_paths
 from gradwire.collectives.environment import INTERFACE_VARIABLES
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.link.names import look_up
-from gradwire.collectives.link.own_address import own_address
-from gradwire.collectives.link.paths import REMEDY, LargePacketsLost, check_paths
 from gradwire.trainer.tools.check.machine import Finding
 
 _GREETING = b'"gradwire check 3"\n'

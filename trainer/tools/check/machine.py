@@ -19,11 +19,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.own_address import interface_of, own_address
 from gradwire.collectives.environment import GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.kernels import cpu_cache, cpu_kernels, cpu_sockets
-from gradwire.collectives.link.names import look_up
-from gradwire.collectives.link.own_address import interface_of, own_address
 from gradwire.trainer.world.launch import ALONE, meeting_point, read_launch, slurm_hint
 
 _NAME_S = 5.0

@@ -1,0 +1,95 @@
+"""An attempt of ranks to meet. Each rank counts its attempts, also one in which it raises an error before it meets the others."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from contextlib import closing, suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from gradwire.collectives.control.arrival import arrive, withdraw_from
+from gradwire.collectives.control.asking import Asking
+from gradwire.collectives.control.membership import (
+    Membership,
+    coming_together,
+    device_types_of,
+    keepers_among,
+    membership_from,
+)
+from gradwire.collectives.control.own_address import card_of
+from gradwire.collectives.errors import LinkError
+from gradwire.collectives.schedules.topology import machine_id
+from gradwire.collectives.torch_internals import default_store, is_of_parent, server_of, store_of_one
+
+#: How long withdraw() waits for the store.
+_WITHDRAW_S = 5.0
+
+
+class Attempt:
+    """One attempt of ranks that share only a store to meet. A rank calls meet() or withdraw()."""
+
+    def __init__(self, store: Store, name: str, rank: int, global_ranks: tuple[int, ...]) -> None:
+        """store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks."""
+        self._store, self._name = store, name
+        self._rank, self._global_ranks = rank, global_ranks
+        self._keepers = keepers_among(global_ranks)
+        self._numbered: Store | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Attempt:
+        """Return an attempt of a group's ranks. The default group's store counts them, because torch.distributed uses the names
+        of destroyed sub-groups again. Raises ValueError for a group of the process from which this one was forked."""
+        if is_of_parent(group):
+            raise ValueError(
+                f"rank {group.rank()}: this process was forked from the one that made the group, and cannot use its connections: "
+                "start processes with the method 'spawn' or 'forkserver', or fork before torch.distributed is initialized"
+            )
+        ranks = tuple(dist.get_process_group_ranks(group))
+        name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+        return cls(default_store(), name, group.rank(), ranks)
+
+    def meet(self, device_types: tuple[str, ...], host: str, timeout_s: float) -> Membership:
+        """Return the Membership of the ranks, which the caller closes. A collective call on these ranks.
+
+        device_types: see Membership. host: a name that is the same on all ranks of a host. Raises CollectiveError if the ranks do
+        not connect within timeout_s seconds.
+        """
+        size = len(self._global_ranks)
+        if size == 1:
+            return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=self._global_ranks)
+        deadline = time.monotonic() + timeout_s
+        with coming_together(self._rank, timeout_s):
+            try:
+                store = self._count(deadline)
+                card = card_of(self._rank, host, machine_id(), os.environ, deadline, server_of(self._store))
+                presence = arrive(store, size, card, deadline, keepers=self._keepers)
+            except LinkError:  # the other ranks know, or find the same
+                raise
+            except Exception as error:
+                self.withdraw(error)
+                raise
+        return membership_from(presence, store, device_types, self._global_ranks)
+
+    def withdraw(self, error: Exception) -> None:
+        """Report to the other ranks that this rank has failed, so that they need not wait, and count the attempt as they do. Not
+        a collective call. error: the reason, which the caller raises, also if the store does not answer."""
+        if len(self._global_ranks) > 1:
+            deadline = time.monotonic() + _WITHDRAW_S
+            with suppress(LinkError, RuntimeError):
+                withdraw_from(self._count(deadline), error, self._rank, self._keepers, deadline)
+
+    def _count(self, deadline: float) -> Store:
+        """Count the attempt, and return the part of the store that only this attempt uses. Raises as Asking.ask."""
+        if self._numbered is None:
+            with closing(Asking(self._store, keepers=self._keepers)) as asking:
+                number = asking.ask(lambda: self._store.add(f"{self._name}/{self._rank}", 1), deadline)
+            self._numbered = PrefixStore(f"{self._name}/{number}", self._store)
+        return self._numbered
+
+
+def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
+    """Return the Membership of a group's ranks, as Attempt.meet(). Raises ValueError for a group with neither gloo nor NCCL."""
+    return Attempt.of(group).meet(device_types_of(group), host, timeout_s)

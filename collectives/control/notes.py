@@ -1,0 +1,123 @@
+"""What ranks leave in the store while they arrive: where the hub listens, and why a rank has failed before it reached the hub.
+
+Several attempts to arrive may share a store. The key of its hub names an attempt. Before there is a hub, the number of a rank's
+attempt does, which is the same on all ranks that have tried equally often.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from gradwire.collectives.control.build import build
+from gradwire.collectives.control.hub import Card, Failure
+from gradwire.collectives.errors import LinkError
+
+_HUB = "hub"
+_MAGIC = "gradwire-hub"
+
+
+@dataclass(frozen=True)
+class HubPlace:
+    """Where a hub listens. rank: that of its process. port: 0 if it cannot listen. key: a random name. token: the secret with
+    which processes and the hub authenticate each other. number: of the attempt of its rank. build: of gradwire there. text: the
+    Card of its process, as JSON, for processes with the same build only."""
+
+    rank: int
+    address: str
+    port: int
+    key: str
+    token: str
+    number: int
+    build: str
+    text: str
+
+    @classmethod
+    def of(cls, card: Card, port: int, key: str, token: str, number: int = 1) -> HubPlace:
+        """Return the place of a hub in this process. card: that of this process."""
+        return cls(card["rank"], card["address"] or "-", port, key, token, number, build(), json.dumps(card))
+
+    def to_text(self) -> str:
+        """Return the text for the store. Its first line has the same format in all versions of gradwire."""
+        fields = (_MAGIC, self.rank, self.address, self.port, self.key, self.token, self.number, self.build)
+        return " ".join(map(str, fields)) + "\n" + self.text
+
+    @classmethod
+    def from_text(cls, text: str) -> HubPlace:
+        """Return the place whose to_text() is a text. Raises LinkError for any other text."""
+        line, _, card = text.partition("\n")
+        try:
+            magic, rank, address, port, key, token, number, name = line.split(" ", 7)
+            if magic == _MAGIC:
+                return cls(int(rank), address, int(port), key, token, int(number), name, card)
+        except ValueError:
+            pass
+        detail = (
+            f"the store names a hub in a form that {build()} does not know: is another version installed on a host?"
+        )
+        raise LinkError(None, timed_out=False, detail=detail)
+
+    @property
+    def card(self) -> Card:
+        """Return the Card of the hub's process."""
+        card: Card = json.loads(self.text)
+        return card
+
+
+class Notes:
+    """Reads and writes the notes of one rank. ask: calls the store, as Asking.ask with a deadline. left: the keys of hubs that
+    the rank ignores. number: of its attempt."""
+
+    def __init__(
+        self, store: Store, ask: Callable[[Callable[[], Any]], Any], left: Container[str] = (), number: int = 1
+    ) -> None:
+        self._store, self._ask, self._left = store, ask, left
+        self._missed = f"missed/{number}"
+
+    def hub(self) -> HubPlace | None:
+        """Return the newest hub; None without one that this process has not left."""
+        text = self._read(_HUB)
+        place = None if text is None else HubPlace.from_text(text)
+        return None if place is None or place.key in self._left else place
+
+    def publish(self, place: HubPlace, *, replaces: bool) -> HubPlace:
+        """Write where a hub listens, and return the hub that ranks will find. replaces: whether it replaces another hub in the
+        store; if not, the first one stays."""
+        if replaces:
+            self._ask(lambda: self._store.set(_HUB, place.to_text()))
+            return place
+        text = self._ask(lambda: self._store.compare_set(_HUB, "", place.to_text()))
+        return HubPlace.from_text(text.decode())
+
+    def failure(self, key: str) -> Failure | None:
+        """Return the first failure of a rank that did not come to the hub of a key; None without one."""
+        return self._failure(f"failure/{key}")
+
+    def failure_without_hub(self) -> Failure | None:
+        """Return the first failure of a rank that found no hub in this attempt; None without one."""
+        return self._failure(self._missed)
+
+    def leave(self, failure: Failure, found: HubPlace | None) -> None:
+        """Write why this rank has failed. found: the hub that it has found; None for a rank that looked for one."""
+        if found is None:
+            self._write(self._missed, failure)  # first: a hub that is published later reads it
+            found = self.hub()
+        if found is not None:
+            self._write(f"failure/{found.key}", failure)
+
+    def _failure(self, key: str) -> Failure | None:
+        text = self._read(key)
+        return None if text is None else Failure.from_record(json.loads(text))
+
+    def _read(self, key: str) -> str | None:
+        if not self._ask(lambda: self._store.check([key])):
+            return None
+        text: str = self._ask(lambda: self._store.get(key)).decode()
+        return text
+
+    def _write(self, key: str, failure: Failure) -> None:
+        self._ask(lambda: self._store.compare_set(key, "", json.dumps(asdict(failure))))

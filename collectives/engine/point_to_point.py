@@ -1,0 +1,194 @@
+"""Messages between two ranks. They have no sequence number, but run in the order of issue together with the operations."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from datetime import timedelta
+
+from gradwire.collectives.engine.buffers import Buffer
+from gradwire.collectives.engine.operations import Operations
+from gradwire.collectives.engine.supervision import LAST_WORDS_S
+from gradwire.collectives.engine.work import Work
+from gradwire.collectives.errors import CollectiveTimeout, LinkError
+from gradwire.collectives.reduction import MOVED, carried
+from gradwire.collectives.transports.base import DONE_POLL_S, KIND_BITS, Pending, Transport
+
+MOST_TAG = 2**16 - 1
+
+#: The highest tag of a message: above all tags of operations, and below the tag that transports/process_group.py reserves.
+_HIGHEST = 2**31 - 2
+
+#: How many messages are sent before finished ones are dropped.
+_FIRST_CHECK = 64
+
+_log = logging.getLogger("gradwire")
+
+
+class MessageWork:
+    """Handle of one message, which Communicator.send and recv return with async_op=True.
+
+    Attribute sender: the rank that sends a received message; None until the rank is known, and for a sent message.
+    """
+
+    def __init__(
+        self, messages: Messages, call: str, buffer: Buffer, peer: int | None, tag: int, *, sends: bool
+    ) -> None:
+        """peer: the other rank; None receives from any."""
+        self._transport = transport = messages.transport
+        self._operations = messages.operations
+        self._call = call
+        self._buffer: Buffer | None = buffer  # None once the message is done
+        self._peer = peer
+        others = frozenset(range(transport.size)) - {transport.rank}
+        self._peers = others if peer is None else frozenset({peer})
+        self._sends = sends
+        self.sender = None if sends else peer
+        self._tag = (MOVED.index(buffer.flat.dtype) + 1) << KIND_BITS | (_HIGHEST - tag)
+        self._beginning: Work | None = None
+        self._pending: Pending | None = None
+        self._is_over = False
+        self._vain_since = math.inf
+
+    def wait(self, timeout: float | timedelta | None = None) -> None:
+        """Block until the received tensor is filled, or the sent tensor may be changed.
+
+        timeout: seconds, or a timedelta; None waits until the Communicator's own deadline. Raises the message's error;
+        CollectiveTimeout when `timeout` passes first (the transfer continues).
+        """
+        if timeout is not None and not self._is_over:
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            deadline = time.monotonic() + seconds
+            while not self.is_completed():
+                if time.monotonic() >= deadline:
+                    raise CollectiveTimeout(seconds, (), rank=self._transport.rank, operation=self._call)
+                time.sleep(DONE_POLL_S)
+        if self._beginning is not None:
+            self._beginning.wait()
+        if not self._is_over and self._peer is not None:
+            self._operations.submit_message(self._call, self._peers, self._finish, async_op=False)
+
+    def is_completed(self) -> bool:
+        """Return True once wait() would return or raise at once. The call also advances this rank's messages."""
+        if self._is_over or not self._operations.usable:
+            return True
+        if self._beginning is not None and not self._beginning.is_completed():
+            return False
+        if self._peer is None:
+            return True
+        if self._operations.all_gone(self._peers):
+            self._vain_since = min(self._vain_since, time.monotonic())
+            if time.monotonic() >= self._vain_since + LAST_WORDS_S:
+                return True
+        found: list[bool] = []
+        try:
+            self._operations.try_message(self._call, self._peers, lambda _: found.append(self._has_finished()))
+        except Exception:  # the Communicator is broken now: wait() raises the error
+            return True
+        return found == [True]
+
+    def start(self) -> MessageWork:
+        """Begin the message, and return without waiting for it."""
+        # A receive from any rank cannot be posted before its sender is known. It keeps its turn until the message has arrived,
+        # so later calls wait.
+        knows_peer = self._peer is not None
+        body = self._begin if knows_peer else self._run
+        self._beginning = self._operations.submit_message(
+            self._call, self._peers, body, async_op=True, at_once=knows_peer
+        )
+        return self
+
+    def run(self) -> int | None:
+        """Begin the message and wait for it. Return the sender; None for a sent message."""
+        self._operations.submit_message(self._call, self._peers, self._run, async_op=False)
+        return self.sender
+
+    def finish_sending(self, deadline: float) -> None:
+        """Wait for a sent message when its Communicator closes, after the last turn."""
+        if self._is_over or not self._sends:
+            return
+        try:
+            self._finish(deadline)
+        except LinkError as error:
+            rank = self._transport.rank
+            _log.warning("gradwire: rank %d closes before %s has completed: %s", rank, self._call, error)
+
+    # The parts of a turn, which may raise LinkError
+
+    def _begin(self, deadline: float) -> None:
+        """Post the message. A receive from any rank first waits until its sender is known."""
+        assert self._buffer is not None
+        peer = self._peer
+        if peer is None:
+            peer = self.sender = self._transport.next_sender(self._tag, deadline)
+            if peer is None:
+                raise LinkError(None, timed_out=True, detail="received nothing from any rank")
+        message = [(peer, carried(self._buffer.flat, "sum")[0])]
+        sent, received = self._transport.post(message if self._sends else [], [] if self._sends else message, self._tag)
+        (self._pending,) = sent or received
+
+    def _finish(self, deadline: float) -> None:
+        """Wait for the transfer, once, and release the tensor."""
+        if self._is_over:  # in the turn of another thread
+            return
+        assert self._pending is not None
+        assert self._buffer is not None
+        self._pending.wait(deadline)
+        if not self._sends:
+            self._buffer.store()
+        self._is_over = True
+        self._buffer = self._pending = None
+
+    def _run(self, deadline: float) -> None:
+        self._begin(deadline)
+        self._finish(deadline)
+
+    def _has_finished(self) -> bool:
+        """Return whether _finish() would return, or raise, at once."""
+        if self._is_over:
+            return True
+        assert self._pending is not None
+        try:
+            return self._pending.is_done()
+        except LinkError:
+            return True
+
+
+class Messages:
+    """Sends and receives the messages of one Communicator."""
+
+    def __init__(self, transport: Transport, operations: Operations) -> None:
+        self.transport = transport
+        self.operations = operations
+        self._lock = threading.Lock()
+        self._sent: list[MessageWork] = []  # the caller may never wait for these
+        self._check_at = _FIRST_CHECK
+
+    def send(self, call: str, buffer: Buffer, peer: int, tag: int, *, async_op: bool) -> MessageWork | None:
+        """Send a buffer to a rank."""
+        work = MessageWork(self, call, buffer, peer, tag, sends=True)
+        if not async_op:
+            work.run()
+            return None
+        work.start()
+        with self._lock:
+            self._sent.append(work)
+            if len(self._sent) >= self._check_at:
+                self._sent = [each for each in self._sent if not each.is_completed()]
+                self._check_at = max(_FIRST_CHECK, 2 * len(self._sent))
+        return work
+
+    def receive(
+        self, call: str, buffer: Buffer, peer: int | None, tag: int, *, async_op: bool
+    ) -> MessageWork | int | None:
+        """Fill a buffer with a message from a rank, or from any (None)."""
+        work = MessageWork(self, call, buffer, peer, tag, sends=False)
+        return work.start() if async_op else work.run()
+
+    def drain(self, deadline: float) -> None:
+        """Wait for the sent messages, but not beyond the deadline (time.monotonic())."""
+        for work in self._sent:
+            work.finish_sending(deadline)
+        self._sent = []

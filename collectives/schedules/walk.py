@@ -1,0 +1,367 @@
+"""Predict the time of the programs of all ranks, by a walk through them instead of a closed formula.
+
+The walk follows every rank's Program in the order of time. A message occupies a processor at both ends, its connection, and one
+direction of the two hosts' uplinks, which the ranks of a host share, first come first served. Ranks that share cores wait for a
+free one. So contention, pipelining and idle links follow from the programs themselves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from heapq import heappop, heappush, heapreplace
+from typing import Any, NamedTuple
+
+import numpy
+
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.cost import Costs, LinkCost
+from gradwire.collectives.schedules.program import Instruction, Kind, Program
+from gradwire.collectives.schedules.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split
+
+#: Verbs whose algorithms may divide a buffer freely; in all other verbs block r belongs to rank r.
+_OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
+
+#: From this many segments on, the pipeline is full, and each further one takes the same time. The walk is made for two such
+#: lengths, and longer times are extrapolated.
+_SHORT, _LONG = 5, 9
+
+#: Beyond a measured call of at least this size, the walk is off by the same share as at that call, apart from the fixed time
+#: per call that it misses.
+_MANY_BYTES = 1 << 20
+
+#: Kinds of instructions as plain integers: Kind.SEND takes longer to look up than to compare.
+_SEND, _RECEIVE, _POST, _WAIT = map(int, (Kind.SEND, Kind.RECEIVE, Kind.POST, Kind.WAIT))
+_REDUCE, _ENCODE, _COMPLETE = map(int, (Kind.REDUCE, Kind.ENCODE, Kind.COMPLETE))
+
+
+class Leg(NamedTuple):
+    """One of the Programs that a rank runs in a call. itemsize: bytes of an element. codec: the codec's identity, if the
+    Program moves codes. code_bytes: returns the size of the code of a given number of elements."""
+
+    program: Program
+    itemsize: int
+    codec: str = ""
+    code_bytes: Callable[[int], int] | None = None
+
+    def nbytes(self, message: Instruction) -> int:
+        """Return the bytes of a message of the Program."""
+        return message.length * self.itemsize if self.code_bytes is None else self.code_bytes(message.length)
+
+
+def predict(
+    costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4
+) -> float:
+    """Return the seconds of a call that moves plain numbers: those of the walk, corrected by measured calls of the nearest
+    sizes: see corrected().
+
+    nbytes: of the buffer, or of all parts together if each rank has one. segment_bytes: see Communicator. Raises KeyError for
+    an algorithm without a planner that was not measured.
+    """
+    measured = costs.measured(collective, algorithm)
+    if algorithm not in PLANNERS[collective]:
+        if not measured:
+            raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
+        return _interpolated(measured, nbytes)
+    call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize)
+    # A call may be quicker than its links if these have saved up for a burst. Calls that follow each other are not.
+    least_s = _busiest(*call, nbytes) if costs.burst_bytes else 0.0
+    return corrected(measured, nbytes, partial(_in_segments, *call), least_s, inside=len(costs.hosts) == 1)
+
+
+def corrected(
+    measured: Sequence[tuple[int, float]],
+    nbytes: int,
+    walk: Callable[[int], float],
+    least_s: float,
+    *,
+    inside: bool,
+) -> float:
+    """Return the seconds of a call: those of the walk, corrected by measured calls of the nearest sizes.
+
+    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. inside: whether all ranks
+    are on one host. Then a call takes a time that is the same for all sizes, plus the walk's seconds times a factor, which is
+    interpolated by size because caches matter. Between hosts, a call takes the walk's seconds plus what they lack of the
+    measured calls, interpolated by size. Beyond the largest measured call, if that has at least _MANY_BYTES, the walk's seconds
+    are multiplied instead, by the factor at that call. Between hosts, no call takes less than least_s or than the shortest
+    measured call.
+    """
+    seconds = walk(nbytes)
+    if not measured:
+        return max(least_s, seconds)
+    sizes = [size for size, _ in measured]
+    walked = [walk(size) for size in sizes]
+    if inside:
+        per_call_s = max(0.0, min(took for _, took in measured) - walked[0])
+        factors = [(took - per_call_s) / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
+        factor = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], factors))
+        predicted = per_call_s + factor * seconds
+        above = bisect.bisect_left(sizes, nbytes)
+        if 0 < above < len(sizes):  # a call between two measured sizes takes a time between theirs
+            fewer_s, more_s = sorted((measured[above - 1][1], measured[above][1]))
+            predicted = min(max(predicted, fewer_s), more_s)
+        return predicted
+    least_s = max(least_s, min(took for _, took in measured))
+    missed = [took - walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
+    if nbytes > sizes[-1] >= _MANY_BYTES:
+        per_call_s = missed[bisect.bisect_left(sizes, _MANY_BYTES) - 1] if sizes[0] < _MANY_BYTES else 0.0
+        share = (measured[-1][1] - per_call_s) / walked[-1]
+        return max(least_s, per_call_s + share * seconds)
+    return max(least_s, seconds + float(numpy.interp(nbytes, sizes, missed)))
+
+
+def _in_segments(
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int
+) -> float:
+    """Return the seconds of a call by the walk alone."""
+    blocks = PLANNERS[collective][algorithm](costs.place(0)).blocks
+    pieces = blocks if collective in _OF_BUFFERS else costs.size
+    count = max(1, -(-nbytes // (segment_bytes * pieces)))
+    call = (costs, collective, algorithm, segment_bytes, itemsize)
+    segment = nbytes // count
+    return in_segments(count, lambda number: _walked(*call, nbytes if number == count else segment * number))
+
+
+def in_segments(count: int, walk: Callable[[int], float]) -> float:
+    """Return the seconds of `count` segments. walk: returns the seconds of a number of segments. It is called for at most _LONG
+    segments, which fill the pipeline; longer times are extrapolated."""
+    if count <= _LONG:
+        return walk(count)
+    short, long = walk(_SHORT), walk(_LONG)
+    return long + (count - _LONG) * (long - short) / (_LONG - _SHORT)
+
+
+def _interpolated(measured: Sequence[tuple[int, float]], nbytes: int) -> float:
+    """Return the seconds of a call, interpolated from measured calls of other sizes."""
+    above = next((i for i, (n, _) in enumerate(measured) if n >= nbytes), len(measured) - 1)
+    (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
+    slope = (high_s - low_s) / (high - low) if high > low else 0.0
+    return max(measured[0][1], high_s + slope * (nbytes - high))
+
+
+@lru_cache(maxsize=4096)
+def _walked(costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int) -> float:
+    return price(costs, _legs(costs, collective, algorithm, segment_bytes, itemsize, nbytes))
+
+
+@lru_cache(maxsize=4096)
+def _busiest(costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int) -> float:
+    in_one_segment = max(segment_bytes, nbytes)
+    return busiest_uplink_s(costs, _legs(costs, collective, algorithm, in_one_segment, itemsize, nbytes))
+
+
+def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
+    """Return the seconds that the busiest uplink needs for the bytes of programs, in the direction with more of them. legs: by
+    rank."""
+    host = {rank: index for index, ranks in enumerate(costs.hosts) for rank in ranks}
+    moved: dict[tuple[int, int], int] = defaultdict(int)  # by direction and host
+    for rank, of_rank in enumerate(legs):
+        for leg in of_rank:
+            for message in leg.program:
+                ends = host[rank], host[message.peer]
+                if message.kind == _SEND and ends[0] != ends[1]:
+                    for direction, end in enumerate(ends):
+                        moved[direction, end] += leg.nbytes(message)
+    return max((nbytes * costs.uplinks[end] for (_, end), nbytes in moved.items()), default=0.0)
+
+
+def _legs(
+    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int
+) -> list[list[Leg]]:
+    """Return by rank the programs of a call."""
+    segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
+    legs = []
+    for rank in range(costs.size):
+        schedule = PLANNERS[collective][algorithm](costs.place(rank))
+        segments: tuple[Layout, ...]
+        if collective in _OF_BUFFERS:
+            segments = segments_of_buffer(numel, schedule.blocks, segment)
+        else:
+            segments = segments_of_blocks(split(Span(0, numel), costs.size), segment)
+        legs.append([Leg(Program(schedule, segments), itemsize)])
+    return legs
+
+
+Alike = Callable[[int, int], tuple[int, int]]
+
+
+def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = None) -> float:
+    """Return the seconds until every rank has finished its programs, which it runs one after the other.
+
+    legs: by rank. If every rank behaves like one of the first few ranks, the legs of these suffice. `alike` then takes the
+    sender (one of the first ranks) and the receiver of a message, and returns the sender and receiver of the equivalent message
+    whose receiver is one of the first ranks.
+    """
+    seconds = costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
+    # A link that allows bursts saves up for the next call while it idles. But it carries all calls at its lasting rate.
+    return max(seconds, busiest_uplink_s(costs, legs)) if costs.burst_bytes else seconds
+
+
+def _itself(sender: int, receiver: int) -> tuple[int, int]:
+    return sender, receiver
+
+
+class _Walk:
+    """A run of the programs of all ranks. Times are in seconds from the beginning."""
+
+    def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike) -> None:
+        self._costs = costs
+        self._legs = legs
+        self._alike = alike
+        self._instructions = [_numbered(each) for each in legs]
+        self._clocks = [0.0] * len(legs)
+        self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
+        self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
+        # The times when shared resources are free again; cores only if they are fewer than their ranks. Links that allow bursts
+        # have saved up for one.
+        self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
+        self._up, self._down = [0.0] * len(self._saved), [0.0] * len(self._saved)
+        self._connections: dict[tuple[int, int], float] = defaultdict(float)
+        self._cores: dict[int, list[float]] = {}
+        for ranks, number in costs.cores:
+            if number < len(ranks):
+                self._cores.update(dict.fromkeys(ranks, [0.0] * number))
+        # The next events: (time, rank), or for a message between hosts whose first byte reaches the receiver's uplink, (time,
+        # -1, its number, channel, bytes, the time when its last byte has left).
+        self._ready: list[tuple[Any, ...]] = []
+        self._numbers = itertools.count()
+        # By channel (sender, receiver, leg, segment): the sent messages, in order, and the rank that waits for a message that
+        # is not sent yet.
+        self._arrivals: dict[tuple[int, ...], deque[tuple[float, int]]] = defaultdict(deque)
+        self._blocked: dict[tuple[int, ...], int] = {}
+        self._sent: list[dict[tuple[int, int], float]] = [{} for _ in legs]
+        self._expected: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in legs]
+        self._outgoing: list[list[Instruction]] = [[] for _ in legs]
+        self._pending: list[tuple[int, Instruction] | None] = [None] * len(legs)
+
+    def run(self) -> list[float]:
+        """Return the time when each rank has finished."""
+        ready = self._ready
+        ready += [(0.0, rank) for rank in range(len(self._legs))]
+        while ready:
+            clock, rank, *message = heappop(ready)
+            if message:
+                self._arrive(clock, *message)
+                continue
+            self._clocks[rank] = max(self._clocks[rank], clock)
+            if self._advance(rank):
+                heappush(ready, (self._clocks[rank], rank))
+        assert not self._blocked, "a program waits for a message that nobody sends"
+        return self._clocks
+
+    def _advance(self, rank: int) -> bool:
+        """Follow a rank's instructions until its clock passes the next event. Return False if the rank waits or is done."""
+        clocks, ready = self._clocks, self._ready
+        instructions, sent, expected = self._instructions[rank], self._sent[rank], self._expected[rank]
+        outgoing = self._outgoing[rank]
+        item, self._pending[rank] = self._pending[rank], None
+        while True:
+            if item is None and (item := next(instructions, None)) is None:
+                return False
+            index, instruction = item
+            kind = instruction.kind
+            if kind == _WAIT:
+                number = (index, instruction.number)
+                left = sent.pop(number, None)
+                if left is not None:
+                    clocks[rank] = max(clocks[rank], left)
+                else:
+                    channel = expected[number]
+                    arrived = self._arrivals[channel]
+                    if not arrived:
+                        self._blocked[channel] = rank
+                        self._pending[rank] = item
+                        return False
+                    link = self._link(channel[0], rank)
+                    when, nbytes = arrived[0]
+                    taking = nbytes * link.byte_cpu_s  # most of the message is copied before the last byte arrives
+                    clocks[rank] = max(clocks[rank], when - taking)
+                    if ready and clocks[rank] > ready[0][0]:  # another rank may use the processor first
+                        self._pending[rank] = item
+                        return True
+                    arrived.popleft()
+                    del expected[number]
+                    self._compute(rank, link.message_cpu_s + taking)
+            elif kind == _SEND:
+                outgoing.append(instruction)
+            elif kind == _RECEIVE:
+                channel = (instruction.peer, rank, index, instruction.segment)
+                expected[index, instruction.number] = channel
+            elif kind == _POST:
+                for message in outgoing:
+                    channel = (*self._alike(rank, message.peer), index, message.segment)
+                    sent[index, message.number] = self._send(rank, channel, self._legs[rank][index].nbytes(message))
+                outgoing.clear()
+            else:
+                self._compute(rank, self._seconds(rank, index, instruction))
+            item = None
+            if ready and clocks[rank] > ready[0][0]:
+                return True
+
+    def _seconds(self, rank: int, index: int, instruction: Instruction) -> float:
+        """Return a processor's time for an instruction that moves no message."""
+        leg = self._legs[rank][index]
+        nbytes = instruction.length * leg.itemsize
+        if instruction.kind == _REDUCE:
+            return nbytes * self._costs.reduce_byte_s
+        if instruction.kind == _COMPLETE:
+            return 0.0
+        codec = self._costs.codec(leg.codec)
+        return nbytes * (codec.encode_byte_s if instruction.kind == _ENCODE else codec.decode_byte_s)
+
+    def _compute(self, rank: int, seconds: float) -> float:
+        """Occupy a processor, from the rank's own clock on. Return the time when it is free again."""
+        seconds *= self._costs.slowness[rank]
+        begin = self._clocks[rank]
+        cores = self._cores.get(rank)
+        if cores is not None:
+            begin = max(begin, cores[0])
+            heapreplace(cores, begin + seconds)
+        self._clocks[rank] = begin + seconds
+        return begin + seconds
+
+    def _link(self, sender: int, receiver: int) -> LinkCost:
+        return self._costs.inside if self._host[sender] == self._host[receiver] else self._costs.between
+
+    def _send(self, rank: int, channel: tuple[int, ...], nbytes: int) -> float:
+        """Send a message. Return the time when its last byte has left. channel: of the message, or of the equivalent one (see
+        price)."""
+        pair = sender, receiver = channel[0], channel[1]
+        link, costs = self._link(sender, receiver), self._costs
+        copied = self._compute(rank, link.message_cpu_s + nbytes * link.byte_cpu_s)
+        begin = max(copied - nbytes * link.byte_cpu_s, self._connections[pair])
+        host, other = self._host[rank], self._host[receiver]
+        byte_s = self._slow.get(pair, link.byte_s)
+        if self._host[sender] == other:
+            left = max(copied, begin + nbytes * byte_s)
+            self._hand_over(channel, left + link.latency_s, nbytes)
+        else:
+            self._up[host] = max(begin, self._up[host]) + nbytes * costs.uplinks[host]
+            left = max(copied, self._up[host] - self._saved[host])
+            if byte_s > costs.uplinks[host]:
+                left = max(left, begin + nbytes * byte_s)
+            comes = max(begin + link.latency_s, left + link.latency_s - nbytes * costs.uplinks[host])
+            heappush(self._ready, (comes, -1, next(self._numbers), channel, nbytes, left))
+        self._connections[pair] = left
+        return left
+
+    def _arrive(self, comes: float, _: int, channel: tuple[int, ...], nbytes: int, left: float) -> None:
+        """Occupy the receiving host's uplink with a message; messages use it in the order in which they reach it."""
+        host = self._host[channel[1]]
+        self._down[host] = max(comes, self._down[host]) + nbytes * self._costs.uplinks[host]
+        arrived = max(left + self._costs.between.latency_s, self._down[host] - self._saved[host])
+        self._hand_over(channel, arrived, nbytes)
+
+    def _hand_over(self, channel: tuple[int, ...], arrived: float, nbytes: int) -> None:
+        self._arrivals[channel].append((arrived, nbytes))
+        if (blocked := self._blocked.pop(channel, None)) is not None:
+            heappush(self._ready, (self._clocks[blocked], blocked))
+
+
+def _numbered(legs: Sequence[Leg]) -> Iterator[tuple[int, Instruction]]:
+    return ((index, instruction) for index, leg in enumerate(legs) for instruction in leg.program)

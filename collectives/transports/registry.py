@@ -1,0 +1,145 @@
+"""The links, by name, and the connection of a Communicator's members: a Transport and a Watch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gradwire.collectives.control.handshake import give_up_on_silence
+from gradwire.collectives.control.listener import Listener, neighbours
+from gradwire.collectives.control.membership import Membership, coming_together
+from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.environment import shared_memory_wanted
+from gradwire.collectives.errors import CollectiveError, by_value, ranks_text
+from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.parsing import check_name
+from gradwire.collectives.schedules.topology import Machine
+from gradwire.collectives.transports.base import Transport
+from gradwire.collectives.transports.process_group import gloo_key, process_group
+from gradwire.collectives.transports.routing import auto
+from gradwire.collectives.transports.tcp import tcp
+
+#: Connects the members within timeout_s seconds. A collective call. Raises LinkError, OSError or RuntimeError if they do not
+#: connect.
+Link = Callable[[Membership, float], Transport]
+
+#: The name of the default link.
+AUTO = "auto"
+
+LINKS: dict[str, Link] = {AUTO: auto, "process_group": process_group, "tcp": tcp}
+
+
+def register_link(name: str, link: Link) -> None:
+    """Add a link that later Communicators can use by name: Communicator(link=name) or COLLECTIVES_LINK.
+
+    link: a function from a Membership and timeout_s to a Transport, which moves tensors between the ranks of the Membership.
+    Every rank must register the same function, because ranks compare only the names.
+
+    Raises ValueError for a name that is malformed or in use, TypeError for a link that cannot be called.
+    """
+    check_name("link", name, LINKS)
+    if not callable(link):
+        raise TypeError(
+            f"link {name!r}: a function from a Membership and timeout_s to a Transport is needed, not {link!r}"
+        )
+    LINKS[name] = link
+
+
+def check_link(name: object, environment: Mapping[str, str]) -> None:
+    """Raise ValueError for an unknown link, and for an invalid environment variable of the link."""
+    if not isinstance(name, str) or name not in LINKS:
+        raise ValueError(f"no link is called {name!r}; known are {', '.join(LINKS)}")
+    if name == AUTO:
+        shared_memory_wanted(environment)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The Transport and the Watch between the members. machines: the Machine of each member, by rank."""
+
+    transport: Transport
+    watch: Watch
+    machines: tuple[Machine, ...]
+
+    def close(self) -> None:
+        """Close the transport and the watch."""
+        try:
+            self.transport.close()
+        finally:
+            self.watch.close()
+
+
+def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
+    """Connect the members by the link of a name. A collective call.
+
+    settings: text that must be the same on all ranks. Raises ValueError on all ranks if it differs; CollectiveError if
+    the ranks do not connect within timeout_s seconds, or a rank cannot listen; TypeError for a link that returns no
+    Transport; ValueError if its Transport is that of another rank, or prefers an algorithm that it does not offer.
+    """
+    rank = membership.rank
+    FIRST_USE.reports = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
+    with coming_together(rank, timeout_s, membership), ExitStack() as made:
+        settings = settings if link == AUTO else f"link={link!r}, {settings}"
+        watch, machines = _watch(membership, settings, time.monotonic() + timeout_s)
+        made.callback(watch.close)
+        # Ranks that leave because another rank is lost are not lost themselves.
+        watched = replace(membership, lost=lambda: watch.lost or membership.lost())
+        try:
+            transport = LINKS[link](watched, timeout_s)
+            if not isinstance(transport, Transport):
+                raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
+            made.callback(transport.close)
+            # No rank raises an error and leaves while others still connect.
+            spent = [gloo_key(each) for each in range(membership.size)]
+            watched.everyones("connected", b"", time.monotonic() + timeout_s, spent=spent)
+            if (transport.rank, transport.size) != (rank, membership.size):
+                given = f"a Transport of rank {transport.rank} of {transport.size}"
+                needed = f"one of rank {rank} of {membership.size} is needed"
+                raise ValueError(f"rank {rank}: link {link!r} returned {given}; {needed}")
+            for verb, name in (*transport.preferred.items(), *transport.preferred_on_gpu.items()):
+                if name not in (offered := transport.algorithms.get(verb, ())):
+                    prefers = f"link {link!r} prefers {verb}'s {name!r}"
+                    raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(offered)}")
+        except BaseException:
+            watch.report_leaving(0)  # otherwise connected ranks would count this rank as lost
+            raise
+        made.pop_all()
+    return Connection(transport, watch, machines)
+
+
+def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watch, tuple[Machine, ...]]:
+    rank, secret, check = membership.rank, membership.secret, membership.check
+    card: dict[str, Any] = {"settings": settings, "address": "", "refusal": "", "machine": asdict(Machine.here())}
+    with ExitStack() as made:
+        try:
+            listener = Listener(membership.address, small_segments=True)
+            made.callback(listener.close)
+            card["address"] = listener.card
+        except OSError as error:  # reported, because the others would otherwise wait for this rank
+            card["refusal"] = str(error)
+        cards = membership.exchange("settings", card, deadline)
+        given = [each["settings"] for each in cards]
+        if len(set(given)) > 1:
+            raise ValueError(_difference(rank, given))
+        if refusals := {r: f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]}:
+            message = f"cannot listen for the other ranks: {'; '.join(refusals.values())}"
+            raise CollectiveError(message, rank=rank, operation="making a Communicator", ranks=refusals)
+        addresses = [each["address"] for each in cards]
+        news = listener.join(rank, neighbours(rank, membership.size), addresses, secret, deadline, check)
+    for connection in news.values():
+        give_up_on_silence(connection)
+    machines = tuple(Machine(**each["machine"]) for each in cards)
+    watch = Watch(rank, membership.size, news)
+    if membership.noted is not None:
+        watch.look_at(membership.noted)
+    return watch, machines
+
+
+def _difference(rank: int, settings: Sequence[str]) -> str:
+    """Return the error text for settings, by rank, that differ."""
+    by_text = by_value(dict(enumerate(settings)))
+    given = "; ".join(f"{text} on {ranks_text(givers)}" for text, givers in by_text.items())
+    return f"rank {rank}: a Communicator needs the same settings on all ranks; given are {given}"

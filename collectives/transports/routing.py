@@ -1,0 +1,302 @@
+"""The default link: shared memory for CPU tensors inside a host, TCP or the process group for CPU tensors between
+hosts, and the process group for CUDA tensors and the algorithm 'native'."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradwire.collectives.control.membership import Membership
+from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
+from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
+from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.schedules.coded import CodedProgram
+from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.transports.base import (
+    CodedWork,
+    CodesRun,
+    Message,
+    Pending,
+    Posted,
+    Request,
+    Transport,
+    Whole,
+    WholeRun,
+)
+from gradwire.collectives.transports.compiled import Programs
+from gradwire.collectives.transports.process_group import process_group
+from gradwire.collectives.transports.requests import Table
+from gradwire.collectives.transports.shared_memory.group import join_host
+from gradwire.collectives.transports.shared_memory.transport import SharedMemory, SharedMemoryTransport
+from gradwire.collectives.transports.tcp import TcpTransport, tcp
+
+#: How long all processes of a machine may take to compile the kernels or load them, one after the other.
+_ALL_COMPILE_S = 120.0
+
+#: Seconds between two checks whether a message through one part is done, while sends through the other part are moved.
+_POLL_S = 0.0001
+
+#: How long receives through one part may make no progress while this rank waits for the other part.
+_SLICE_S = 0.05
+
+#: How long next_sender() polls the link between hosts before it polls shared memory again.
+_FAR_SLICE_S = 0.001
+
+_log = logging.getLogger("gradwire")
+
+
+def auto(membership: Membership, timeout_s: float) -> Transport:
+    """Connect the members. CPU tensors go through shared memory inside a host, unless any rank refuses it, and over TCP
+    between all other ranks, unless any rank lacks the kernels for TCP. All other messages go through the process group.
+    timeout_s: without the time to compile kernels. Raises LinkError, OSError or RuntimeError if this fails."""
+    rank, size = membership.rank, membership.size
+    with ExitStack() as made:
+
+        def backends() -> Transport:
+            return made.enter_context(closing(process_group(membership, timeout_s)))
+
+        is_needed = membership.natively or size == 1 or "cuda" in membership.device_types
+        group: Transport = backends() if is_needed else _Nowhere(rank, size)
+        transport = group
+        if "cpu" in membership.device_types and size > 1:
+            hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
+            offers = _offers(membership, timeout_s, hosts_are_shared=hosts_are_shared)
+            refusing = [each for each, offer in enumerate(offers) if not offer["memory"]]
+            if hosts_are_shared and rank == 0 and 0 < len(refusing) < size:
+                _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
+            near: SharedMemoryTransport | None = None
+            neighbours: tuple[int, ...] = ()
+            shared = hosts_are_shared and not refusing
+            if shared and (local := join_host(membership, cpu_kernels(), time.monotonic() + timeout_s)) is not None:
+                neighbours = local.members
+                reduces = local.size == size and "cuda" not in membership.device_types
+                near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
+                made.enter_context(closing(near))
+            far = group
+            without = {each: offer["sockets"] for each, offer in enumerate(offers) if offer["sockets"]}
+            if len(neighbours) < size:
+                if not without:
+                    far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
+                elif not is_needed:
+                    transport = far = group = backends()
+                if without and rank == 0:
+                    message = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
+                    _log.warning(message, *min(without.items()))
+            if near is not None or far is not group:
+                programs = None
+                if near is not None and not without:
+                    connections = far if isinstance(far, Table) else TcpTransport(rank, size, {})
+                    programs = Programs(connections, near, neighbours)
+                transport = RoutingTransport(group, far, near, neighbours, programs)
+        made.pop_all()
+    return transport
+
+
+def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool) -> list[dict[str, Any]]:
+    """Return for each rank whether it accepts shared memory, and why it has no kernels for TCP (None if it has them).
+
+    When this returns, every rank has compiled its kernels. (During a collective of the backend, compiling would exceed
+    the timeout.) A rank that neither arrives nor compiles is awaited for timeout_s only.
+    """
+    memory = shared_memory_wanted(os.environ)
+    with FIRST_USE.together(
+        "up to a minute", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)
+    ):
+        if memory and hosts_are_shared:
+            cpu_kernels()
+        sockets = cpu_sockets()
+    offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
+    return membership.exchange("offers", offer, time.monotonic() + timeout_s, _ALL_COMPILE_S)
+
+
+class _Nowhere(Transport):
+    """A Transport that gets no messages, in place of a process group that is not needed."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
+        assert not [*sends, *receives]
+        return [], []
+
+    def abort(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class _SharedPending:
+    """A message through one part of a RoutingTransport. Waiting for it also moves the messages of the other part.
+
+    Only calls by this rank move them, and the peer may need one of them before it answers. It is usually a send, so
+    sends are moved all the time, and receives once in _SLICE_S seconds.
+    """
+
+    pending: Pending
+    part: Transport
+    other: Transport
+
+    def wait(self, deadline: float) -> None:
+        while self.other.is_busy() and time.monotonic() < deadline:
+            if self.other.has_unfinished_send():
+                if self.is_done():
+                    break
+                time.sleep(_POLL_S)
+            elif self.part.waits_again:
+                try:
+                    self.pending.wait(min(deadline, time.monotonic() + _SLICE_S))
+                    return
+                except LinkError as error:
+                    if not error.timed_out:
+                        raise
+                self.other.progress()
+            else:
+                break
+        self.pending.wait(deadline)
+
+    def is_done(self) -> bool:
+        self.other.progress()
+        return self.pending.is_done()
+
+
+class RoutingTransport(Transport):
+    """Routes each message to one of several Transports. group: for CUDA tensors if it carries them, and for algorithm
+    'native'. near: for CPU tensors between `neighbours`, this rank and those that share memory with it; None if no rank
+    does. far: for all other messages; it may be `group`. programs: runs programs with messages through `near`, if it can."""
+
+    def __init__(
+        self,
+        group: Transport,
+        far: Transport,
+        near: SharedMemoryTransport | None,
+        neighbours: Sequence[int],
+        programs: Programs | None = None,
+    ) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.device_types, self.posts_together = group.device_types, group.posts_together
+        self.preferred_on_gpu = group.preferred_on_gpu
+        self.quick, self.eager = far.quick, far.eager
+        is_one_host = len(neighbours) == group.size
+        self.interruptible = far.interruptible or is_one_host
+        self.receives_from_any = far.receives_from_any or is_one_host
+        self.algorithms = group.algorithms
+        if near is not None:
+            self.shares_memory = True
+            self.preferred, self.share_alignment_bytes = near.preferred, near.share_alignment_bytes
+            self.algorithms = {
+                verb: (*near.algorithms.get(verb, ()), *group.algorithms.get(verb, ()))
+                for verb in {**near.algorithms, **group.algorithms}
+            }
+        self.routes = _routes(group, far, set(neighbours) - {group.rank})
+        self._group = group
+        self._far = far
+        self._near = near
+        parts = (near, far, group, *(programs.links if programs is not None else ()))
+        self._parts: list[Transport] = [part for part in dict.fromkeys(parts) if part is not None]
+        self._neighbours = frozenset(neighbours)
+        self._programs = programs
+        self._last_sender_is_near = False
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
+        """See Transport. All messages of a call are on the same kind of device."""
+        if not sends and not receives:
+            return [], []
+        if (receives or sends)[0][1].is_cuda:
+            return self._group.post(sends, receives, tag)
+        if self._near is None:
+            return self._far.post(sends, receives, tag)
+        sent: dict[bool, Iterator[Pending]] = {}
+        received: dict[bool, Iterator[Pending]] = {}
+        for part, other, is_near in ((self._far, self._near, False), (self._near, self._far, True)):
+            outgoing, incoming = (
+                [message for message in messages if (message[0] in self._neighbours) is is_near]
+                for messages in (sends, receives)
+            )
+            for made, pendings in zip((sent, received), part.post(outgoing, incoming, tag), strict=True):
+                made[is_near] = iter([_SharedPending(each, part, other) for each in pendings])
+        return (
+            [next(sent[peer in self._neighbours]) for peer, _ in sends],
+            [next(received[peer in self._neighbours]) for peer, _ in receives],
+        )
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        if self._near is None:
+            return self._far.next_sender(tag, deadline)
+        if len(self._neighbours) == self.size:
+            return self._near.next_sender(tag, deadline)
+        while True:
+            now = time.monotonic()
+            looks = [(self._near, now), (self._far, min(deadline, now + _FAR_SLICE_S))]
+            for part, until in reversed(looks) if self._last_sender_is_near else looks:
+                if (sender := part.next_sender(tag, until)) is not None:
+                    self._last_sender_is_near = part is self._near
+                    return sender
+            if now >= deadline:
+                return None
+
+    def is_busy(self) -> bool:
+        return any(part.is_busy() for part in self._parts)
+
+    def progress(self) -> None:
+        for part in self._parts:
+            part.progress()
+
+    def collective(self, request: Request) -> Whole:
+        near = self._near
+        if near is not None and request.algorithm in near.algorithms.get(request.verb, near.share_alignment_bytes):
+            return near.collective(request)
+        return self._group.collective(request)
+
+    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
+        """See Transport. Either all ranks compile a program that reduces, or none does: the sign of a minimum of zeros and the
+        bits of a NaN depend on the loop."""
+        return (self._programs or self._far).follow(program, dtype, op)
+
+    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
+        return (self._programs or self._far).follow_codes(program, work)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return (self._near or self._far).empty(shape, dtype)
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        for part in self._parts:
+            part.wait_beside_work(beside_work)
+
+    def lossy_paths(self) -> Mapping[int, str]:
+        return self._far.lossy_paths()
+
+    def abort(self) -> None:
+        _call_all([part.abort for part in self._parts])
+
+    def close(self) -> None:
+        _call_all([part.close for part in self._parts])
+
+    def disown(self) -> None:
+        _call_all([part.disown for part in self._parts])
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    """Call all functions in order, also if some raise an error; then raise the last error."""
+    with ExitStack() as stack:
+        for call in reversed(calls):
+            stack.callback(call)
+
+
+def _routes(group: Transport, far: Transport, neighbours: set[int]) -> tuple[str, ...]:
+    """Return the lines of Transport.routes."""
+    others = set(range(group.size)) - neighbours - {group.rank}
+    lines = [f"{ranks_text(neighbours)}: shared memory, on the same host"] if neighbours else []
+    if others:
+        (how,) = {line.partition(": ")[2] for line in far.routes if "CUDA" not in line}
+        lines.append(f"{ranks_text(others)}: {how}")
+    return (*lines, *(line for line in group.routes if "CUDA" in line))

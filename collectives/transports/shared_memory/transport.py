@@ -1,0 +1,142 @@
+"""Messages between ranks of one host, through rings in shared memory, and reductions directly in shared memory."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from gradwire.collectives.kernels import cpu_arithmetic
+from gradwire.collectives.transports.base import Request, Whole
+from gradwire.collectives.transports.requests import Table
+from gradwire.collectives.transports.shared_memory.allocation import ELSEWHERE, Allocations
+from gradwire.collectives.transports.shared_memory.group import WHOLE_BYTES, LocalGroup
+
+#: The algorithm of each verb that needs no messages in shared memory. A barrier is an allreduce of an empty tensor.
+PREFERRED = {"allreduce": "shared", "barrier": "shared"}
+
+
+class SharedMemory(Allocations):
+    """The algorithm 'shared': reductions directly in the memory that the ranks of a host share, one compiled call each.
+
+    Small tensors: every rank copies its tensor into memory that all ranks can read, and reduces all tensors itself. If
+    all tensors are in shared memory: rank r reduces the r-th part of all tensors, and writes the result into all
+    tensors. Otherwise: rank r owns the r-th part. The others copy their contributions to this part, chunk by chunk,
+    into a buffer that stays in the cache, and copy the result from it. All three reduce in rank order, so the results
+    are bitwise the same on all ranks, in all three ways and in every run. Ranks detect by the tag that they call
+    different operations.
+    """
+
+    def __init__(self, group: LocalGroup) -> None:
+        super().__init__(group)
+        self._sequence = 0
+
+    def collective(self, request: Request) -> Whole:
+        """See Transport. Compiles the arithmetic of the dtype, or loads it from the disk."""
+        group, kernels = self.group, self.group.kernels
+        nbytes = request.numel * request.dtype.itemsize
+        divisor = group.size if request.op == "average" else 1
+        arithmetic = cpu_arithmetic(request.dtype).address
+        parts = {"reduce_shares": kernels.REDUCES, "gather_shares": kernels.SPREADS}
+        doing = parts.get(request.verb, kernels.REDUCES | kernels.SPREADS)
+        kind = (nbytes, request.dtype.itemsize, arithmetic, kernels.OPS[request.op], divisor, doing)
+        words = np.array((group.context_address, *kind), dtype=np.int64)
+        kernel, address = kernels.allreduce, words.ctypes.data
+        is_small = nbytes <= WHOLE_BYTES
+
+        def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float, keeps: object = words) -> None:
+            self._sequence = sequence = self._sequence + 1
+            place = ELSEWHERE if is_small else self.place(flat)
+            if group.run(kernel, (address, flat.data_ptr(), sequence, tag, *place), deadline):
+                self.map_news()
+
+        return Whole(allreduce, needs_meeting=False)
+
+
+class SharedMemoryTransport(Table):
+    """A Transport among the members of a LocalGroup. A wait for any message moves all messages that this rank has
+    posted, so that a full ring blocks no rank for ever. reductions: for a group of all ranks; None without the
+    algorithm 'shared'."""
+
+    shares_memory = True
+    interruptible = True
+    receives_from_any = True
+    waits_again = True
+
+    def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
+        super().__init__(group.kernels, group.context, group.running)
+        self.rank = rank
+        self.size = size
+        self.reductions = reductions
+        self.preferred = {} if reductions is None else PREFERRED
+        self.algorithms = {verb: (name,) for verb, name in self.preferred.items()}
+        self.share_alignment_bytes = {} if reductions is None else {PREFERRED["allreduce"]: group.kernels.LINE}
+        self._group = group
+        self._index = {member: index for index, member in enumerate(group.members)}
+        self._blocked = np.zeros(2 * group.size, dtype=np.int64)
+        context = {
+            self.kernels.RINGS: group.base + group.plan.rings,
+            self.kernels.RING_CAPACITY: group.plan.ring_bytes,
+            self.kernels.BLOCKED: self._blocked.ctypes.data,
+        }
+        self.context[list(context)] = list(context.values())
+        group.move_beside(self._move_beside)
+        self._heard_last = group.index
+
+    def begin(self) -> None:
+        self._group.ensure_open()
+        self.tidy()
+
+    def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
+        return self._group.check(status, deadline, lost)
+
+    def place(self, peer: int) -> int:
+        return self._index[peer]
+
+    def finish(self, number: int, deadline: float) -> None:
+        if not self.is_done(number):
+            self._move(number, deadline)
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        group = self._group
+        while True:
+            is_late = time.monotonic() >= deadline
+            first = (self._heard_last + 1) % group.size
+            group.run(self.kernels.next_sender, (self.context_address, tag, first, not is_late), deadline)
+            place = int(group.context[self.kernels.PEER])
+            if place >= 0:
+                self._heard_last = place
+                return group.members[place]
+            if is_late:
+                return None
+
+    def progress(self) -> None:
+        self._move(-1, 0.0)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        if self.reductions is not None:
+            self.reductions.close()
+        self._group.close()
+        if self._group.stop():  # then no kernel uses the tensors any more
+            self.pending.clear()
+
+    def collective(self, request: Request) -> Whole:
+        return super().collective(request) if self.reductions is None else self.reductions.collective(request)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = self.reductions.empty(shape, dtype) if self.reductions is not None else None
+        return super().empty(shape, dtype) if made is None else made
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        self._group.wait_beside_work(beside_work)
+
+    def _move(self, number: int, deadline: float) -> None:
+        self._group.run(self.kernels.move, (self.context_address, number), deadline)
+
+    def _move_beside(self) -> None:
+        if self.is_busy():
+            self.kernels.move(self.context_address, -1)  # errors are raised by the wait for the message

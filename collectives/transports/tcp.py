@@ -1,0 +1,199 @@
+"""Messages between hosts over TCP connections, which compiled kernels drive without Python and without threads."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, closing, suppress
+
+import numpy as np
+import torch
+
+from gradwire.collectives.control.listener import Listener
+from gradwire.collectives.control.membership import Membership
+from gradwire.collectives.control.paths import check_paths, lossy_paths
+from gradwire.collectives.errors import LinkError, ranks_text
+from gradwire.collectives.kernels import cpu_sockets
+from gradwire.collectives.schedules.coded import CodedProgram
+from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.transports.base import KIND_BITS, CodedWork, CodesRun, Transport, WholeRun
+from gradwire.collectives.transports.compiled import Programs
+from gradwire.collectives.transports.requests import Table
+
+#: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
+_SLICE_S = 0.05
+
+#: How often a wait polls before it sleeps: about 300 us, but not at all beside work that needs the core.
+_TRIES, _TRIES_BESIDE_WORK = 600, 0
+
+#: How long close() waits for a kernel to return. After an abort, it returns within 50 ms.
+_LEAVE_S = 1.0
+
+
+def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) -> Transport:
+    """Connect the members to each other. but: the ranks that this one leaves out; they must leave it out too.
+
+    Raises RuntimeError if there are no kernels; LinkError if the members do not connect within timeout_s seconds;
+    OSError if this rank cannot listen.
+    """
+    kernels = cpu_sockets()
+    if isinstance(kernels, str):
+        raise RuntimeError(f"link 'tcp': {kernels}")
+    deadline = time.monotonic() + timeout_s
+    rank, check = membership.rank, membership.check
+    peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
+    with ExitStack() as made:
+        listener = made.enter_context(closing(Listener(membership.address)))
+        cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
+        connections = listener.join(rank, peers, cards, membership.secret, deadline, check)
+        for connection in connections.values():
+            made.enter_context(connection)
+        check_paths(rank, connections, deadline, check)
+        made.pop_all()
+    transport = TcpTransport(rank, membership.size, connections)
+    transport.routes = (f"{ranks_text(peers)}: TCP, from {listener.card.split()[0]}",)
+    return transport
+
+
+class TcpTransport(Table):
+    """A Transport over TCP. connections: nonblocking sockets, by rank; the TcpTransport closes them.
+
+    A wait for any message moves all messages that this rank has posted.
+    """
+
+    quick = True
+    eager = True
+    interruptible = True
+    receives_from_any = True
+    waits_again = True
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+        kernels = cpu_sockets()
+        assert not isinstance(kernels, str)
+        super().__init__(kernels, np.zeros(kernels.FIELDS, dtype=np.int64), threading.Lock())
+        self.rank = rank
+        self.size = size
+        self._sockets = dict(connections)
+        self._closed = False
+        self._connections = np.zeros((size, kernels.CONNECTION_FIELDS), dtype=np.int64)
+        self._stages = np.empty((size, kernels.STAGE_BYTES), dtype=np.uint8)
+        self._wanted = np.zeros(size, dtype=np.int64)
+        self._polls = np.zeros((size, kernels.POLL_BYTES), dtype=np.uint8)
+        self._last_sender = rank
+        self._connections[:, kernels.DESCRIPTOR] = -1
+        for peer, connection in self._sockets.items():
+            self._connections[peer, kernels.DESCRIPTOR] = connection.fileno()
+        self._connections[:, kernels.STAGE] = self._stages.ctypes.data + np.arange(size) * kernels.STAGE_BYTES
+        self._connections[:, kernels.CURRENT] = -1
+        context = {
+            kernels.RANK: rank,
+            kernels.SIZE: size,
+            kernels.CONNECTIONS: self._connections.ctypes.data,
+            kernels.WANTED: self._wanted.ctypes.data,
+            kernels.POLLS: self._polls.ctypes.data,
+        }
+        self.context[list(context)] = list(context.values())
+        self._programs: Programs | None = None
+        self.wait_beside_work(False)
+
+    def finish(self, number: int, deadline: float) -> None:
+        self._run(self.kernels.wait_for, (self.context_address, number), deadline)
+
+    def progress(self) -> None:
+        self._run(self.kernels.wait_for, (self.context_address, -1), time.monotonic())
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        kernels = self.kernels
+        while True:
+            left_s = deadline - time.monotonic()
+            milliseconds = math.ceil(1000 * min(max(left_s, 0.0), _SLICE_S))
+            first = (self._last_sender + 1) % self.size
+            self._run(kernels.next_sender, (self.context_address, tag, first, milliseconds), deadline)
+            peer = int(self.context[kernels.PEER])
+            if peer >= 0:
+                self._last_sender = peer
+                return peer
+            if left_s <= 0:
+                return None
+
+    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
+        return self._own_programs().follow(program, dtype, op)
+
+    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
+        return self._own_programs().follow_codes(program, work)
+
+    def wait_beside_work(self, beside_work: bool) -> None:
+        tries = _TRIES_BESIDE_WORK if beside_work else _TRIES
+        self.context[[self.kernels.MOST_TRIES, self.kernels.TRIES]] = tries
+
+    def lossy_paths(self) -> Mapping[int, str]:
+        return lossy_paths(self.rank, self._sockets)
+
+    def abort(self) -> None:
+        self.context[self.kernels.ABORTED] = 1
+        for connection in self._sockets.values():
+            with suppress(OSError):  # the connection has ended already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """See Transport. If a kernel still uses the connections, they stay open until the process ends."""
+        if self.running.acquire(timeout=_LEAVE_S):
+            self._closed = True
+            for connection in self._sockets.values():
+                connection.close()
+            self.pending.clear()
+            self.running.release()
+
+    def disown(self) -> None:
+        for connection in self._sockets.values():
+            connection.close()
+
+    def begin(self) -> None:
+        self._ensure_open()
+        self.tidy()
+
+    def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
+        kernels, context = self.kernels, self.context
+        peer = int(context[kernels.PEER])
+        if status == kernels.DISAGREED:
+            found = int(context[kernels.FOUND_TAG]) >> KIND_BITS, int(context[kernels.FOUND_NBYTES])
+            raise LinkError(peer, timed_out=False, detail=f"rank {peer} called another operation", found=found)
+        if status == kernels.STOPPED or context[kernels.ABORTED]:  # a kernel may report an abort as LOST
+            raise LinkError(None, timed_out=False, detail="the wait was ended")
+        if status == kernels.LOST:
+            error = int(context[kernels.ERROR])
+            detail = os.strerror(error) if error else "the connection has ended"
+            raise LinkError(peer, timed_out=False, detail=f"rank {peer}: {detail}")
+        if time.monotonic() >= deadline:
+            raise LinkError(peer, timed_out=True, detail=f"received nothing from rank {peer}", awaited={peer})
+        return lost
+
+    def place(self, peer: int) -> int:
+        return peer
+
+    def _own_programs(self) -> Programs:
+        """Return the programs of this link alone. They do not keep it alive."""
+        if self._programs is None:
+            self._programs = Programs(weakref.proxy(self))
+        return self._programs
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+
+    def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
+        """Call a kernel until it has finished. Raises LinkError if it fails or the deadline passes."""
+        with self.running:
+            self._ensure_open()
+            while (status := kernel(*arguments)) != self.kernels.FINISHED:
+                self.check(status, deadline, set())
+
+    def _renumber(self, new: dict[int, int]) -> None:
+        super()._renumber(new)
+        for connection in self._connections:
+            connection[self.kernels.CURRENT] = new.get(int(connection[self.kernels.CURRENT]), -1)
