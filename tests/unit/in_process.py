@@ -18,6 +18,11 @@ from gradwire.collectives.errors import LinkError
 from gradwire.collectives.transports.base import Message, Pending
 
 
+def hosts_of(size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of hosts that have two each, but for the last one."""
+    return tuple(tuple(range(first, min(first + 2, size))) for first in range(0, size, 2))
+
+
 class _Transfer:
     """One end of a message; complete once both ends have met and the data has been copied."""
 

@@ -114,20 +114,14 @@ def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> No
     assert len(Instruction._fields) == kernels.INSTRUCTION_FIELDS
 
 
+@pytest.mark.parametrize(
+    ("constant", "value"),
+    [("transports.requests._FIRST_ROWS", 1), ("schedules.program._KEPT", 7)],
+    ids=["outgrows its table", "goes in several tables"],
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_compiled_program_outgrows_the_table(
-    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
+def test_a_long_program(
+    connect: Connect, algorithm: str, constant: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.collectives.transports.requests._FIRST_ROWS", 1)
-    transports = connect(3)
-    assert_same_bits(transports, algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
-    assert all(len(transport._rows) > 1 for transport in transports)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_long_program_goes_in_several_tables(
-    connect: Connect, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradwire.collectives.schedules.program._KEPT", 7)
-    assert len(list(program(algorithm, 0, 3, 999).tables())) > 1
+    monkeypatch.setattr(f"gradwire.collectives.{constant}", value)
     assert_same_bits(connect(3), algorithm, "sum", [contribution(rank, 999, torch.float32) for rank in range(3)])
