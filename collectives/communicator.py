@@ -271,7 +271,7 @@ class Communicator(Tuned):
         if self._tally is not None:
             lane = Lane(deque(maxlen=0), 0) if lane is None else lane
             lane.listener = self._tally.add
-        self._engine.record(lane)
+        self._engine.record(lane, with_parts=timeline is not None)
 
     def lane(self, of: str) -> Lane | None:
         """Return the lane of the timeline that shows one kind of work with this Communicator; None if nothing is recorded.

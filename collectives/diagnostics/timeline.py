@@ -6,11 +6,13 @@ import json
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from gradwire.collectives.schedules.program import Kind
 
 #: The maximum number of events that are kept, of a few hundred bytes each. The oldest are dropped.
 MOST_EVENTS = 100_000
@@ -20,6 +22,15 @@ ROUNDS = 16
 
 #: The clock of events, in nanoseconds. Only differences of its times have a meaning.
 now_ns = time.perf_counter_ns
+
+#: The names of a program's instructions that move no message.
+_NAMES = {
+    Kind.REDUCE: "reduce",
+    Kind.ENCODE: "encode",
+    Kind.DECODE: "decode",
+    Kind.ADD: "decode",
+    Kind.COMPLETE: "divide",
+}
 
 #: (number of the lane, name, begin, duration, details), in nanoseconds of the rank's own clock. The duration is None
 #: for an event without one.
@@ -80,11 +91,44 @@ class Lane:
 
     def span(self, name: str, begin_ns: int, **details: Any) -> None:
         """Add a span that began at begin_ns and ends now."""
-        self.events += 1
         duration_ns = now_ns() - begin_ns
-        self._kept.append((self._number, name, begin_ns, duration_ns, details or None))
+        self._add(name, begin_ns, duration_ns, details)
         if self.listener is not None:
             self.listener(name, duration_ns, details)
+
+    def _add(self, name: str, begin_ns: int, duration_ns: int, details: dict[str, Any]) -> None:
+        self.events += 1
+        self._kept.append((self._number, name, begin_ns, duration_ns, details or None))
+
+    def program(
+        self,
+        instructions: Iterable[Sequence[int]],
+        wire_bytes: Callable[[int], int],
+        begin_ns: int,
+        ends_ns: Iterable[int],
+    ) -> None:
+        """Add a span for each instruction of a program that has run, except that messages which begin together have one. See
+        Trace for the arguments."""
+        messages: dict[int, dict[str, Any]] = {}
+        to: list[int] = []
+        nbytes = 0
+        for (kind, peer, _, length, _, number, *_), end_ns in zip(instructions, ends_ns, strict=True):
+            duration_ns = end_ns - begin_ns
+            if kind == Kind.RECEIVE:
+                messages[number] = {"of": peer}
+            elif kind == Kind.SEND:
+                messages[number] = {"to": peer}
+                to.append(peer)
+                nbytes += wire_bytes(length)
+            elif kind == Kind.POST:
+                if to:
+                    self._add("send", begin_ns, duration_ns, {"bytes": nbytes, "to": to})
+                to, nbytes = [], 0
+            elif kind == Kind.WAIT:
+                self._add("wait", begin_ns, duration_ns, messages.pop(number))
+            else:
+                self._add(_NAMES[Kind(kind)], begin_ns, duration_ns, {"elements": length})
+            begin_ns = end_ns
 
     def mark(self, name: str, **details: Any) -> None:
         """Add an event without a duration."""

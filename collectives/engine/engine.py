@@ -22,7 +22,7 @@ from gradwire.collectives.engine.executor import Codes, Numbers, Payload, Scratc
 from gradwire.collectives.engine.operations import Turn, digest
 from gradwire.collectives.engine.plans import Plans
 from gradwire.collectives.engine.point_to_point import Messages
-from gradwire.collectives.engine.traced import TracedPayload, TracedTransport, not_now, recorded
+from gradwire.collectives.engine.traced import not_now, recorded
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import COMBINE, carried, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
@@ -107,11 +107,12 @@ class Engine:
                 return submit(call, body, async_op=async_op, signature=signature, timeout_s=timeout_s)
         return submit(call, body, async_op=async_op, signature=signature, timeout_s=timeout_s)
 
-    def record(self, lane: Lane | None) -> None:
-        """Record later operations in a lane; None stops the recording. While recording, run_now always returns False, since it
-        records nothing."""
+    def record(self, lane: Lane | None, *, with_parts: bool) -> None:
+        """Record later operations in a lane, and with_parts also the parts of programs; None stops the recording. While
+        recording, run_now always returns False, since it records nothing."""
         self.lane = lane
         self.run_now = self.operations.run_now if lane is None else not_now
+        self._transport.record(lane.program if lane is not None and with_parts else None)
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return a context manager that records a part of an operation, if operations are recorded."""
@@ -302,7 +303,7 @@ class Engine:
         if payload is not None:
             payload.begin(flat, feedback, step, seed)
             try:
-                if run is None or self.lane is not None:
+                if run is None:
                     self._step_through(turn, payload.program, payload)
                 else:
                     run(turn.tag, turn.deadline)
@@ -429,18 +430,13 @@ class Engine:
         """Run a program that reads `source` and writes or reduces into `destination`, usually the same buffer."""
         sums = "sum" if op == "average" else op  # the caller divides
         if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
-            with self.span("exchange"):
-                run(source, destination, turn.tag, turn.deadline)
+            run(source, destination, turn.tag, turn.deadline)
             return
         numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)
         self._step_through(turn, program, numbers)
 
     def _step_through(self, turn: Turn, program: Program, payload: Payload) -> None:
-        if self.lane is None:
-            execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
-            return
-        traced = TracedTransport(self._transport, self.lane)
-        execute(program, TracedPayload(payload, self.lane), traced, tag=turn.tag, deadline=turn.deadline)
+        execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
 
     def join(self) -> None:
         """Wait until the connections that operations.part() is closing are closed, and close the transport."""

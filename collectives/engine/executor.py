@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -16,17 +17,10 @@ from gradwire.collectives.kernels import cpu_arithmetic
 from gradwire.collectives.reduction import Combine
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Instruction, Kind, Program
-from gradwire.collectives.transports.base import Coding, Message, Pending, Posted
+from gradwire.collectives.transports.base import Coding, Message, Pending, Transport
 
 
-class Poster(Protocol):
-    """The part of a Transport that a program needs."""
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
-        """See Transport."""
-
-
-def execute(program: Program, payload: Payload, transport: Poster, *, tag: int, deadline: float) -> None:
+def execute(program: Program, payload: Payload, transport: Transport, *, tag: int, deadline: float) -> None:
     """Run a program: the transport moves the messages, and the payload supplies the tensors that they send and fill.
 
     Segment i uses the tag `tag + i`, so that its receives can be posted early. deadline: time.monotonic() seconds. Raises
@@ -37,6 +31,8 @@ def execute(program: Program, payload: Payload, transport: Poster, *, tag: int, 
     receives: list[Message] = []
     sent_numbers: list[int] = []
     received_numbers: list[int] = []
+    trace, traced, ends = transport.trace, list[Instruction](), list[int]()
+    began_ns = time.perf_counter_ns()
     for instruction in program:
         kind, peer, offset, length, place, number, segment, _ = instruction
         if kind == Kind.WAIT:
@@ -54,6 +50,11 @@ def execute(program: Program, payload: Payload, transport: Poster, *, tag: int, 
             sends, receives, sent_numbers, received_numbers = [], [], [], []
         else:
             payload.work(instruction)
+        if trace is not None:
+            traced.append(instruction)
+            ends.append(time.perf_counter_ns())
+    if trace is not None:
+        trace(traced, payload.wire_bytes, began_ns, ends)
 
 
 class Scratch:
@@ -74,7 +75,10 @@ class Scratch:
 
 
 class Payload(Protocol):
-    """The numbers on which a Program works. offset, length and scratch are those of an Instruction."""
+    """The numbers on which a Program works. offset, length and scratch are those of an Instruction. wire_bytes: the bytes of a
+    message of so many elements."""
+
+    wire_bytes: Callable[[int], int]
 
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
         """Return the tensor that a message sends."""
@@ -101,6 +105,7 @@ class Numbers:
         self._source, self._destination, self._combine, self._rank = source, destination, combine, rank
         memory = scratch.take(program.scratch * destination.element_size(), destination.device)
         self._memory = memory.view(destination.dtype)
+        self.wire_bytes = destination.element_size().__mul__
 
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
         return self._source[offset : offset + length]
@@ -142,7 +147,7 @@ class Codes:
         self._codec, self._partition, self._divisor = codec, partition, divisor
         self._device, self._scratch, self._sums = device, scratch, sums
         self._is_staged = via_host and device.type == "cuda"
-        self.wire_bytes = cache(codec.wire_bytes)  # of the code of so many numbers
+        self.wire_bytes: Callable[[int], int] = cache(codec.wire_bytes)  # of the code of so many numbers
         self._owner_start = partition.shard.start
         self._functions = codec.c_functions() if device.type == "cpu" else None
         self.compiles = self._functions is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -56,6 +56,11 @@ class Request:
     root: int = 0
     source_lengths: tuple[int, ...] = ()
     destination_lengths: tuple[int, ...] = ()
+
+
+#: Records a run of a program: its instructions, the bytes of a message of so many elements, the time at which the run began, and
+#: the times at which the instructions ended, in nanoseconds of time.perf_counter_ns().
+Trace = Callable[[Iterable[Sequence[int]], Callable[[int], int], int, Sequence[int]], None]
 
 
 class Coding(NamedTuple):
@@ -140,7 +145,7 @@ class Transport(ABC):
     share_alignment_bytes, for each allreduce algorithm that it also runs in halves (the verbs reduce_shares and
     gather_shares, in place): the buffer is cut at multiples of this into one share per rank, in rank order and of
     near-equal length, as by plan.spans.split_aligned; routes, lines of text: which ranks this rank reaches by which
-    connection, and why.
+    connection, and why; trace, see record().
     """
 
     rank: int
@@ -158,6 +163,7 @@ class Transport(ABC):
     preferred_on_gpu: Mapping[str, str] = MappingProxyType({})
     share_alignment_bytes: Mapping[str, int] = MappingProxyType({})
     routes: tuple[str, ...] = ()
+    trace: Trace | None = None
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
@@ -219,6 +225,10 @@ class Transport(ABC):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised CPU tensor in the memory that this transport moves fastest."""
         return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def record(self, trace: Trace | None) -> None:
+        """Call `trace` after each later run of a program; None for no longer."""
+        self.trace = trace
 
     def wait_beside_work(self, beside_work: bool) -> None:  # noqa: B027
         """Set whether later waits leave the cores to other threads of this process."""

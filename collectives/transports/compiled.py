@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections.abc import Iterable
 
@@ -45,7 +46,7 @@ class Programs:
             if self._scratch.numel() < scratch_bytes:
                 self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device="cpu")
             buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
-            self._run(request, address, program.tables(), (tag, *buffers), deadline)
+            self._run(request, address, program.tables(), (tag, *buffers), deadline, dtype.itemsize)
 
         return run
 
@@ -79,17 +80,25 @@ class Programs:
         tables: Iterable[array[int]],
         arguments: tuple[int, ...],
         deadline: float,
+        itemsize: int = 1,
     ) -> None:
-        """Run the tables of a program. address: of the request. arguments: the last ones of kernels.follow."""
-        kernels = self._kernels
+        """Run the tables of a program. address: of the request. arguments: the last ones of kernels.follow. itemsize: the
+        bytes of an element of a message."""
+        kernels, trace = self._kernels, self._far.trace
+        traced: list[list[int]] = []
+        ends: list[int] = []
+        began_ns = time.perf_counter_ns()
         lost: set[int] = set()
         with self._far.running, self._near_running:
             for link in self.links:
                 link.begin()
-            request[kernels.NEXT] = 0
+            request[kernels.NEXT] = request[kernels.TRACE] = 0
             for table in tables:
                 instructions, words = table.buffer_info()
                 count = words // kernels.INSTRUCTION_FIELDS
+                if trace is not None:
+                    times = np.zeros(count, dtype=np.int64)
+                    request[kernels.TRACE] = times.ctypes.data
                 while (status := kernels.follow(address, instructions, count, *arguments)) != kernels.FINISHED:
                     link = self.links[int(request[kernels.AT_NEAR])]
                     if status == kernels.FULL:
@@ -102,3 +111,8 @@ class Programs:
                         raise ValueError("a code holds indices that are too large: it was encoded from more numbers")
                     else:
                         lost = link.check(status, deadline, set() if request[kernels.HAS_MOVED] else lost)
+                if trace is not None:
+                    traced += np.frombuffer(table, dtype=np.int64).reshape(count, -1).tolist()
+                    ends += times.tolist()
+        if trace is not None:
+            trace(traced, itemsize.__mul__, began_ns, ends)

@@ -27,6 +27,7 @@ from gradwire.collectives.transports.base import (
     Pending,
     Posted,
     Request,
+    Trace,
     Transport,
     Whole,
     WholeRun,
@@ -267,6 +268,11 @@ class RoutingTransport(Transport):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (self._near or self._far).empty(shape, dtype)
+
+    def record(self, trace: Trace | None) -> None:
+        super().record(trace)
+        for part in self._parts:
+            part.record(trace)
 
     def wait_beside_work(self, beside_work: bool) -> None:
         for part in self._parts:

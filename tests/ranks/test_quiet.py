@@ -14,11 +14,13 @@ from torch import nn
 import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS, make_codec
-from gradwire.collectives.engine.executor import Payload, Poster, execute
+from gradwire.collectives.diagnostics.timeline import Timeline
+from gradwire.collectives.engine.executor import Payload, execute
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.kernels.cpu import compiling
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.transports.base import Transport
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wide_rows
 from tests.ranks.exact import on_host
 from tests.ranks.training import perceptron, share
@@ -98,11 +100,11 @@ def test_no_kernel_is_compiled_within_a_deadline(failing_world: Callable[[int], 
         assert not found
 
 
-def exchange_without_python(hosts: str) -> list[str]:
-    """Return the payloads of the programs that the loop in Python has run."""
+def exchange_without_python(hosts: str) -> tuple[list[str], set[str]]:
+    """Return the payloads of the programs that the loop in Python has run, and the names of recorded events."""
     executed = []
 
-    def noting(program: Program, payload: Payload, transport: Poster, **_: Any) -> None:
+    def noting(program: Program, payload: Payload, transport: Transport, **_: Any) -> None:
         executed.append(type(payload).__name__)
         execute(program, payload, transport, **_)
 
@@ -112,27 +114,39 @@ def exchange_without_python(hosts: str) -> list[str]:
             "gradwire.collectives.transports.requests._FIRST_ROWS", 1
         )  # tables grow in the middle of programs
         with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
-            many, one = torch.ones(SIZE * 5000), torch.ones(5000)
-            for algorithm in comm.algorithms("allreduce"):
-                comm.allreduce(many, algorithm=algorithm)
-            comm.allgather(many, one)
-            comm.reduce_scatter(one, many)
-            comm.alltoall(many, many.clone())
-            comm.broadcast(many, 1)
-            comm.barrier()
-            comm.allgather_object("some text")
-            for name in ("int8", "chunktopk"):
-                comm.allreduce(many, compression=make_codec(name), step=0)
-    return executed
+            expected = exchange(comm)
+            timeline = Timeline()
+            comm.record(timeline)
+            assert all(map(torch.equal, exchange(comm), expected))
+    return executed, {name for _, name, *_ in timeline.recording().events}
+
+
+def exchange(comm: Communicator) -> list[torch.Tensor]:
+    many, one = torch.arange(SIZE * 5000.0) + comm.rank, torch.ones(5000)
+    results = []
+    for algorithm in comm.algorithms("allreduce"):
+        results.append(many.clone())
+        comm.allreduce(results[-1], algorithm=algorithm)
+    comm.allgather(many, one)
+    comm.reduce_scatter(one, many)
+    comm.alltoall(many, many.clone())
+    comm.broadcast(many, 1)
+    comm.barrier()
+    comm.allgather_object("some text")
+    for name in ("int8", "chunktopk"):
+        comm.allreduce(many, "average", compression=make_codec(name), step=0)
+        results.append(many.clone())
+    return results
 
 
 @pytest.mark.parametrize(
     ("ranks", "hosts"), [("shared_memory", "aaa"), ("shared_memory", "aab"), ("sockets", "abc")], indirect=["ranks"]
 )
 def test_no_python_runs_between_messages(failing_world: Callable[[int], World], hosts: str) -> None:
-    """Compiled loops run the programs of all links of CPU tensors."""
-    for executed in failing_world(SIZE).run(exchange_without_python, hosts):
-        assert not executed
+    """Compiled loops run the programs of all links of CPU tensors, recorded or not, and give the same bits."""
+    executed, events = zip(*failing_world(SIZE).run(exchange_without_python, hosts), strict=True)
+    assert not any(executed)
+    assert set.union(*events) >= {"allreduce", "send", "wait", "reduce", "encode", "decode", "divide"}
 
 
 def train_a_little() -> str:

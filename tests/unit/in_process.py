@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.transports.base import Message, Pending
+from gradwire.collectives.transports.base import Message, Pending, Transport
 
 
 def hosts_of(size: int) -> tuple[tuple[int, ...], ...]:
@@ -74,9 +74,9 @@ class Hub:
         return transfer
 
 
-class InProcessTransport:
+class InProcessTransport(Transport):
     def __init__(self, hub: Hub, rank: int) -> None:
-        self._hub, self.rank = hub, rank
+        self._hub, self.rank, self.size = hub, rank, hub.size
 
     def post(
         self, sends: Sequence[Message], receives: Sequence[Message], tag: int
@@ -86,6 +86,12 @@ class InProcessTransport:
         ]
         sent: list[Pending] = [self._hub.post((self.rank, peer, tag), tensor, sending=True) for peer, tensor in sends]
         return sent, received
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def run_ranks(size: int, body: Callable[[int], object]) -> None:

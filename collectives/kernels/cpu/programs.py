@@ -61,8 +61,9 @@ from gradwire.collectives.kernels.cpu.tcp_context import polls_again, sleep, spi
     NEXT,  # the instruction at which the program continues
     AT_NEAR,  # 1 if the last result comes from NEAR
     HAS_MOVED,  # 1 if the last look at the messages moved any
+    TRACE,  # address of a word for each instruction, to which the time of its end is written; 0 to write none
     REQUEST_FIELDS,
-) = range(12)
+) = range(13)
 
 # The fields of a coding: those of link.base.Coding in its order, and HAS_SUM, which is 1 if the next block that is encoded is the
 # sum in SUMS.
@@ -273,6 +274,7 @@ def follow(request, instructions, count, tag, source, destination, scratch):
     if _is_stopped(request):
         return STOPPED
     itemsize, rank = field(request, ITEMSIZE), field(field(request, FAR), RANK)
+    trace = field(request, TRACE)
     began = monotonic_ns()
     for index in range(field(request, NEXT), count):
         at = instructions + 8 * INSTRUCTION_FIELDS * index
@@ -307,5 +309,7 @@ def follow(request, instructions, count, tag, source, destination, scratch):
         if status != FINISHED:
             set_field(request, NEXT, index)
             return status
+        if trace != 0:
+            store(trace + 8 * index, monotonic_ns())
     set_field(request, NEXT, 0)
     return FINISHED
