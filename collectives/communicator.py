@@ -43,7 +43,8 @@ class Communicator(Tuned):
 
     Making a Communicator is a collective call. So is each *verb*, a method that runs a collective operation, such as allreduce:
     all ranks of the group call the same verbs in the same order. Most verbs follow torch.distributed: they write their result
-    into a tensor and return None, or with async_op=True a Work. The verbs for objects and records return their result.
+    into a tensor and return a Work, which is done unless async_op=True was given. The verbs for objects and records return
+    their result.
     docs/guides/collectives.md is the guide.
 
     group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world. gradwire itself

@@ -83,9 +83,7 @@ POINT_TO_POINT = {
             "bandwidth",
             returned=False,
             messages=WINDOW,
-            run=lambda comm, buffers, job, name: bandwidth(
-                partial(comm.send, async_op=True), comm.send, comm.recv, buffers, job.rank
-            ),
+            run=lambda comm, buffers, job, name: bandwidth(comm.isend, comm.send, comm.recv, buffers, job.rank),
             run_torch=lambda buffers, job: bandwidth(dist.isend, dist.send, dist.recv, buffers, job.rank),
         ),
     )

@@ -97,7 +97,7 @@ class Engine:
         async_op: bool,
         signature: str | None = None,
         timeout_s: float | None = None,
-    ) -> Work | None:
+    ) -> Work:
         """Call Operations.submit outside of inference mode, so that tensors that a body keeps can be used in any mode."""
         if self.lane is not None:
             body = recorded(self.lane, call, body)

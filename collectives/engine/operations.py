@@ -24,7 +24,7 @@ from gradwire.collectives.engine.supervision import (
     Supervision,
     weakly,
 )
-from gradwire.collectives.engine.work import Work
+from gradwire.collectives.engine.work import DONE, Work
 from gradwire.collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
 from gradwire.collectives.transports.base import Transport
 
@@ -104,10 +104,10 @@ class Operations(Supervision):
         async_op: bool,
         signature: str | None = None,
         timeout_s: float | None = None,
-    ) -> Work | None:
-        """Run `body` in its turn; with async_op, return its Work at once. Turns are numbered in the order of issue, which is
-        arbitrary for calls from several threads. signature: the part of `call` that decides whether the call is known; None
-        means all of it. timeout_s: seconds that this operation may take from its start; None: the attribute
+    ) -> Work:
+        """Run `body` in its turn. Return its Work, which is done unless async_op is True. Turns are numbered in the order of
+        issue, which is arbitrary for calls from several threads. signature: the part of `call` that decides whether the call
+        is known; None means all of it. timeout_s: seconds that this operation may take from its start; None: the attribute
         timeout_s."""
         if self._failure is not None:
             self._refuse(self._failure, call)
@@ -117,7 +117,7 @@ class Operations(Supervision):
             try:
                 if self._queue.enter(turn):
                     self._take_turn(call, signature, body, timeout_s, turn[0])
-                    return None
+                    return DONE
             finally:
                 self._queue.leave(turn, self._sequence)
         place = whereabouts.of_call(sys._getframe())
@@ -132,8 +132,8 @@ class Operations(Supervision):
         async_op: bool,
         counted: bool = True,
         timeout_s: float | None = None,
-    ) -> Work | None:
-        """Run a work on the queue's thread; return it, or with async_op=False wait until it is done."""
+    ) -> Work:
+        """Run a work on the queue's thread, and return it; with async_op=False, when it is done."""
         if not async_op:
             self._queue.check_may_wait(self._rank, call)
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -144,10 +144,9 @@ class Operations(Supervision):
             if self._failure is None and self._queue.calls_here():  # later operations would get the number of this one
                 self._break(call, "the end of its Communicator", self._queue.number + 1)
             raise
-        if async_op:
-            return work
-        work.wait()
-        return None
+        if not async_op:
+            work.wait()
+        return work
 
     def submit_message(
         self,

@@ -28,7 +28,7 @@ _log = logging.getLogger("gradwire")
 
 
 class MessageWork:
-    """Handle of one message, which Communicator.send and recv return with async_op=True.
+    """Handle of one message, which Communicator.isend and irecv return.
 
     Attribute sender: the rank that sends a received message; None until the rank is known, and for a sent message.
     """
@@ -100,10 +100,9 @@ class MessageWork:
         )
         return self
 
-    def run(self) -> int | None:
-        """Begin the message and wait for it. Return the sender; None for a sent message."""
+    def run(self) -> None:
+        """Begin the message and wait for it."""
         self._operations.submit_message(self._call, self._peers, self._run, async_op=False)
-        return self.sender
 
     def finish_sending(self, deadline: float) -> None:
         """Wait for a sent message when its Communicator closes, after the last turn."""
@@ -166,13 +165,13 @@ class Messages:
         self._sent: list[MessageWork] = []  # the caller may never wait for these
         self._check_at = _FIRST_CHECK
 
-    def send(self, call: str, buffer: Buffer, peer: int, tag: int, *, async_op: bool) -> MessageWork | None:
+    def send(self, call: str, buffer: Buffer, peer: int, tag: int) -> None:
         """Send a buffer to a rank."""
-        work = MessageWork(self, call, buffer, peer, tag, sends=True)
-        if not async_op:
-            work.run()
-            return None
-        work.start()
+        MessageWork(self, call, buffer, peer, tag, sends=True).run()
+
+    def isend(self, call: str, buffer: Buffer, peer: int, tag: int) -> MessageWork:
+        """Begin to send a buffer to a rank."""
+        work = MessageWork(self, call, buffer, peer, tag, sends=True).start()
         with self._lock:
             self._sent.append(work)
             if len(self._sent) >= self._check_at:
@@ -180,12 +179,16 @@ class Messages:
                 self._check_at = max(_FIRST_CHECK, 2 * len(self._sent))
         return work
 
-    def receive(
-        self, call: str, buffer: Buffer, peer: int | None, tag: int, *, async_op: bool
-    ) -> MessageWork | int | None:
-        """Fill a buffer with a message from a rank, or from any (None)."""
+    def recv(self, call: str, buffer: Buffer, peer: int | None, tag: int) -> int:
+        """Fill a buffer with a message from a rank, or from any (None), and return the sender."""
         work = MessageWork(self, call, buffer, peer, tag, sends=False)
-        return work.start() if async_op else work.run()
+        work.run()
+        assert work.sender is not None
+        return work.sender
+
+    def irecv(self, call: str, buffer: Buffer, peer: int | None, tag: int) -> MessageWork:
+        """Begin to fill a buffer with a message."""
+        return MessageWork(self, call, buffer, peer, tag, sends=False).start()
 
     def drain(self, deadline: float) -> None:
         """Wait for the sent messages, but not beyond the deadline (time.monotonic())."""

@@ -55,7 +55,6 @@ class PreparedOperation:
         self._check()
         body = self._body if self._whole is None or self._engine.lane is not None else self._run
         self._work = self._engine.submit(self._call, body, async_op=True)
-        assert self._work is not None
         return self._work
 
     def _run(self, turn: Turn) -> None:

@@ -21,7 +21,7 @@ _log = logging.getLogger("gradwire")
 
 
 class Work:
-    """Handle of one asynchronous operation, which verbs return with `async_op=True`.
+    """Handle of one operation, which verbs return. The operation is done, unless `async_op=True` was given.
 
     counted: whether this is one of the operations that all ranks number and call in the same order; False for a message.
     timeout_s: seconds for which functions that were given to when_done() may delay the operation. is_of_cuda: whether the
@@ -53,13 +53,14 @@ class Work:
         where the wait could never end: see WorkQueue.check_may_wait().
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if self.queue is not None and not self.is_completed():
-            if seconds is None:
-                self.queue.check_may_wait(self.rank, self.operation)
-            self.queue.hasten(self, may_run=seconds is None)
-        if not self._done.wait(seconds):
-            assert seconds is not None
-            raise CollectiveTimeout(seconds, (), rank=self.rank, operation=self.operation)
+        if not self.is_completed():
+            if self.queue is not None:
+                if seconds is None:
+                    self.queue.check_may_wait(self.rank, self.operation)
+                self.queue.hasten(self, may_run=seconds is None)
+            if not self._done.wait(seconds):
+                assert seconds is not None
+                raise CollectiveTimeout(seconds, (), rank=self.rank, operation=self.operation)
         if self._error is not None:
             raise self._error
         if self._finished is not None:
@@ -68,6 +69,13 @@ class Work:
     def is_completed(self) -> bool:
         """Return whether wait() would return or raise without waiting."""
         return self._done.is_set()
+
+    @classmethod
+    def done(cls) -> Work:
+        """Return the handle of an operation that is done."""
+        work = cls(0, "an operation", lambda: None)
+        work.run()
+        return work
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call a function when the operation is done: at once if it is done already, else on a thread of the queue that only
@@ -126,3 +134,7 @@ def _cuda_event() -> torch.cuda.Event:
     """Return an event after all work queued on the current stream so far."""
     event: torch.cuda.Event = torch.cuda.current_stream().record_event()
     return event
+
+
+#: The handle of every operation that was done when its verb returned.
+DONE = Work.done()

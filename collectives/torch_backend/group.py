@@ -281,19 +281,19 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> GradwireWork:
         """Begin to send a tensor to a rank."""
         (tensor,) = tensors
-        return self._message(tensors, self._messages.send(tensor, peer, tag=tag, async_op=True))
+        return self._message(tensors, self._messages.isend(tensor, peer, tag))
 
     @_verb("recv")
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> GradwireWork:
         """Begin to receive a tensor from a rank."""
         (tensor,) = tensors
-        return self._message(tensors, self._messages.recv(tensor, peer, tag=tag, async_op=True))
+        return self._message(tensors, self._messages.irecv(tensor, peer, tag))
 
     @_verb("recvAnySource")
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> GradwireWork:
         """Begin to receive a tensor from any rank. Until it has arrived, later messages of this rank wait."""
         (tensor,) = tensors
-        return self._message(tensors, self._messages.recv(tensor, None, tag=tag, async_op=True))
+        return self._message(tensors, self._messages.irecv(tensor, None, tag))
 
     def _message(self, tensors: Sequence[Tensor], work: Any) -> GradwireWork:
         self._mover.add(work)

@@ -48,7 +48,7 @@ def allreduce_compressed(
     seed: int | None,
     algorithm: str,
     async_op: bool,
-) -> Work | None:
+) -> Work:
     """Allreduce a tensor by codes; see Communicator.allreduce. codec: other than 'none'."""
     key = op, prescale, postscale, codec, algorithm, feedback is not None
     planned: CompressedCall | None = engine.remembered(tensor, key)
@@ -110,7 +110,7 @@ class CompressedCall:
         else:
             self._codes = engine.plan_codes(codec, present, numel, chosen, like.device, self._divisor)
 
-    def submit(self, tensor: Tensor, feedback: Feedback | None, step: int, seed: int, *, async_op: bool) -> Work | None:
+    def submit(self, tensor: Tensor, feedback: Feedback | None, step: int, seed: int, *, async_op: bool) -> Work:
         """Submit the operation for one tensor."""
         engine, reduction, codes = self._engine, self.reduction, self._codes
         call = DescribedCall(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +17,11 @@ from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import Mismatch
 from gradwire.collectives.schedules.spans import Layout, consecutive, only
 from gradwire.collectives.transports.base import Whole
-from gradwire.collectives.verbs.base import Async, Options, Ranks
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from gradwire.collectives.verbs.base import Ranks
 
 
 class Movement(Ranks):
     """The verbs that move tensors between ranks without changing them."""
-
-    @overload
-    def allgather(self, output: Tensor | Sequence[Tensor], input: Tensor, **options: Unpack[Async]) -> Work: ...
-
-    @overload
-    def allgather(
-        self, output: Tensor | Sequence[Tensor], input: Tensor, **options: Unpack[Options]
-    ) -> Work | None: ...
 
     def allgather(
         self,
@@ -41,7 +30,7 @@ class Movement(Ranks):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Collect every rank's `input` on all ranks, in rank order.
 
         output: a tensor with input.numel() elements for each rank; or one tensor per rank, with the number of elements of
@@ -77,15 +66,7 @@ class Movement(Ranks):
 
         return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))
 
-    @overload
-    def broadcast(self, tensor: Tensor, src: int = ..., **options: Unpack[Async]) -> Work: ...
-
-    @overload
-    def broadcast(self, tensor: Tensor, src: int = ..., **options: Unpack[Options]) -> Work | None: ...
-
-    def broadcast(
-        self, tensor: Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False
-    ) -> Work | None:
+    def broadcast(self, tensor: Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """Copy rank src's `tensor` into that of every other rank, in place."""
         engine = self._engine
         arguments.check_written(engine, tensor)
@@ -103,16 +84,6 @@ class Movement(Ranks):
 
         return engine.submit(call, body, async_op=async_op)
 
-    @overload
-    def gather(
-        self, input: Tensor, output: Sequence[Tensor] | None = ..., dst: int = ..., **options: Unpack[Async]
-    ) -> Work: ...
-
-    @overload
-    def gather(
-        self, input: Tensor, output: Sequence[Tensor] | None = ..., dst: int = ..., **options: Unpack[Options]
-    ) -> Work | None: ...
-
     def gather(
         self,
         input: Tensor,
@@ -121,21 +92,11 @@ class Movement(Ranks):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Collect every rank's `input` on rank dst; all inputs have equal numbers of elements. output: on dst one tensor per
         rank; None elsewhere.
         """
         return self._rooted("gather", input, output, dst, algorithm, async_op)
-
-    @overload
-    def scatter(
-        self, output: Tensor, input: Sequence[Tensor] | None = ..., src: int = ..., **options: Unpack[Async]
-    ) -> Work: ...
-
-    @overload
-    def scatter(
-        self, output: Tensor, input: Sequence[Tensor] | None = ..., src: int = ..., **options: Unpack[Options]
-    ) -> Work | None: ...
 
     def scatter(
         self,
@@ -145,7 +106,7 @@ class Movement(Ranks):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Send the r-th tensor of rank src's `input` to `output` on rank r. input: on src one tensor per rank, all with equal
         numbers of elements; None elsewhere.
         """
@@ -153,7 +114,7 @@ class Movement(Ranks):
 
     def _rooted(
         self, verb: str, one: Tensor, many: Sequence[Tensor] | None, root: int, algorithm: str, async_op: bool
-    ) -> Work | None:
+    ) -> Work:
         """Gather, or scatter, its reverse. one: the tensor of every rank. many: the root's tensors, one for every rank."""
         engine = self._engine
         gathers = verb == "gather"
@@ -179,26 +140,6 @@ class Movement(Ranks):
 
         return engine.submit(call, body, async_op=async_op)
 
-    @overload
-    def alltoall(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int] | None = ...,
-        input_splits: Sequence[int] | None = ...,
-        **options: Unpack[Async],
-    ) -> Work: ...
-
-    @overload
-    def alltoall(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int] | None = ...,
-        input_splits: Sequence[int] | None = ...,
-        **options: Unpack[Options],
-    ) -> Work | None: ...
-
     def alltoall(
         self,
         output: Tensor,
@@ -208,7 +149,7 @@ class Movement(Ranks):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Send the r-th part of `input` to rank r. The part that rank r sends to this rank becomes the r-th part of `output`.
 
         output_splits, input_splits: for each rank, the number of rows (dimension 0); None for equal parts. Either all ranks
@@ -254,15 +195,7 @@ class Movement(Ranks):
 
         return engine.submit(call, body, async_op=async_op)
 
-    @overload
-    def barrier(self, *, timeout_s: float | None = None, **options: Unpack[Async]) -> Work: ...
-
-    @overload
-    def barrier(self, *, timeout_s: float | None = None, **options: Unpack[Options]) -> Work | None: ...
-
-    def barrier(
-        self, *, timeout_s: float | None = None, algorithm: str = "auto", async_op: bool = False
-    ) -> Work | None:
+    def barrier(self, *, timeout_s: float | None = None, algorithm: str = "auto", async_op: bool = False) -> Work:
         """Wait until every rank has called this. timeout_s: seconds that this barrier may take from its start; None: the
         Communicator's timeout_s."""
         engine = self._engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,12 @@ from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.engine.joined import DescribedCall
 from gradwire.collectives.engine.operations import Turn
 from gradwire.collectives.engine.prepared import PreparedOperation
-from gradwire.collectives.engine.work import Work
+from gradwire.collectives.engine.work import DONE, Work
 from gradwire.collectives.reduction import Op, finish
 from gradwire.collectives.schedules.spans import Layout, consecutive
 from gradwire.collectives.transports.base import Whole
-from gradwire.collectives.verbs.base import Async, Coded, Options, Ranks, Scaled
+from gradwire.collectives.verbs.base import Ranks
 from gradwire.collectives.verbs.compressed import allreduce_compressed, named_codec
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Planned(NamedTuple):
@@ -37,14 +34,6 @@ class Planned(NamedTuple):
 
 class Reductions(Ranks):
     """The verbs that combine the numbers of all ranks."""
-
-    @overload
-    def allreduce(self, tensor: Tensor, op: Op = ..., *, async_op: Literal[True], **options: Unpack[Coded]) -> Work: ...
-
-    @overload
-    def allreduce(
-        self, tensor: Tensor, op: Op = ..., *, async_op: bool = ..., **options: Unpack[Coded]
-    ) -> Work | None: ...
 
     def allreduce(
         self,
@@ -60,7 +49,7 @@ class Reductions(Ranks):
         algorithm: str = "auto",
         async_op: bool = False,
         **former: object,
-    ) -> Work | None:
+    ) -> Work:
         """Reduce `tensor` over all ranks, in place, with the result on every rank.
 
         prescale, postscale: factors by which each rank's numbers and the result are multiplied; floating-point tensors only.
@@ -93,7 +82,7 @@ class Reductions(Ranks):
             if (work := engine.repeat_later(tensor, key)) is not None:
                 return work
         elif engine.repeat(tensor, key):
-            return None
+            return DONE
         call, body, whole = self._planned([tensor], op, prescale, postscale, algorithm, async_op)
         if whole is not None:
             engine.remember_whole(tensor, key, call, whole)
@@ -133,16 +122,6 @@ class Reductions(Ranks):
         planned = self._planned([tensor], op, prescale, postscale, algorithm, True)
         return PreparedOperation(self._engine, tensor, *planned)
 
-    @overload
-    def grouped_allreduce(
-        self, tensors: Sequence[Tensor], op: Op = ..., *, async_op: Literal[True], **options: Unpack[Scaled]
-    ) -> Work: ...
-
-    @overload
-    def grouped_allreduce(
-        self, tensors: Sequence[Tensor], op: Op = ..., *, async_op: bool = ..., **options: Unpack[Scaled]
-    ) -> Work | None: ...
-
     def grouped_allreduce(
         self,
         tensors: Sequence[Tensor],
@@ -152,20 +131,10 @@ class Reductions(Ranks):
         postscale: float = 1.0,
         algorithm: str = "auto",
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Allreduce several tensors as one operation. Tensors of one dtype and device are joined in one buffer."""
         call, body, _ = self._planned(tensors, op, prescale, postscale, algorithm, async_op)
         return self._engine.submit(call, body, async_op=async_op)
-
-    @overload
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor | Sequence[Tensor], op: Op = ..., **options: Unpack[Async]
-    ) -> Work: ...
-
-    @overload
-    def reduce_scatter(
-        self, output: Tensor, input: Tensor | Sequence[Tensor], op: Op = ..., **options: Unpack[Options]
-    ) -> Work | None: ...
 
     def reduce_scatter(
         self,
@@ -175,7 +144,7 @@ class Reductions(Ranks):
         *,
         algorithm: str = "auto",
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Reduce `input` over all ranks, and write the r-th part of the result to `output` on rank r.
 
         input: a tensor with output.numel() elements for each rank, or one tensor per rank, with the same shapes on all
@@ -215,15 +184,9 @@ class Reductions(Ranks):
 
         return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))
 
-    @overload
-    def reduce(self, tensor: Tensor, dst: int = ..., op: Op = ..., **options: Unpack[Async]) -> Work: ...
-
-    @overload
-    def reduce(self, tensor: Tensor, dst: int = ..., op: Op = ..., **options: Unpack[Options]) -> Work | None: ...
-
     def reduce(
         self, tensor: Tensor, dst: int = 0, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False
-    ) -> Work | None:
+    ) -> Work:
         """Reduce `tensor` over all ranks, in place on rank dst. On the other ranks it is unchanged."""
         engine = self._engine
         name = arguments.reduction_of(engine, [tensor], op).op

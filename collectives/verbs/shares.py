@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from gradwire.collectives.engine.joined import DescribedCall
 from gradwire.collectives.engine.operations import Turn
 from gradwire.collectives.engine.plans import Shares
 from gradwire.collectives.engine.prepared import PreparedOperation
-from gradwire.collectives.engine.work import Work
+from gradwire.collectives.engine.work import DONE, Work
 from gradwire.collectives.reduction import Op, check_dtype
 from gradwire.collectives.schedules.spans import Layout, consecutive
 from gradwire.collectives.verbs.reductions import Reductions
@@ -20,16 +18,6 @@ from gradwire.collectives.verbs.reductions import Reductions
 
 class Halves(Reductions):
     """The verbs between which each rank can work on its share of a result, before the ranks exchange their shares."""
-
-    @overload
-    def reduce_shares(
-        self, tensor: Tensor, op: Op = ..., *, prescale: float = ..., postscale: float = ..., async_op: Literal[True]
-    ) -> Work: ...
-
-    @overload
-    def reduce_shares(
-        self, tensor: Tensor, op: Op = ..., *, prescale: float = ..., postscale: float = ..., async_op: bool = ...
-    ) -> Work | None: ...
 
     def reduce_shares(
         self,
@@ -39,7 +27,7 @@ class Halves(Reductions):
         prescale: float = 1.0,
         postscale: float = 1.0,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> Work:
         """Reduce `tensor` over all ranks, in place, and keep only this rank's share of the result: the first half of
         allreduce.
 
@@ -71,17 +59,11 @@ class Halves(Reductions):
         spans = self._engine.plans.shares(numel, dtype.itemsize).spans
         return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
 
-    @overload
-    def gather_shares(self, tensor: Tensor, *, async_op: Literal[True]) -> Work: ...
-
-    @overload
-    def gather_shares(self, tensor: Tensor, *, async_op: bool = ...) -> Work | None: ...
-
-    def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work | None:
+    def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work:
         """Copy every rank's share, as in shares(), into `tensor` on all ranks, in place: the second half of allreduce."""
         engine = self._engine
         if not async_op and engine.repeat(tensor, "gather_shares"):
-            return None
+            return DONE
         shares = self._shares_of(tensor)
         algorithm = shares.algorithm
         call = DescribedCall(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")

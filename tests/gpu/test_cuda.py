@@ -65,9 +65,7 @@ def follows_the_stream(backend: str) -> None:
             for _ in range(20):
                 product = product @ product / 2048
             tensor += product[0, 0] * (comm.rank + 1)
-            work = comm.allreduce(tensor, async_op=asynchronous)
-            if work is not None:
-                work.wait()
+            comm.allreduce(tensor, async_op=asynchronous).wait()
             tensor *= 2
             assert torch.equal(tensor, torch.full_like(tensor, float(comm.size * (comm.size + 1))))
 

@@ -55,9 +55,7 @@ def assert_set(event: threading.Event) -> None:
 
 
 def begin(comm: Communicator, tensor: torch.Tensor, op: str = "sum") -> Work:
-    work = comm.allreduce(tensor, op, async_op=True)
-    assert work is not None
-    return work
+    return comm.allreduce(tensor, op, async_op=True)
 
 
 @on_ranks(1, 3, initialized=False)
@@ -74,6 +72,10 @@ def test_many_in_flight() -> None:
             assert work.is_completed()
             work.wait()
             assert torch.equal(tensor, reduced(comm.size, numel, torch.float32, op)), (op, numel)
+        for _ in range(2):
+            done = comm.allreduce(torch.ones(3))
+            assert done.is_completed()
+            done.wait(0.0)
 
 
 #: What the owner of a tensor may do to it: what the operation was given stays what it works on.
@@ -99,7 +101,7 @@ def begun(comm: Communicator, verb: str) -> tuple[list[torch.Tensor], list[torch
         return [mine], total, [comm.prepare_allreduce(mine).start()]
     if verb == "messages":
         before, after, landed = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size, torch.zeros(NUMEL)
-        works = [comm.send(mine, after, async_op=True), comm.recv(landed, before, async_op=True)]
+        works = [comm.isend(mine, after), comm.irecv(landed, before)]
         return [mine, landed], [case.own(), case.of(before)], works
     call, tensors, wanted = VERBS[verb][1](case)
     return tensors, wanted, [call(async_op=True)]

@@ -113,7 +113,7 @@ def verbs() -> Results:
         prepared = comm.prepare_allreduce(again := mine.clone())
         prepared.start().wait()
         other = (comm.rank + 1) % size
-        sent = comm.send(mine, other, async_op=True)
+        sent = comm.isend(mine, other)
         comm.recv(received := zeros(600), (comm.rank - 1) % size)
         sent.wait()
         found["moved"] = [part, every, gathered, scattered, exchanged, uneven, shared, group, later, again, received]

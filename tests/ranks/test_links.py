@@ -460,7 +460,7 @@ def test_a_timeout_that_is_raised_later_reaches_gloo() -> None:
     with Communicator(timeout_s=1.0, link="process_group") as comm:
         comm.allreduce(torch.ones(1), algorithm="native")
         comm.timeout_s = EXCHANGE_TIMEOUT_S
-        received = comm.recv(torch.ones(1), 1, async_op=True) if comm.rank == 0 else None
+        received = comm.irecv(torch.ones(1), 1) if comm.rank == 0 else None
         if received is not None:
             assert not received.is_completed()
         time.sleep(1.5 * comm.rank)

@@ -104,7 +104,7 @@ def moved(comm: Communicator, verb: str, algorithm: str, dtype: torch.dtype, mak
 
 def messages(comm: Communicator, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Pairs:
     following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sending = comm.send(make(values(comm.rank, 5, dtype)), following, async_op=True)
+    sending = comm.isend(make(values(comm.rank, 5, dtype)), following)
     comm.recv(landed := make(zeros(5, dtype)), before)
     sending.wait()
     yield landed, values(before, 5, dtype)

@@ -80,9 +80,7 @@ def in_and_out_of_inference_mode() -> list[str]:
                             with checks.case(verb=name, algorithm=algorithm, inside=inside):
                                 case = Case(comm, algorithm, torch.float32, "sum", SEVERAL_SEGMENTS, "ordinary", 0)
                                 call, tensors, wanted = verb(case)
-                                work = call(algorithm=algorithm, async_op=bool(number % 2))
-                                if work is not None:
-                                    work.wait()
+                                call(algorithm=algorithm, async_op=bool(number % 2)).wait()
                                 for tensor, values in zip(tensors, wanted, strict=True):
                                     checks.equal(elements(tensor), values.reshape(-1))
                     for codec, feedback in feedbacks.items():

@@ -75,7 +75,7 @@ def use_every_kernel(hosts: str) -> list[str]:
             comm.allgather(many, one)
             comm.alltoall(many, many.clone())
             comm.alltoall(many, many.clone(), [5] * SIZE, [5] * SIZE)
-            comm.send(one, (comm.rank + 1) % SIZE, async_op=True)
+            comm.isend(one, (comm.rank + 1) % SIZE)
             comm.recv(one, (comm.rank - 1) % SIZE)
         for codec in CODECS.values():
             if codec().name == "none":

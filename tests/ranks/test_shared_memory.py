@@ -99,9 +99,7 @@ def one_after_the_other(cases: list[Case]) -> None:
             mine, expected = contribution(comm.rank, numel, dtype), in_rank_order(comm.size, numel, dtype, op)
             tensor = comm.empty(numel, dtype=dtype) if in_memory else torch.empty(numel, dtype=dtype)
             tensor.copy_(mine)
-            work = comm.allreduce(tensor, op, async_op=asynchronous)
-            if work is not None:
-                work.wait()
+            comm.allreduce(tensor, op, async_op=asynchronous).wait()
             assert same(tensor, expected), (numel, dtype, op, in_memory, asynchronous)
 
 

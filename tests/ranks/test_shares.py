@@ -81,6 +81,6 @@ def test_the_halves_of_an_allreduce_make_its_bits(ranks: Worlds, size: int) -> N
 def test_what_is_wrong_with_shares_is_told() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
         with pytest.raises(TypeError, match=f"rank {comm.rank}: a torch.Tensor is needed"):
-            comm.gather_shares("tensor")  # type: ignore[call-overload]
+            comm.gather_shares("tensor")  # type: ignore[arg-type]
         with pytest.raises(Mismatch, match="gather_shares"):
             comm.gather_shares(torch.zeros(4 + comm.rank))

@@ -198,9 +198,8 @@ def _run_operations(session: Session, operations: list[Operation], comm: Communi
 
     def finish(position: int) -> None:
         started, operation = pending.pop(position), operations[position]
-        if started.work is not None:
-            life.note(f"operation {position}: waiting for {operation}")
-            started.work.wait()
+        life.note(f"operation {position}: waiting for {operation}")
+        started.work.wait()
         check(started, position, operation, life.report)
 
     for position, operation in enumerate(operations):
@@ -262,7 +261,6 @@ def suffer(fault: Fault, address: str, network: Network | None, directory: Path)
                     life.wait()
                 for number, started in enumerate(burst, 1):
                     life.note(f"large operation before operation {position}: {fault.large}")
-                    assert started.work is not None
                     started.work.wait()
                     # At a negative position, to compare with nothing but the same one elsewhere.
                     check(started, -number, fault.large, life.report)
@@ -282,7 +280,6 @@ def _until_the_fault(fault: Fault, exchange: Exchange, *, victim: bool) -> list[
     burst = [exchange.start(fault.position, fault.large, asynchronous=True) for _ in range(works)]
     if fault.phase == IDLE:
         for started in burst:
-            assert started.work is not None
             started.work.wait()
         burst = []
         time.sleep(fault.after_s if victim else IDLE_S)

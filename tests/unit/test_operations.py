@@ -18,7 +18,7 @@ from gradwire.collectives.control.watch import Neighbour, Watch
 from gradwire.collectives.engine.buffers import Buffer
 from gradwire.collectives.engine.closing import ClosableOperations, close_all
 from gradwire.collectives.engine.operations import Operations, Turn
-from gradwire.collectives.engine.point_to_point import Messages, MessageWork
+from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
@@ -140,11 +140,8 @@ def test_an_exception_in_a_message_ends_its_future_and_those_of_later_messages()
     with operations(2) as (mine, transport, _):
         transport.post = lambda sends, receives, tag: ([], [Broken()])  # type: ignore[attr-defined]
         messages, mover = Messages(transport, mine), Mover()  # type: ignore[arg-type]
-        works = [
-            messages.receive("recv", Buffer([torch.empty(1)], via_host=False), 1, 0, async_op=True) for _ in range(2)
-        ]
+        works = [messages.irecv("irecv", Buffer([torch.empty(1)], via_host=False), 1, 0) for _ in range(2)]
         for work in works:
-            assert isinstance(work, MessageWork)
             mover.add(work)
         for work in works:
             future = GradwireWork([], [work], partial(mover.when_done, work)).get_future()  # type: ignore[arg-type, list-item]
@@ -216,9 +213,7 @@ def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Watch], None
         threading.Thread(target=lambda: (began.wait(DEADLINE_S), goes(all_watches[2]))).start()
 
         def call() -> None:
-            work = mine.submit("allreduce", waits(transport, began), async_op=async_op)
-            assert work is not None
-            work.wait()
+            mine.submit("allreduce", waits(transport, began), async_op=async_op).wait()
 
         with pytest.raises(PeerLost) as caught:
             call()
@@ -259,9 +254,7 @@ def test_turns_of_several_threads_have_numbers_of_their_own() -> None:
         def call() -> None:
             for number in range(200):
                 body: Callable[[Turn], None] = lambda turn: taken.append(turn.sequence)  # noqa: E731
-                work = mine.submit("allreduce", body, async_op=number % 3 == 0)
-                if work is not None:
-                    work.wait()
+                mine.submit("allreduce", body, async_op=number % 3 == 0).wait()
                 mine.run_now("allreduce", 0, lambda first, second, tag, deadline: taken.append(-1), None, None)
 
         threads = [threading.Thread(target=call) for _ in range(4)]
@@ -332,7 +325,6 @@ def test_an_interrupt_in_a_wait_that_runs_an_operation(patched: str, monkeypatch
             taken.append(turn.sequence)
 
         work = mine.submit("allreduce", body, async_op=True)
-        assert work is not None
         if patched == "run":
             interrupted.setattr(Work, "run", mock.Mock(side_effect=KeyboardInterrupt))
         if patched == "_calls":
@@ -391,9 +383,7 @@ def test_the_queue_lets_go_of_what_it_has_run() -> None:
         tensor = Tensor()
         gone = weakref.ref(tensor)
         body: Callable[[Turn], Any] = lambda turn, held=tensor: None  # noqa: E731
-        work = mine.submit("allreduce", body, async_op=True)
-        assert work is not None
-        work.wait()
+        mine.submit("allreduce", body, async_op=True).wait()
         del tensor, body
         submit(mine)  # by when the queue's thread has put the first aside
         assert gone() is None
@@ -405,9 +395,7 @@ def test_a_thread_that_cannot_start_leaves_the_queue_as_it_was() -> None:
         with cannot, pytest.raises(RuntimeError, match="new thread"):
             mine.submit("allreduce", nothing, async_op=True)
         submit(mine)
-        work = mine.submit("allreduce", nothing, async_op=True)
-        assert work is not None
-        work.wait(DEADLINE_S)
+        mine.submit("allreduce", nothing, async_op=True).wait(DEADLINE_S)
 
 
 def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
@@ -415,9 +403,7 @@ def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
     with watches(2) as all_watches:
         echo(all_watches[1])
         mine = ClosableOperations(StuckTransport(2), all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
-        work = mine.submit("allreduce", nothing, async_op=True)
-        assert work is not None
-        work.wait()
+        mine.submit("allreduce", nothing, async_op=True).wait()
         submit(mine)
         gone = weakref.ref(mine)
         gc.disable()  # nothing may depend on it

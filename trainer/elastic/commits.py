@@ -155,7 +155,7 @@ class Commits:
         names. Wait until all ranks have done so, and return whether any rank wants the ranks to stop."""
         beside = self._beside
         sizes = torch.tensor([each.numel() for each in message], dtype=torch.int64, device="cpu")
-        sent = [beside.send(each, self._targets[beside.rank], async_op=True) for each in message and [sizes, *message]]
+        sent = [beside.isend(each, self._targets[beside.rank]) for each in message and [sizes, *message]]
         for source, name in zip(self._sources, names, strict=True):
             beside.recv(expected := torch.empty_like(sizes), source)
             layout_bytes, own_bytes = expected.tolist()

@@ -30,8 +30,8 @@ from gradwire.trainer.rules.adasum import adasum_
 Rows = list[int]
 """How many rows of dimension 0 each rank has of a tensor."""
 
-Begun: TypeAlias = tuple[list[Work | None], Callable[[], Sequence[Tensor]]]
-"""The Works of an operation, None for one that is done, and a function that returns its results when all are done."""
+Begun: TypeAlias = tuple[list[Work], Callable[[], Sequence[Tensor]]]
+"""The Works of an operation, and a function that returns its results when all are done."""
 
 Begin: TypeAlias = Callable[[Sequence[Tensor], bool], Begun]
 """Begins an operation with the tensors of this rank; the bool says whether in the background."""

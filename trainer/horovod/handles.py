@@ -84,12 +84,12 @@ def _append(error: Exception, text: str) -> None:
 class Handle(Generic[T]):
     """The handle of a running operation: the *_async verbs return it, and poll() and synchronize() take it."""
 
-    def __init__(self, call: NamedCall, works: Sequence[Work | None], finish: Callable[[], T]) -> None:
+    def __init__(self, call: NamedCall, works: Sequence[Work], finish: Callable[[], T]) -> None:
         """Make a handle of what a Communicator's verbs returned with async_op=True. finish: a function that is called once all
         Works are complete, and returns the result."""
         call.goes_on = True
         self._call = call
-        self._works = [work for work in works if work is not None]
+        self._works = works
         self._finish: Callable[[], T] | None = finish
         self._result: T
 
