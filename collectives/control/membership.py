@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.control.asking import POLL_S, Asking
 from gradwire.collectives.control.hub import Failure
+from gradwire.collectives.control.listener import Listener
 from gradwire.collectives.control.presence import Presence
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
@@ -49,7 +50,8 @@ class Membership:
     the ranks that arrived together; None for a rank alone. places: the members' ranks in `presence`. scope: marks their
     failure reports in `presence`. keepers: the member whose process serves the store, if one does. natively: whether
     algorithm 'native' is wanted; without it, torch's backend for CPU tensors is made only if nothing else connects the
-    members.
+    members. cards: what each member has offered to the others, by rank, for a link of gradwire. listener: to which the other
+    members connect. unshared: why ranks cannot share memory with the other ranks of their host.
     """
 
     rank: int
@@ -68,6 +70,9 @@ class Membership:
     scope: str = ""
     keepers: tuple[int, ...] = ()
     natively: bool = True
+    cards: tuple[dict[str, Any], ...] = field(repr=False, default=())
+    listener: Listener | None = field(repr=False, default=None)
+    unshared: Mapping[int, str] = field(default_factory=dict)
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, this one among them; ranks[r] becomes rank r.
@@ -145,10 +150,16 @@ class Membership:
         self.ask(lambda: self.store.set(f"{name}/compiles/{self.rank}", ""), deadline)
 
     def exchange(
-        self, name: str, mine: dict[str, Any], deadline: float, compile_s: float = 0.0
+        self,
+        name: str,
+        mine: dict[str, Any],
+        deadline: float,
+        compile_s: float = 0.0,
+        spent: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
         """Return every rank's record of numbers, strings, and lists and dicts of them, by rank. See everyones()."""
-        return [json.loads(each) for each in self.everyones(name, json.dumps(mine).encode(), deadline, compile_s)]
+        record = json.dumps(mine).encode()
+        return [json.loads(each) for each in self.everyones(name, record, deadline, compile_s, spent)]
 
     def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
         """Return the result of a call to the store that may block while a rank is missing. Raises as Asking.ask."""

@@ -19,7 +19,8 @@ from gradwire.collectives.parsing import check_name
 from gradwire.collectives.schedules.topology import Machine
 from gradwire.collectives.transports.base import Transport
 from gradwire.collectives.transports.process_group import gloo_key, process_group
-from gradwire.collectives.transports.routing import auto
+from gradwire.collectives.transports.routing import COMPILE_S, auto, offered
+from gradwire.collectives.transports.shared_memory.group import Unshared
 from gradwire.collectives.transports.tcp import tcp
 
 #: Connects the members within timeout_s seconds. A collective call. Raises LinkError, OSError or RuntimeError if they do not
@@ -73,69 +74,92 @@ class Connection:
 
 
 def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
-    """Connect the members by the link of a name. A collective call.
+    """Connect the members by the link of a name, in one exchange of cards and one commit. A collective call.
 
     settings: text that must be the same on all ranks. Raises ValueError on all ranks if it differs; CollectiveError if
     the ranks do not connect within timeout_s seconds, or a rank cannot listen; TypeError for a link that returns no
     Transport; ValueError if its Transport is that of another rank, or prefers an algorithm that it does not offer.
     """
-    rank = membership.rank
-    FIRST_USE.reports = all(rank not in host[1:] for host in membership.hosts)  # the first of each host
-    with coming_together(rank, timeout_s, membership), ExitStack() as made:
-        settings = settings if link == AUTO else f"link={link!r}, {settings}"
-        watch, machines = _watch(membership, settings, time.monotonic() + timeout_s)
-        made.callback(watch.close)
-        # Ranks that leave because another rank is lost are not lost themselves.
-        watched = replace(membership, lost=lambda: watch.lost or membership.lost())
-        try:
-            transport = LINKS[link](watched, timeout_s)
-            if not isinstance(transport, Transport):
-                raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
-            made.callback(transport.close)
-            # No rank raises an error and leaves while others still connect.
-            spent = [gloo_key(each) for each in range(membership.size)]
-            watched.everyones("connected", b"", time.monotonic() + timeout_s, spent=spent)
-            if (transport.rank, transport.size) != (rank, membership.size):
-                given = f"a Transport of rank {transport.rank} of {transport.size}"
-                needed = f"one of rank {rank} of {membership.size} is needed"
-                raise ValueError(f"rank {rank}: link {link!r} returned {given}; {needed}")
-            for verb, name in (*transport.preferred.items(), *transport.preferred_on_gpu.items()):
-                if name not in (offered := transport.algorithms.get(verb, ())):
-                    prefers = f"link {link!r} prefers {verb}'s {name!r}"
-                    raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(offered)}")
-        except BaseException:
-            watch.report_leaving(0)  # otherwise connected ranks would count this rank as lost
-            raise
-        made.pop_all()
-    return Connection(transport, watch, machines)
+    FIRST_USE.reports = all(membership.rank not in host[1:] for host in membership.hosts)  # the first of each host
+    with coming_together(membership.rank, timeout_s, membership):
+        unshared: dict[int, str] = {}
+        while True:
+            connection, problems = _connect(replace(membership, unshared=unshared), link, settings, timeout_s)
+            if connection is not None:
+                return connection
+            unshared |= problems  # these ranks share no memory; all ranks connect again
 
 
-def _watch(membership: Membership, settings: str, deadline: float) -> tuple[Watch, tuple[Machine, ...]]:
-    rank, secret, check = membership.rank, membership.secret, membership.check
-    card: dict[str, Any] = {"settings": settings, "address": "", "refusal": "", "machine": asdict(Machine.here())}
-    with ExitStack() as made:
+def _connect(
+    membership: Membership, link: str, settings: str, timeout_s: float
+) -> tuple[Connection | None, dict[int, str]]:
+    """Connect the members. Return None if ranks cannot share memory with the other ranks of their host, and why, by rank."""
+    rank, size, tries = membership.rank, membership.size, f"{len(membership.unshared)}"
+    cards_of, connected = f"cards {tries}", f"connected {tries}"
+    settings = settings if link == AUTO else f"link={link!r}, {settings}"
+    card: dict[str, Any] = {"settings": settings, "refusal": "", "machine": asdict(Machine.here())}
+    with ExitStack() as made, ExitStack() as offers:
         try:
-            listener = Listener(membership.address, small_segments=True)
-            made.callback(listener.close)
-            card["address"] = listener.card
+            news, data = Listener(membership.address, small_segments=True), Listener(membership.address)
+            offers.callback(news.close)
+            offers.callback(data.close)
+            card |= {"news": news.card, "data": data.card}
         except OSError as error:  # reported, because the others would otherwise wait for this rank
             card["refusal"] = str(error)
-        cards = membership.exchange("settings", card, deadline)
+        if link == AUTO:
+            card |= offers.enter_context(offered(membership, cards_of, timeout_s))
+        deadline = time.monotonic() + timeout_s
+        cards = membership.exchange(cards_of, card, deadline, COMPILE_S)
         given = [each["settings"] for each in cards]
         if len(set(given)) > 1:
             raise ValueError(_difference(rank, given))
         if refusals := {r: f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]}:
             message = f"cannot listen for the other ranks: {'; '.join(refusals.values())}"
             raise CollectiveError(message, rank=rank, operation="making a Communicator", ranks=refusals)
-        addresses = [each["address"] for each in cards]
-        news = listener.join(rank, neighbours(rank, membership.size), addresses, secret, deadline, check)
-    for connection in news.values():
-        give_up_on_silence(connection)
-    machines = tuple(Machine(**each["machine"]) for each in cards)
-    watch = Watch(rank, membership.size, news)
-    if membership.noted is not None:
-        watch.look_at(membership.noted)
-    return watch, machines
+        addresses = [each["news"] for each in cards]
+        connections = news.join(rank, neighbours(rank, size), addresses, membership.secret, deadline, membership.check)
+        for connection in connections.values():
+            give_up_on_silence(connection)
+        watch = Watch(rank, size, connections)
+        made.callback(watch.close)
+        if membership.noted is not None:
+            watch.look_at(membership.noted)
+        # Ranks that leave because another rank is lost are not lost themselves.
+        watched = replace(membership, lost=lambda: watch.lost or membership.lost())
+        ready: dict[str, str] = {}
+        try:
+            try:
+                has_cards = link in (AUTO, "tcp")
+                offering = replace(watched, cards=tuple(cards), listener=data) if has_cards else watched
+                transport = LINKS[link](offering, timeout_s)
+                if not isinstance(transport, Transport):
+                    raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
+                made.callback(transport.close)
+            except Unshared as error:
+                ready["why"] = str(error)
+            # No rank raises an error and leaves while others still connect.
+            spent = [gloo_key(each) for each in range(size)]
+            answers = watched.exchange(connected, ready, time.monotonic() + timeout_s, spent=spent)
+            if problems := {r: answer["why"] for r, answer in enumerate(answers) if answer}:
+                watch.report_leaving(0)
+                return None, problems
+            _check(transport, rank, size, link)
+        except BaseException:
+            watch.report_leaving(0)  # otherwise connected ranks would count this rank as lost
+            raise
+        made.pop_all()
+    return Connection(transport, watch, tuple(Machine(**each["machine"]) for each in cards)), {}
+
+
+def _check(transport: Transport, rank: int, size: int, link: str) -> None:
+    """Raise ValueError for a Transport that is not that of this rank, or prefers an algorithm that it does not offer."""
+    if (transport.rank, transport.size) != (rank, size):
+        given = f"a Transport of rank {transport.rank} of {transport.size}"
+        raise ValueError(f"rank {rank}: link {link!r} returned {given}; one of rank {rank} of {size} is needed")
+    for verb, name in (*transport.preferred.items(), *transport.preferred_on_gpu.items()):
+        if name not in (known := transport.algorithms.get(verb, ())):
+            prefers = f"link {link!r} prefers {verb}'s {name!r}"
+            raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(known)}")
 
 
 def _difference(rank: int, settings: Sequence[str]) -> str:

@@ -7,8 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,12 +35,12 @@ from gradwire.collectives.transports.base import (
 from gradwire.collectives.transports.compiled import Programs
 from gradwire.collectives.transports.process_group import process_group
 from gradwire.collectives.transports.requests import Table
-from gradwire.collectives.transports.shared_memory.group import join_host
+from gradwire.collectives.transports.shared_memory.group import join_host, offer_host, sharing
 from gradwire.collectives.transports.shared_memory.transport import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.transports.tcp import TcpTransport, tcp
 
 #: How long all processes of a machine may take to compile the kernels or load them, one after the other.
-_ALL_COMPILE_S = 120.0
+COMPILE_S = 120.0
 
 #: Seconds between two checks whether a message through one part is done, while sends through the other part are moved.
 _POLL_S = 0.0001
@@ -58,7 +58,17 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
     """Connect the members. CPU tensors go through shared memory inside a host, unless any rank refuses it, and over TCP
     between all other ranks, unless any rank lacks the kernels for TCP. All other messages go through the process group.
     timeout_s: without the time to compile kernels. Raises LinkError, OSError or RuntimeError if this fails."""
-    rank, size = membership.rank, membership.size
+    if membership.cards:
+        return _auto(membership, timeout_s)
+    with offered(membership, "offers", timeout_s) as offer:  # for a link that calls this one
+        cards = membership.exchange("offers", offer, time.monotonic() + timeout_s, COMPILE_S)
+        transport = _auto(replace(membership, cards=tuple(cards)), timeout_s)
+        membership.everyones("mapped", b"", time.monotonic() + timeout_s)
+        return transport
+
+
+def _auto(membership: Membership, timeout_s: float) -> Transport:
+    rank, size, cards = membership.rank, membership.size, membership.cards
     with ExitStack() as made:
 
         def backends() -> Transport:
@@ -69,20 +79,12 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
         transport = group
         if "cpu" in membership.device_types and size > 1:
             hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
-            offers = _offers(membership, timeout_s, hosts_are_shared=hosts_are_shared)
-            refusing = [each for each, offer in enumerate(offers) if not offer["memory"]]
+            refusing = [each for each, card in enumerate(cards) if not card["memory"]]
             if hosts_are_shared and rank == 0 and 0 < len(refusing) < size:
                 _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
-            near: SharedMemoryTransport | None = None
-            neighbours: tuple[int, ...] = ()
-            shared = hosts_are_shared and not refusing
-            if shared and (local := join_host(membership, cpu_kernels(), time.monotonic() + timeout_s)) is not None:
-                neighbours = local.members
-                reduces = local.size == size and "cuda" not in membership.device_types
-                near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
-                made.enter_context(closing(near))
+            neighbours = sharing(membership) if hosts_are_shared and not refusing else ()
             far = group
-            without = {each: offer["sockets"] for each, offer in enumerate(offers) if offer["sockets"]}
+            without = {each: card["sockets"] for each, card in enumerate(cards) if card["sockets"]}
             if len(neighbours) < size:
                 if not without:
                     far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
@@ -91,6 +93,15 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                 if without and rank == 0:
                     message = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
                     _log.warning(message, *min(without.items()))
+            near: SharedMemoryTransport | None = None
+            kernels = cpu_kernels() if neighbours else ""
+            if not isinstance(kernels, str):
+                local = join_host(
+                    membership, neighbours, kernels
+                )  # last: a rank that cannot share memory has connected
+                reduces = local.size == size and "cuda" not in membership.device_types
+                near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
+                made.enter_context(closing(near))
             if near is not None or far is not group:
                 programs = None
                 if near is not None and not without:
@@ -101,21 +112,25 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
     return transport
 
 
-def _offers(membership: Membership, timeout_s: float, *, hosts_are_shared: bool) -> list[dict[str, Any]]:
-    """Return for each rank whether it accepts shared memory, and why it has no kernels for TCP (None if it has them).
+@contextmanager
+def offered(membership: Membership, name: str, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Yield this rank's card for auto(), which all ranks call inside: whether it accepts shared memory, why it has no kernels
+    for TCP (None if it has them), and what offer_host() yields. name: of the exchange of the cards.
 
-    When this returns, every rank has compiled its kernels. (During a collective of the backend, compiling would exceed
-    the timeout.) A rank that neither arrives nor compiles is awaited for timeout_s only.
+    Once the cards are exchanged, every rank has compiled its kernels. (During a collective of the backend, compiling would
+    exceed the timeout.) A rank that neither arrives nor compiles is awaited for timeout_s only.
     """
+    if "cpu" not in membership.device_types or membership.size == 1:
+        yield {}
+        return
     memory = shared_memory_wanted(os.environ)
-    with FIRST_USE.together(
-        "up to a minute", begins=lambda: membership.compiles("offers", time.monotonic() + timeout_s)
-    ):
-        if memory and hosts_are_shared:
-            cpu_kernels()
+    hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
+    with FIRST_USE.together("up to a minute", begins=lambda: membership.compiles(name, time.monotonic() + timeout_s)):
+        kernels = cpu_kernels() if memory and hosts_are_shared else "shared memory is not used"
         sockets = cpu_sockets()
-    offer = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
-    return membership.exchange("offers", offer, time.monotonic() + timeout_s, _ALL_COMPILE_S)
+    card = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
+    with offer_host(membership, kernels) as host:
+        yield card | host
 
 
 class _Nowhere(Transport):

@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +49,13 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     rank, check = membership.rank, membership.check
     peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
     with ExitStack() as made:
-        listener = made.enter_context(closing(Listener(membership.address)))
-        cards = [card.decode() for card in membership.everyones("tcp", listener.card.encode(), deadline)]
-        connections = listener.join(rank, peers, cards, membership.secret, deadline, check)
+        cards: Sequence[Mapping[str, Any]] = membership.cards
+        listener = membership.listener
+        if listener is None:
+            listener = made.enter_context(closing(Listener(membership.address)))
+            cards = membership.exchange("tcp", {"data": listener.card}, deadline)
+        addresses = [card["data"] for card in cards]
+        connections = listener.join(rank, peers, addresses, membership.secret, deadline, check)
         for connection in connections.values():
             made.enter_context(connection)
         check_paths(rank, connections, deadline, check)

@@ -9,8 +9,8 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -266,50 +266,56 @@ def _give_back(owner: int, segment: Segment, state_offset: int, members_by_descr
     segment.close()
 
 
-def join_host(membership: Membership, kernels: ModuleType | str, deadline: float) -> LocalGroup | None:
-    """Return the group of this host's ranks; None if this rank is alone on it, or they cannot share memory.
+class Unshared(OSError):
+    """This rank cannot share memory with the other ranks of its host."""
 
-    A collective call of all members. kernels: the result of cpu_kernels(). Either all ranks of a host get a group, or
-    none: each maps the segment that the first of them made, and reports to the others whether it could. If a rank could
-    not, the ranks share no memory, even if their host ids are equal. Raises LinkError if a rank does not arrive before
-    the deadline.
-    """
-    rank = membership.rank
-    members = next(host for host in membership.hosts if rank in host)
-    first, joins = members[0], len(members) > 1
-    nbytes: int = 0 if isinstance(kernels, str) else _Plan(kernels, len(members)).nbytes
-    segment: Segment | None = None
-    group: LocalGroup | None = None
+
+@contextmanager
+def offer_host(membership: Membership, kernels: ModuleType | str) -> Iterator[dict[str, Any]]:
+    """Yield this rank's card for sharing() and join_host(), which all ranks of a host call inside.
+
+    kernels: the result of cpu_kernels(). The first rank of a host offers a segment, or the reason why it has none."""
+    members = next(host for host in membership.hosts if membership.rank in host)
     with ExitStack() as made:
         card: dict[str, Any] = {"pid": os.getpid()}
-        if joins and rank == first:
-            segment, offer = (None, {"why": kernels}) if isinstance(kernels, str) else Segment.offer(nbytes)
-            card |= offer
-            if segment is not None:
-                made.callback(segment.close)
-        cards = membership.exchange("segment", card, deadline)
-        problem = kernels if isinstance(kernels, str) else None
-        if joins and isinstance(kernels, ModuleType):
-            try:
-                if segment is None:
-                    segment = Segment.take(cards[first], nbytes)
-                    made.callback(segment.close)
-                pids = [cards[member]["pid"] for member in members]
-                everyone = len(members) == len(cards) and not membership.beside_others
-                group = LocalGroup(kernels, segment, cards[first]["name"], pids, members, rank, everyone=everyone)
-                made.callback(group.close)
-                for member in members:
-                    if member != rank:
-                        group.watch(member)
-            except OSError as error:
-                problem = str(error)
-        answers = membership.exchange("joined", {"why": problem}, deadline)
-        problems = {member: answers[member]["why"] for member in members if answers[member]["why"]}
-        if group is not None and not problems:
-            made.pop_all()
-            group._segment.seal_off()  # all members have mapped it
-            return group
-        if joins and rank == first:
-            member, why = next(iter(problems.items()))
-            _log.warning("gradwire: ranks %s use sockets instead of shared memory: rank %d: %s", members, member, why)
-    return None
+        if refused := [why for rank, why in membership.unshared.items() if rank in members]:
+            card["why"] = refused[0]
+        elif isinstance(kernels, str):
+            card["why"] = kernels
+        elif members[0] == membership.rank and len(members) > 1:
+            card |= made.enter_context(Segment.offered(_Plan(kernels, len(members)).nbytes))
+        yield card
+
+
+def sharing(membership: Membership) -> tuple[int, ...]:
+    """Return the ranks of this host that share memory; none if this rank is alone on it, or a card says why they do not.
+
+    membership.cards: of offer_host(), by rank."""
+    rank, cards = membership.rank, membership.cards
+    members = next(host for host in membership.hosts if rank in host)
+    problems = {member: cards[member]["why"] for member in members if "why" in cards[member]}
+    if problems and len(members) > 1 and rank == members[0]:
+        member, why = next(iter(problems.items()))
+        _log.warning("gradwire: ranks %s use sockets instead of shared memory: rank %d: %s", members, member, why)
+    return members if len(members) > 1 and not problems else ()
+
+
+def join_host(membership: Membership, members: Sequence[int], kernels: ModuleType) -> LocalGroup:
+    """Return the group of this host's ranks, the result of sharing(). Raises Unshared if this rank cannot map the segment, or
+    detect the end of another rank."""
+    rank, cards = membership.rank, membership.cards
+    with ExitStack() as made:
+        try:
+            segment = Segment.take(cards[members[0]], _Plan(kernels, len(members)).nbytes)
+            made.callback(segment.close)
+            name, pids = cards[members[0]]["name"], [cards[member]["pid"] for member in members]
+            everyone = len(members) == membership.size and not membership.beside_others
+            group = LocalGroup(kernels, segment, name, pids, members, rank, everyone=everyone)
+            made.callback(group.close)
+            for member in members:
+                if member != rank:
+                    group.watch(member)
+        except OSError as error:
+            raise Unshared(str(error)) from error
+        made.pop_all()
+    return group

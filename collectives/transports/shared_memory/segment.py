@@ -8,7 +8,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -49,15 +49,23 @@ class Segment:
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
         """Return a new segment. name: unguessable; open() checks it. Raises OSError if there is too little memory."""
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return cls(_reserve(name, nbytes), nbytes)
+
+    @staticmethod
+    @contextmanager
+    def offered(nbytes: int) -> Iterator[dict[str, Any]]:
+        """Yield a card with which processes, this one included, take() a new segment inside. If the memory cannot be reserved,
+        the card has the reason."""
+        name = f"gradwire-{secrets.token_hex(16)}"
         try:
-            os.fchmod(descriptor, 0o600)
-            os.posix_fallocate(descriptor, 0, nbytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            descriptor = _reserve(name, nbytes)
         except OSError as error:
+            yield {"why": str(error)}
+            return
+        try:
+            yield {"pid": os.getpid(), "descriptor": descriptor, "name": name}
+        finally:
             os.close(descriptor)
-            raise OSError(error.errno, f"cannot reserve {nbytes} bytes of shared memory: {error.strerror}") from error
-        return cls(descriptor, nbytes)
 
     @classmethod
     def offer(
@@ -120,6 +128,19 @@ class Segment:
         if self.address is not None:
             _libc.munmap(self.address, self.nbytes)
             self.address = None
+
+
+def _reserve(name: str, nbytes: int) -> int:
+    """Return the descriptor of a new anonymous file. Raises OSError if there is too little memory."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.posix_fallocate(descriptor, 0, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(error.errno, f"cannot reserve {nbytes} bytes of shared memory: {error.strerror}") from error
+    return descriptor
 
 
 def memory_left(root: Path = Path("/")) -> int:
