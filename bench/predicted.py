@@ -1,8 +1,8 @@
 """`python -m gradwire.bench hosts --hosts 4 --ranks 4 -- predicted -J FILE`: predicted beside measured times of calls.
 
-It measures the links first, as `gradwire tune` does. At each size, calls then correct the selections of the algorithm and of
-the codec, and every algorithm of allreduce and every codec of CODECS runs in turns. A row has the measured and the predicted
-time. The summary compares the selections with the best ones.
+It measures the links and codecs first, as `gradwire tune` and compression="auto" do. At each size, every algorithm of allreduce
+and every codec of CODECS then runs in turns. A row has the measured and the predicted time. The summary compares the selections
+with the best ones.
 `predicted --plot OUT.png FILE...` draws the results that such runs have written.
 """
 
@@ -31,7 +31,6 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.parsing import format_size
 from gradwire.collectives.schedules.cost import Costs
 from gradwire.collectives.schedules.selection import Measured
-from gradwire.collectives.schedules.trial import Trial
 from gradwire.collectives.timed_calls import spend_bursts
 
 #: The length of a turn in predicted seconds, and its greatest number of calls. Calls predicted to take less than _SHORT_S
@@ -51,7 +50,7 @@ class PredictedRow:
     """The times of one algorithm, or of one codec, at one size.
 
     seconds: the time of a call on the slowest rank, the median over turns. predicted_s: the time by the model. chosen: without a
-    codec, whether 'auto' runs this algorithm; with a codec, whether it is the one that calls and predictions select. The
+    codec, whether 'auto' runs this algorithm; with a codec, whether it is the one that is predicted to be fastest. The
     algorithm of a row with a codec is the one that 'auto' runs without one. first_s: as `seconds`, by the first measurement of a
     case that was measured twice."""
 
@@ -90,16 +89,11 @@ def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> 
     tensor = comm.empty(nbytes // 4).zero_()
     costs = measured.costs
     predicted = {(name, "none"): seconds for seconds, name in measured.ranked("allreduce", nbytes)}
-    trial = measured.trial(nbytes)
-    spend_bursts(comm, costs)
-    if trial is not None:
-        while not trial.settled:  # calls correct the choice of 'auto', as the first steps of a training do
-            comm.allreduce(tensor)
     auto = comm.chosen("allreduce", nbytes)
     auto_s = predicted[auto, "none"]
     by_codec = {"none": auto_s} | {each: comm.predict(nbytes // 4, compression=each) for each in CODECS}
     timer = _row_of(comm, costs, max(1, min(_MOST_CALLS, int(_TURN_S / auto_s))))
-    codec = _codec({("auto", each): _call(comm, tensor, ("auto", each)) for each in by_codec}, timer, by_codec)
+    codec = min(by_codec, key=by_codec.__getitem__)
     predicted |= {("auto", each): by_codec[each] for each in CODECS}
     calls = {case: _call(comm, tensor, case) for case in predicted}
     turns = turns if auto_s >= _SHORT_S else 3 * turns
@@ -147,18 +141,6 @@ def _in_turns(calls: Mapping[Case, Callable[[], object]], timer: Timer, turns: i
     """Return the seconds of each call: of the slowest rank, the median over turns. Collective."""
     seconds, _ = take_turns(list(calls.values()), timer, Protocol(turns, warmup_iters=1, check_iters=0))
     return dict(zip(calls, slowest_rank(np.median(seconds, axis=1), CPU).tolist(), strict=True))
-
-
-def _codec(calls: Mapping[Case, Callable[[], object]], timer: Timer, predicted: Mapping[str, float]) -> str:
-    """Return the codec that is predicted to be fastest, or "none", after calls have corrected the prediction. In a training,
-    steps correct it. A collective call."""
-    ranked = sorted((seconds, name) for name, seconds in predicted.items())
-    trial = Trial(ranked, ranked[0][1])
-    while not trial.settled:
-        medians = trial.note(timer(calls["auto", trial.choice]))
-        if medians is not None:
-            trial.judge(slowest_rank(np.array(medians), CPU).tolist())
-    return trial.choice
 
 
 def summary(rows: Sequence[PredictedRow]) -> str:

@@ -175,7 +175,7 @@ class Communicator(Tuned):
         self._costs: Costs | None = None
         try:
             if tuned is not None:
-                self._choose_by(self._read(tuned, tuning), corrects=False)  # runs with a file keep their bits
+                self._choose_by(self._read(tuned, tuning))
             elif tuning == "1" and transport.quick and len(self.topology.hosts) > 1:
                 self.tune()
         except BaseException as error:
@@ -216,8 +216,7 @@ class Communicator(Tuned):
     def tables(self) -> dict[str, Table]:
         """Return, by verb, the table from which 'auto' takes the algorithm for a message size: gradwire's own table, or that of
         an environment variable such as COLLECTIVES_ALLREDUCE. After tune(), gradwire's own table is only the default: 'auto'
-        runs another algorithm if the measurement predicts that it takes at least 5 % less time than the table's. The
-        times of the first allreduces of a size may correct this choice: see tune()."""
+        runs another algorithm if the measurement predicts that it takes at least 5 % less time than the table's."""
         return dict(self._engine.plans.tables)
 
     def chosen(self, collective: str, nbytes: int, compression: str | Codec | None = None, device: str = "cpu") -> str:
@@ -227,7 +226,7 @@ class Communicator(Tuned):
         """
         made = make_codec(compression) if compression is not None else None
         if made is None or made.name == "none":
-            return self._engine.plans.corrected(collective, "auto", nbytes, on_gpu=device == "cuda")
+            return self._engine.plans.choose(collective, "auto", nbytes, on_gpu=device == "cuda")
         code_bytes = made.wire_bytes(nbytes // 4)
         return self._engine.plans.choose_for_codec(
             made, "auto", code_bytes, with_feedback=made.needs_feedback, on_gpu=device == "cuda"

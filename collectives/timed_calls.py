@@ -5,6 +5,8 @@ A walk over the messages of a Program ignores wake-ups, caches, and the verb's o
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -12,6 +14,7 @@ from statistics import median
 import torch
 
 from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.parsing import format_size
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.cost import CallCost, Costs
 from gradwire.collectives.schedules.walk import predict
@@ -34,12 +37,19 @@ large calls than there are."""
 _LONGEST_CODED_S = 0.01
 """What a large call between hosts may be predicted to take. If it takes longer, the links are slow and decide its time."""
 
+_RIVALS_INSIDE, _RIVALS_BETWEEN = (4 << 10, 128 << 10, 2 << 20), (64 << 10, 256 << 10, 4 << 20)
+"""More sizes, at which only rivals are timed: algorithms that predictions cannot separate."""
+_NEAR, _LONGEST_RIVAL_S = 1.25, 0.01
+"""The most predicted time of a rival, as a multiple of the fastest one's, and in seconds."""
+
 #: A turn makes calls of every algorithm and size, of each for about so long, but not more than the most calls, nor fewer than the
 #: least if they are small: the first calls of a row wake up ranks, so short rows seem slower than a training's calls.
 _TURNS, _TURN_S, _LEAST_CALLS, _MOST_CALLS = 3, 0.01, 4, 32
 
 #: A link's own algorithm is assumed to be this many times as fast as the fastest other one.
 _OWN_FASTER = 8
+
+_log = logging.getLogger("gradwire")
 
 
 def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment_bytes: int) -> tuple[CallCost, ...]:
@@ -50,6 +60,7 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
     """
     inside = len(costs.hosts) == 1
     sizes = _INSIDE if inside else _BETWEEN
+    cases = [(name, nbytes) for nbytes in sizes for name in names]
 
     def seconds_of(name: str, nbytes: int) -> float:
         if name in PLANNERS["allreduce"]:
@@ -57,19 +68,45 @@ def time_calls(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment
         others = [seconds_of(other, nbytes) for other in names if other in PLANNERS["allreduce"]]
         return min(others, default=_LONGEST_INSIDE_S) / _OWN_FASTER
 
-    def number(name: str, nbytes: int) -> int:
-        longest_s = _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
-        shortest_s = nbytes * max(costs.uplinks)  # an uplink carries the buffer at least once
-        if name in PLANNERS["allreduce"]:
-            shortest_s = max(shortest_s, costs.call_s)
-        if nbytes != sizes[0] and shortest_s > longest_s:
-            return 0
-        seconds = seconds_of(name, nbytes)
-        return _number(seconds, nbytes) if seconds <= longest_s or nbytes == sizes[0] else 0
+    def longest_s(nbytes: int) -> float:
+        if nbytes == sizes[0]:
+            return math.inf
+        return _LONGEST_INSIDE_S if inside else _LONGEST_BETWEEN_S if nbytes <= _SMALL else _LONGEST_LARGE_S
 
-    calls = _numbers(verbs, names, sizes, number)
-    # Other work on a host makes calls longer and never shorter.
-    return _call_costs(_in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name), min))
+    def at_least_s(name: str, nbytes: int) -> float:
+        """Return the predicted seconds, or a bound of them if that is too long already: then nobody needs the prediction."""
+        bound_s = nbytes * max(costs.uplinks)  # an uplink carries the buffer at least once
+        if name in PLANNERS["allreduce"]:
+            bound_s = max(bound_s, costs.call_s)
+        return bound_s if bound_s > longest_s(nbytes) else seconds_of(name, nbytes)
+
+    predicted = _shared(verbs, cases, at_least_s)
+    calls = {case: _number(seconds, case[1]) for case, seconds in predicted.items() if seconds <= longest_s(case[1])}
+    return _call_costs(_timed(verbs, costs, calls))
+
+
+def time_rivals(verbs: SharedTensors, costs: Costs, names: Sequence[str], segment_bytes: int) -> tuple[CallCost, ...]:
+    """Time the algorithms that predictions cannot separate, at a few more sizes, and return the measured times of all
+    algorithms, these included, the same on all ranks. A collective call; raises what allreduce raises.
+
+    names: of algorithms that time_calls() has timed. costs: with their measured times.
+    """
+    known = {(call.algorithm, nbytes): seconds for call in costs.calls for nbytes, seconds in call.measured}
+    sizes = _RIVALS_INSIDE if len(costs.hosts) == 1 else _RIVALS_BETWEEN
+    cases = [(name, nbytes) for nbytes in sizes for name in names]
+    predicted = _shared(verbs, cases, lambda name, nbytes: predict(costs, "allreduce", name, nbytes, segment_bytes))
+    calls: dict[tuple[str, int], int] = {}
+    for nbytes in sizes:
+        most_s = min(_LONGEST_RIVAL_S, _NEAR * min(predicted[name, nbytes] for name in names))
+        rivals = {case: predicted[case] for name in names if predicted[case := (name, nbytes)] <= most_s}
+        if len(rivals) > 1:
+            calls.update({case: _number(seconds, nbytes) for case, seconds in rivals.items()})
+    taken = _timed(verbs, costs, calls)
+    if verbs.rank == 0:
+        for (name, nbytes), seconds in taken.items():
+            times = f"{1e3 * seconds:.3g} ms ({1e3 * predicted[name, nbytes]:.3g} predicted)"
+            _log.info("gradwire: allreduce of %s: %s takes %s", format_size(nbytes), name, times)
+    return _call_costs(known | taken)
 
 
 def time_codecs(
@@ -83,11 +120,13 @@ def time_codecs(
     named = {codec.identity: codec for codec in codecs}
     inside = len(costs.hosts) == 1
 
-    def number(name: str, nbytes: int) -> int:
-        seconds = predict(nbytes // 4, named[name])
-        return _number(seconds, nbytes) if inside or nbytes <= _SMALL or seconds <= _LONGEST_CODED_S else 0
-
-    calls = _numbers(verbs, list(named), _CODED_INSIDE if inside else _CODED_BETWEEN, number)
+    cases = [(name, nbytes) for nbytes in (_CODED_INSIDE if inside else _CODED_BETWEEN) for name in named]
+    predicted = _shared(verbs, cases, lambda name, nbytes: predict(nbytes // 4, named[name]))
+    calls = {
+        (name, nbytes): _number(seconds, nbytes)
+        for (name, nbytes), seconds in predicted.items()
+        if inside or nbytes <= _SMALL or seconds <= _LONGEST_CODED_S
+    }
     # Not the minimum: in a lucky turn, ranks that share cores do not encode at the same time.
     return _call_costs(
         _in_turns(
@@ -104,17 +143,14 @@ def spend_bursts(verbs: SharedTensors, costs: Costs) -> None:
         verbs.allreduce(torch.zeros(2 * costs.burst_bytes // 4, dtype=torch.float32, device="cpu"), algorithm="ring")
 
 
-def _numbers(
-    verbs: SharedTensors, names: Sequence[str], sizes: Sequence[int], number: Callable[[str, int], int]
-) -> dict[tuple[str, int], int]:
-    """Return how many calls of each name and size a turn makes, if any. Each rank computes a part of the predictions that this
-    takes."""
-    cases = [(name, nbytes) for nbytes in sizes for name in names]
-    mine = [number(*case) if index % verbs.size == verbs.rank else 0 for index, case in enumerate(cases)]
-    # In the dtype of the times, so that the arithmetic of one dtype is compiled.
-    numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
-    verbs.allreduce(numbers, algorithm="recursive_doubling")
-    return {case: int(each) for case, each in zip(cases, numbers.tolist(), strict=True) if each}
+def _shared(
+    verbs: SharedTensors, cases: Sequence[tuple[str, int]], predict: Callable[[str, int], float]
+) -> dict[tuple[str, int], float]:
+    """Return the predicted seconds of each name and size, the same on all ranks. Each rank computes a part of them."""
+    mine = [predict(*case) if index % verbs.size == verbs.rank else 0.0 for index, case in enumerate(cases)]
+    seconds = torch.tensor(mine, dtype=torch.float64, device="cpu")
+    verbs.allreduce(seconds, algorithm="recursive_doubling")
+    return dict(zip(cases, seconds.tolist(), strict=True))
 
 
 def _number(seconds: float, nbytes: int) -> int:
@@ -127,6 +163,12 @@ def _call_costs(taken: Mapping[tuple[str, int], float]) -> tuple[CallCost, ...]:
     for (name, nbytes), seconds in sorted(taken.items()):
         by_name.setdefault(name, []).append((nbytes, seconds))
     return tuple(CallCost("allreduce", name, tuple(points)) for name, points in by_name.items())
+
+
+def _timed(verbs: SharedTensors, costs: Costs, calls: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], float]:
+    """Return how long an allreduce by each algorithm and of each size takes. calls: how many a turn makes."""
+    # Other work on a host makes calls longer and never shorter.
+    return _in_turns(verbs, costs, calls, lambda part, name: verbs.allreduce(part, algorithm=name), min)
 
 
 def _in_turns(

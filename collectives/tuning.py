@@ -17,7 +17,7 @@ from gradwire.collectives.schedules.cost import CallCost, Costs, TuningError
 from gradwire.collectives.schedules.selection import Measured, planned
 from gradwire.collectives.schedules.topology import Machine, Topology
 from gradwire.collectives.shared_tensors import SharedTensors
-from gradwire.collectives.timed_calls import time_calls, time_codecs
+from gradwire.collectives.timed_calls import time_calls, time_codecs, time_rivals
 
 _log = logging.getLogger("gradwire")
 
@@ -36,18 +36,21 @@ class Tuned(SharedTensors):
         takes half a second or more, and longer if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator
         over several hosts calls it, if gradwire's TCP link connects the hosts.
 
-        After that, the first allreduces of a size on the CPU are timed. If their time differs from the prediction, or if
-        another algorithm is predicted to be about as fast, the next allreduces of this size also try other algorithms: up to
-        two, or up to four if an allreduce is predicted to take at most 2 ms, and in this case those nearly as fast as the
-        fastest once more. 'auto' then changes to the fastest if that saves more than 5 % of the time. If COLLECTIVES_TUNING
-        names a file of measurements, the selection by this file is not corrected in this way, so that all runs with the file
-        give the same bits.
+        The measurement includes the time of allreduces by each algorithm at a few sizes. At a few more sizes, it times the
+        algorithms whose predictions differ by less than 25 %, if an allreduce is predicted to take at most 10 ms. These times
+        correct the predictions, so 'auto' selects by them. Later calls do not change the selection: all calls of a size run the
+        same algorithm until the next tune(), and runs with the same file of measurements give the same bits.
         """
         codecs = self._costs.codecs if self._costs is not None else ()
         costs = replace(self._probe().run(), codecs=codecs)
-        self._choose_by(costs, corrects=True)  # which may change what the timed calls run
+        self._choose_by(costs)  # which may change what the timed calls run
         costs = replace(costs, calls=self._timed_calls(costs))
-        self._choose_by(costs, corrects=True)
+        if "allreduce" not in self._engine.plans.by_hand:
+            rivals = time_rivals(
+                self, costs, [call.algorithm for call in costs.calls], self._engine.plans.segment_bytes
+            )
+            costs = costs.with_calls(rivals)
+        self._choose_by(costs)
         if self.topology.rank == 0:
             for line in costs.slow():
                 _log.warning("gradwire: %s", line)
@@ -123,9 +126,9 @@ class Tuned(SharedTensors):
             source, self.topology.hosts, [self._machines[host[0]].description for host in self.topology.hosts]
         )
 
-    def _choose_by(self, costs: Costs, *, corrects: bool) -> None:
+    def _choose_by(self, costs: Costs) -> None:
         self._costs = costs
-        self._engine.choose_by(costs, corrects=corrects)
+        self._engine.choose_by(costs)
 
 
 def text_of(tuning_file: str) -> str | TuningError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -29,10 +27,7 @@ from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.cost import Costs
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.spans import Layout, consecutive
-from gradwire.collectives.schedules.trial import Trial
 from gradwire.collectives.transports.base import CodesRun, Request, Transport, Whole
-
-_log = logging.getLogger("gradwire")
 
 _REMEMBERED_CALLS = 256
 
@@ -347,49 +342,10 @@ class Engine:
         self.over_buffer(turn, "broadcast", "tree", sent, is_own=True)
         return bytes(sent.tolist()).decode()
 
-    def choose_by(self, costs: Costs, *, corrects: bool) -> None:
+    def choose_by(self, costs: Costs) -> None:
         """Let 'auto' choose by measured costs from now on, also for calls that repeat() remembers. See Measured."""
-        self.plans.choose_by(costs, corrects=corrects)
+        self.plans.choose_by(costs)
         self._calls.clear()
-
-    def trial(self, algorithm: str, like: torch.Tensor, nbytes: int) -> Trial | None:
-        """Return the Trial that corrects the choice of 'auto' for an allreduce, or None. There is none on a GPU, since there
-        the time of a call includes earlier work on its stream."""
-        return self.plans.trial(nbytes) if algorithm == "auto" and like.is_cpu else None
-
-    def timed(self, turn: Turn, trial: Trial, buffer: torch.Tensor, exchange: Callable[[torch.Tensor], None]) -> None:
-        """Exchange a buffer, and time the exchange for a trial. After a measurement, all ranks agree on its time and on the
-        next choice.
-
-        Before a short call, exchanges of zeros in the same memory are timed in its place. A barrier precedes the exchange of a
-        long call, so that its time does not include waits for a rank that is late or that left the previous call late:
-        algorithms differ in which ranks leave first."""
-        if trial.settled:
-            exchange(buffer)
-            return
-        if trial.repetitions:
-            numbers = buffer.clone()
-            try:
-                buffer.zero_()
-                exchange(buffer)  # ranks begin the next one together
-                began = time.perf_counter()
-                for _ in range(trial.repetitions):
-                    exchange(buffer)
-                seconds = (time.perf_counter() - began) / trial.repetitions
-            finally:
-                buffer.copy_(numbers)
-            exchange(buffer)
-        else:
-            self.meet(turn)
-            began = time.perf_counter()
-            exchange(buffer)
-            seconds = time.perf_counter() - began
-        taken = trial.note(seconds)
-        if taken is not None:
-            ranks = self.table(turn, [round(1e9 * each) for each in taken])
-            outcome = trial.judge([max(each) / 1e9 for each in zip(*ranks, strict=True)])
-            if self.rank == 0:
-                _log.info("gradwire: %s", outcome)
 
     def run_whole(self, turn: Turn, whole: Whole, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Run a verb that the link has prepared."""

@@ -28,7 +28,6 @@ from gradwire.collectives.schedules.spans import (
     split_aligned,
 )
 from gradwire.collectives.schedules.topology import Topology
-from gradwire.collectives.schedules.trial import Trial
 from gradwire.collectives.schedules.walk import Leg, busiest_uplink_s, corrected, in_segments, predict, price
 
 _Planned = TypeVar("_Planned")
@@ -117,13 +116,11 @@ class Plans:
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
         self._lock = threading.RLock()  # reentrant: making a plan requires other plans
 
-    def choose_by(self, costs: Costs, *, corrects: bool) -> None:
-        """Let 'auto' choose by measured costs from now on. corrects: see Measured."""
+    def choose_by(self, costs: Costs) -> None:
+        """Let 'auto' choose by measured costs from now on."""
         rank = self._place.rank
-        names, segment_bytes = self._algorithms, self.segment_bytes
-        corrects &= "allreduce" not in self.by_hand
         with self._lock:
-            self.measured = Measured(costs, names, segment_bytes, self.usual, corrects=corrects, logs=rank == 0)
+            self.measured = Measured(costs, self._algorithms, self.segment_bytes, self.usual, logs=rank == 0)
             self._place = costs.place(rank)
             self._planned.clear()  # plans may depend on which links are slow
 
@@ -132,20 +129,6 @@ class Plans:
         if collective not in self._algorithms:
             raise ValueError(f"no collective is called {collective!r}; known are {', '.join(self._algorithms)}")
         return self._algorithms[collective]
-
-    def trial(self, nbytes: int) -> Trial | None:
-        """Return the Trial that corrects the choice of 'auto' for an allreduce, or None. All ranks must call this in the same
-        order."""
-        if self.measured is None:
-            return None
-        with self._lock:
-            return self.measured.trial(nbytes)
-
-    def corrected(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool) -> str:
-        """Return the result of choose(), corrected by the trials so far. Ranks may differ, since some may be a call ahead."""
-        if algorithm == "auto" and collective == "allreduce" and self.measured is not None and not on_gpu:
-            algorithm = self.measured.corrected(nbytes) or algorithm
-        return self.choose(collective, algorithm, nbytes, on_gpu=on_gpu)
 
     def choose(self, collective: str, algorithm: str, nbytes: int, *, on_gpu: bool) -> str:
         """Return the algorithm, with 'auto' resolved. on_gpu: whether the tensors are CUDA tensors. Raises ValueError for an
@@ -204,7 +187,7 @@ class Plans:
     def wire_bytes(self, collective: str, nbytes: int, algorithm: str, codec: Codec | None) -> int | None:
         """See Communicator.wire_bytes."""
         if codec is None:
-            name = self.corrected(collective, algorithm, nbytes, on_gpu=False)
+            name = self.choose(collective, algorithm, nbytes, on_gpu=False)
         else:
             numel, nbytes = nbytes // 4, codec.wire_bytes(nbytes // 4)
             name = self.choose_for_codec(codec, algorithm, nbytes, with_feedback=False, on_gpu=False)

@@ -15,15 +15,11 @@ from gradwire.collectives.parsing import format_size, parse_size
 from gradwire.collectives.schedules.algorithms import BETWEEN_HOSTS, PLANNERS
 from gradwire.collectives.schedules.cost import Costs
 from gradwire.collectives.schedules.topology import Topology
-from gradwire.collectives.schedules.trial import Trial
 from gradwire.collectives.schedules.walk import predict
 
 #: Another algorithm replaces the usual one only if it takes at most this share of its time, so that the choice among nearly
 #: equal algorithms does not change from run to run.
 _WORTH_IT = 0.95
-
-#: The maximum number of call sizes with a Trial: more than a training has buckets.
-_MOST_TRIALS = 64
 
 #: How many powers of two table() covers.
 _SHOWN_POWERS = 27
@@ -162,8 +158,7 @@ class Measured:
     so they make the same choices.
 
     usual: returns the choice of the hand-made table. algorithms: the algorithm names of each verb. segment_bytes: the maximum
-    size of a segment. corrects: whether the times of calls may correct predictions (see Trial). logs: whether this rank logs
-    the choices.
+    size of a segment. logs: whether this rank logs the choices.
     """
 
     def __init__(
@@ -173,16 +168,13 @@ class Measured:
         segment_bytes: int,
         usual: Callable[[str, int], str],
         *,
-        corrects: bool = False,
         logs: bool = False,
     ) -> None:
         self.costs = costs
         self._segment_bytes = segment_bytes
         self._usual = usual
-        self._corrects = corrects
         self._logs = logs
         self._chosen: dict[tuple[str, int], str] = {}
-        self._trials: dict[int, Trial] = {}  # by exact size, since predictions must be right within a tenth
         self._names = {
             verb: [
                 *planned(verb, names, costs.hosts),
@@ -205,24 +197,6 @@ class Measured:
         stops = [start for start, _ in changes[1:]]
         return tuple(Range(name, start, stop) for (start, name), stop in zip(changes, [*stops, None], strict=True))
 
-    def trial(self, nbytes: int) -> Trial | None:
-        """Return the Trial that corrects the choice for an allreduce of nbytes by the times of calls, or None."""
-        if self._corrects and nbytes not in self._trials and len(self._trials) < _MOST_TRIALS:
-            chosen = self.choose("allreduce", nbytes)
-            self._trials[nbytes] = Trial(self.ranked("allreduce", nbytes), chosen, f"allreduce of {nbytes} bytes")
-        return self._trials.get(nbytes)
-
-    def stop_correcting(self) -> None:
-        """Begin no Trial from now on, and stop unfinished ones. All ranks must call this between the same calls."""
-        self._corrects = False
-        for trial in self._trials.values():
-            trial.stop()
-
-    def corrected(self, nbytes: int) -> str | None:
-        """Return the current choice of the Trial for an allreduce of nbytes; None if no Trial has begun."""
-        trial = self._trials.get(nbytes)
-        return None if trial is None else trial.choice
-
     def ranked(self, verb: str, nbytes: int) -> list[tuple[float, str]]:
         """Return a verb's algorithms with their predicted seconds, the fastest first."""
         return sorted(
@@ -236,6 +210,9 @@ class Measured:
         if usual not in names or len(names) == 1:
             return usual
         ranked = self.ranked(verb, nbytes)
+        # Where calls of this very size were timed, an algorithm without a time was predicted to be slower.
+        timed = [each for each in ranked if nbytes in dict(self.costs.measured(verb, each[1]))]
+        ranked = timed or ranked
         chosen = ranked[0][1]
         if any(name == usual and ranked[0][0] > _WORTH_IT * seconds for seconds, name in ranked):
             chosen, why = usual, "the default, and none is much faster"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -227,52 +226,31 @@ class Reductions(Ranks):
             fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         groups = list(fused.values())
         sizes = [sum(t.nbytes for t in group) for group in groups]
-        trials = [
-            engine.trial(algorithm, group[0], nbytes) if spans is None else None
+        chosen = [
+            # The shares of halves do not depend on the device.
+            engine.plans.choose("allreduce", algorithm, nbytes, on_gpu=spans is None and group[0].is_cuda)
             for group, nbytes in zip(groups, sizes, strict=True)
         ]
-        # Read before the choice: the queue's thread may end a trial meanwhile, and a trial settles after its last choice.
-        is_settled = all(trial is None or trial.settled for trial in trials)
-        chosen = [
-            engine.plans.choose(
-                "allreduce",
-                algorithm if trial is None else trial.choice,
-                nbytes,
-                on_gpu=spans is None and group[0].is_cuda,  # the shares of halves do not depend on the device
-            )
-            for group, nbytes, trial in zip(groups, sizes, trials, strict=True)
-        ]
-        # The state of a trial may differ among ranks here, because earlier calls may still be in flight.
-        names = [choice if trial is None else algorithm for choice, trial in zip(chosen, trials, strict=True)]
-        text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(names)})"
+        text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(chosen)})"
         call = DescribedCall(text, verb)
         if spans is None:
             sketches = [arguments.sketch(tensor) for tensor in tensors]
             joinable = reduction.op in ("sum", "average")
             call = DescribedCall(text, verb, sketches, joinable=joinable, algorithm=algorithm, **vars(reduction))
 
-        def ready(index: int) -> Whole | None:
-            group = groups[index]
-            return engine.whole(verb, chosen[index], group[0], sum(t.numel() for t in group), reduction.op)
-
-        wholes = [ready(index) for index in range(len(groups))]
+        wholes = [
+            engine.whole(verb, choice, group[0], sum(t.numel() for t in group), reduction.op)
+            for group, choice in zip(groups, chosen, strict=True)
+        ]
 
         def body(turn: Turn) -> None:
-            for index, (group, trial) in enumerate(zip(groups, trials, strict=True)):
-                if trial is not None and trial.choice != chosen[index]:
-                    chosen[index] = trial.choice
-                    wholes[index] = ready(index)
-                choice, whole = chosen[index], wholes[index]
+            for group, choice, whole in zip(groups, chosen, wholes, strict=True):
                 buffer = engine.buffer(*group)
                 reduction.begin(buffer.flat)
-                exchange = partial(engine.over_buffer, turn, collective, choice, op=reduction.op, whole=whole)
-                if trial is None:
-                    exchange(buffer.flat)
-                else:
-                    engine.timed(turn, trial, buffer.flat, exchange)
+                engine.over_buffer(turn, collective, choice, buffer.flat, reduction.op, whole=whole)
                 for part in [buffer.flat] if spans is None else [buffer.flat[s.start : s.stop] for s in spans]:
                     reduction.end(part, engine.size, is_average=whole is not None)
                 buffer.store()
 
-        alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled and is_settled else None
+        alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled else None
         return Planned(call, body, alone)

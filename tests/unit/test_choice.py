@@ -16,7 +16,7 @@ from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.engine.plans import Plans, legal_algorithms
 from gradwire.collectives.schedules.cost import CodecCost, Costs, LinkCost
-from gradwire.collectives.schedules.selection import Measured, default_table
+from gradwire.collectives.schedules.selection import default_table
 from gradwire.collectives.schedules.topology import Topology
 from gradwire.trainer.reducer import choice
 from gradwire.trainer.reducer.choice import COUNTED, SKIPPED, WINDOW, Choice
@@ -38,7 +38,6 @@ class Described:
         self.others: list[list[float]] = []
         self.asked = 0
         self.mine: list[list[float]] = []
-        self.measured: Measured | None = None
 
     def measure_codecs(self, codecs: Sequence[Codec], device: str) -> None:
         speeds = [CodecCost(each.identity, CODEC_BYTE_S[each.name], CODEC_BYTE_S[each.name]) for each in codecs]
@@ -157,19 +156,6 @@ def test_a_rank_that_has_joined_follows_without_steps_of_its_own() -> None:
     joined.follow(0, 1.0)
     joined.follow(SKIPPED + COUNTED, 1.0, counts=False)
     assert communicator.mine == [[]]
-
-
-def test_algorithms_are_no_longer_tried_beside_codecs() -> None:
-    communicator = Described(2.5e8)
-    names = {"allreduce": ("ring", "rsag")}
-    communicator.measured = Measured(communicator.costs, names, 96 << 10, lambda *_: "ring", corrects=True)
-    trial = communicator.measured.trial(1 << 20)
-    assert trial is not None
-    assert communicator.measured.corrected(1 << 20) is not None
-    chosen(communicator, "int8")
-    assert trial.settled
-    assert communicator.measured.corrected(1 << 20) == communicator.measured.choose("allreduce", 1 << 20)
-    assert communicator.measured.trial(1 << 21) is None
 
 
 def test_a_hopeless_rival_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

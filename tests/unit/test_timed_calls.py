@@ -12,6 +12,7 @@ from gradwire.collectives import timed_calls
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.schedules.cost import Cores, Costs, LinkCost
+from gradwire.collectives.schedules.selection import Measured
 from gradwire.collectives.shared_tensors import SharedTensors
 
 BYTES_S, BURST_BYTES, SOFTWARE_S, ENCODING_S = 12.5e6, 128 << 10, 5e-5, 8e-4
@@ -93,14 +94,56 @@ def test_of_uneven_turns_the_fastest_counts_but_the_median_with_a_codec(monkeypa
     assert set(dict(coded.measured).values()) == {2.0}
 
 
-def test_ranks_compute_the_numbers_of_calls_together() -> None:
+class ByAlgorithm(Shaped):
+    """Every algorithm takes its own time, which no prediction knows."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self.sizes: set[tuple[str, int]] = set()
+
+    def allreduce(self, tensor: torch.Tensor, *_: str, algorithm: str = "", **__: Any) -> None:
+        if tensor.dtype is not torch.float64:
+            self.now_s += self._seconds[algorithm]
+            self.sizes.add((algorithm, tensor.nbytes))
+
+
+def test_algorithms_that_predictions_cannot_separate_are_timed_and_the_fastest_is_selected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = ByAlgorithm({"ring": 3e-3, "rsag": 1e-3, "tree": 1e-4})
+    verbs = cast(SharedTensors, link)
+    monkeypatch.setattr(timed_calls.time, "perf_counter", lambda: link.now_s)
+    names, segment_bytes = ["ring", "rsag", "tree"], 96 << 10
+    costs = replace(
+        COSTS,
+        between=replace(COSTS.between, byte_s=1e-8),
+        hosts=tuple((rank,) for rank in range(4)),  # where a tree sends more bytes, and the other two equally many
+        machines=("a machine",) * 4,
+        uplinks=(1e-8,) * 4,
+        cores=(),
+        slowness=(1.0,) * 4,
+        burst_bytes=0,
+    )
+
+    def selected() -> str:
+        measured = Measured(costs, {"allreduce": names}, segment_bytes, lambda *_: "ring")
+        return measured.choose("allreduce", 256 << 10)
+
+    assert selected() == "ring"
+    costs = costs.with_calls(timed_calls.time_rivals(verbs, costs, names, segment_bytes))
+    assert {name for name, nbytes in link.sizes if nbytes == 256 << 10} == {"ring", "rsag"}
+    assert selected() == "rsag"
+
+
+def test_ranks_compute_predictions_together() -> None:
     """Each rank adds zeros for the predictions of the others, so the parts of two ranks are those of one."""
 
-    def numbers(rank: int, size: int) -> dict[tuple[str, int], int]:
+    def parts(rank: int, size: int) -> list[float]:
         verbs = Shaped()
         verbs.rank, verbs.size = rank, size
-        return timed_calls._numbers(cast(SharedTensors, verbs), ["ring", "tree", "rsag"], [1, 2], lambda name, n: 7 * n)
+        cases = [(name, nbytes) for nbytes in (1, 2) for name in ("ring", "tree", "rsag")]
+        return [*timed_calls._shared(cast(SharedTensors, verbs), cases, lambda name, nbytes: 7.0 * nbytes).values()]
 
-    first, second = numbers(0, 2), numbers(1, 2)
-    assert not first.keys() & second.keys()
-    assert first | second == numbers(0, 1)
+    assert [sum(both) for both in zip(parts(0, 2), parts(1, 2), strict=True)] == parts(0, 1)
+    assert 0.0 not in parts(0, 1)

@@ -13,15 +13,23 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.matrices import MatrixCodec
-from gradwire.collectives.schedules.trial import CLOSE, COUNTED, HOPELESS, SKIPPED
 from gradwire.trainer.reducer.compression import Auto, Cast, Compression, Encoding, encoding_for
 from gradwire.trainer.reducer.setup import Combination
 
 Size: TypeAlias = tuple[int, torch.dtype]
 """The number of elements of a bucket, and their dtype."""
 
+SKIPPED, COUNTED = 2, 7
+"""The number of first steps that are not timed, since they touch new memory and make plans, and of steps that are timed."""
+
 WINDOW = 1 + SKIPPED + COUNTED
 """Steps from one change to the next."""
+
+_CLOSE = 0.1
+"""Predictions with a relative error of at most this are not corrected."""
+
+_HOPELESS = 2.0
+"""Candidates whose predicted time is more than this multiple of the measured time are not tried."""
 
 _NEAR = 0.97
 """Codecs replace an uncompressed exchange only if steps then take less than this share of their time."""
@@ -47,8 +55,6 @@ class Choice:
         self._communicator = combination.communicator
         self._in_shares = combination.in_shares
         self._communicator.measure_codecs(filter(None, map(_codec_of, auto.allowed)), device_type)
-        if (measured := self._communicator.measured) is not None:
-            measured.stop_correcting()  # trials of algorithms would lengthen the steps that are measured
         self._warmup_steps = max(kind.warmup_steps if isinstance(kind, Encoding) else 0 for kind in auto.allowed)
         self._predicted: dict[Size, dict[Cast | Encoding, float]] = {}
         self._everywhere: Cast | Encoding | None = None
@@ -108,8 +114,8 @@ class Choice:
             self._report(f"the exchanges of a step take {_ms(exchange_s)} ({_ms(predicted_s)} predicted)")
             totals = {kind: sum(self._ranked(size)[kind] for size in sizes) for kind in self.candidates}
             others = [kind for kind in totals if any(kind != self._best(size) for size in sizes)]
-            is_off = abs(exchange_s - predicted_s) > CLOSE * predicted_s
-            rivals = [kind for kind in others if is_off and totals[kind] <= HOPELESS * exchange_s]
+            is_off = abs(exchange_s - predicted_s) > _CLOSE * predicted_s
+            rivals = [kind for kind in others if is_off and totals[kind] <= _HOPELESS * exchange_s]
             self._rivals = sorted(rivals, key=totals.__getitem__)
         codes = any(self._best(size) != Compression.none for size in sizes)
         self._taken.append((step_s, before, step_s if codes else _NEAR * step_s))

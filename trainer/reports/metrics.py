@@ -29,8 +29,8 @@ _ERROR_EVERY = 10
 class BucketChoice:
     """Describes how the next step exchanges a bucket of gradients; during the warm-up of a codec, the first step after it.
 
-    nbytes: the uncompressed bytes. algorithm: "auto" with PowerSGD, which runs several sums. While calls correct the selection
-    of the algorithm, it changes from call to call. codec: "none" without one."""
+    nbytes: the uncompressed bytes. algorithm: "auto" with PowerSGD, which runs several sums.
+    codec: "none" without one."""
 
     nbytes: int
     algorithm: str
