@@ -25,11 +25,6 @@ def described(tensor: torch.Tensor) -> str:
     return f"{dtype_name(tensor)}{list(tensor.shape)}"
 
 
-def sketch(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> tuple[Sequence[int], torch.dtype, str]:
-    """Return shape, dtype and device type, from which a joined rank makes zeros. shape: replaces the tensor's."""
-    return tensor.shape if shape is None else shape, tensor.dtype, tensor.device.type
-
-
 def signature(text: str, lengths: Sequence[int]) -> str:
     """Return the signature by which a call is known: its text without lengths that depend on the rank and may change each
     time."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.collectives.absence import Absence
 from gradwire.collectives.arguments import check_seconds
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import make_codec
@@ -22,6 +21,7 @@ from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, Timeline
 from gradwire.collectives.engine import closing
 from gradwire.collectives.engine.engine import Engine
+from gradwire.collectives.engine.join import Absence
 from gradwire.collectives.engine.plans import Plans, legal_algorithms
 from gradwire.collectives.environment import LINK, TUNING, report_folder
 from gradwire.collectives.schedules.algorithms import PLANNERS

@@ -31,7 +31,7 @@ PURPOSES = {
 }
 #: Modules that only help others.
 HELPERS = {
-    *("absence", "arguments", "daemon", "environment", "errors", "forks", "notation"),
+    *("arguments", "daemon", "environment", "errors", "forks", "notation"),
     *("optimizers", "precompile", "reduction", "scheduling", "shared_tensors", "timed_calls", "torch_internals"),
     "tuning",
 }

@@ -43,6 +43,7 @@ ANY_CALL = "join()"
 #: Matches one argument of a call: up to the next comma outside of brackets.
 _ARGUMENT = re.compile(r"(?:[^,\[(]|\[[^\]]*\]|\([^)]*\))+")
 _TENSOR = re.compile(r"(\w+)(\[.*\])")
+_DEVICE = re.compile(r"([^(]*) on (\w+)")
 
 #: The names of arguments whose text is only the value.
 _MEANINGS = {"splits": "shape", "error feedback": "error feedback", **dict.fromkeys(COMBINE, "op")}
@@ -85,16 +86,19 @@ def differing(calls: Iterable[str]) -> list[str]:
     distinct = list(dict.fromkeys(calls))
     if len({call.partition("(")[0] for call in distinct}) > 1:
         return ["the verb"]
-    read = [_read(call) for call in distinct]
+    read = [arguments_of(call) for call in distinct]
     names = dict.fromkeys(name for each in read for name in each)
     found = [name for name in names if len({tuple(each.get(name, ())) for each in read}) > 1]
     return [name for name in found if name != _FOLLOWS] or found
 
 
-def _read(call: str) -> dict[str, list[str]]:
+def arguments_of(call: str) -> dict[str, list[str]]:
     """Return by name the arguments of a call such as 'allreduce(float32[6], prescale=2.0, ring, int8(block=256))'."""
     read: dict[str, list[str]] = defaultdict(list)
     for argument in map(str.strip, _ARGUMENT.findall(call.partition("(")[2].removesuffix(")"))):
+        if on := _DEVICE.fullmatch(argument):
+            argument = on[1]
+            read["device"].append(on[2])
         if tensor := _TENSOR.fullmatch(argument):
             read["dtype"].append(tensor[1])
             read["shape"].append(tensor[2])

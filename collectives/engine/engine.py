@@ -168,6 +168,10 @@ class Engine:
 
         return Whole(run, needs_meeting=False, algorithm=algorithm)
 
+    def place(self, tensor: torch.Tensor) -> str:
+        """Return ' on cuda', which belongs to the text of a call, for a tensor that the transport moves between GPUs; else ''."""
+        return "" if self._via_host or tensor.is_cpu else " on cuda"
+
     def receives_from_any(self, tensor: torch.Tensor) -> bool:
         """Return whether a receive into such a tensor may name no sender."""
         return self._transport.receives_from_any and (tensor.is_cpu or self._via_host)

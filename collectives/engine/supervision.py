@@ -17,7 +17,7 @@ from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.mismatch import Agreement, Call
 from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
 from gradwire.collectives.diagnostics.stall import Position, Stalls
-from gradwire.collectives.engine.joined import Joined
+from gradwire.collectives.engine.join import Joined
 from gradwire.collectives.errors import CollectiveError, LinkError
 from gradwire.collectives.reduction import MOVED
 from gradwire.collectives.transports.base import Transport

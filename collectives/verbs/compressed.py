@@ -12,7 +12,6 @@ from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.engine.buffers import Buffer, kept, plain
 from gradwire.collectives.engine.engine import Engine, PlannedCodes
-from gradwire.collectives.engine.joined import DescribedCall
 from gradwire.collectives.engine.operations import Turn
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import Op, Reduction
@@ -94,11 +93,9 @@ class CompressedCall:
         corrected = ", error feedback" if with_feedback else ""
         place = " on cuda" if on_gpu else ""  # which decides how the buffer is cut into chunks
         self._text, self._signature = (
-            f"allreduce({arguments.described(like)}{place}, {reduction}, {chosen}, {each.identity}{corrected})"
+            f"allreduce({arguments.described(like)}{place}, {reduction}, {chosen}, {each.identity}{corrected}"
             for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
         )
-        self._tensors = [arguments.sketch(like)]
-        self._arguments = {"algorithm": algorithm, "compression": codec, "feedback": with_feedback, **vars(reduction)}
         engine.prepare_codec(codec, like.device, with_feedback=with_feedback)
         self._divisor = engine.size if reduction.op == "average" else 1
         self._chosen = chosen
@@ -113,15 +110,7 @@ class CompressedCall:
     def submit(self, tensor: Tensor, feedback: Feedback | None, step: int, seed: int, *, async_op: bool) -> Work:
         """Submit the operation for one tensor."""
         engine, reduction, codes = self._engine, self.reduction, self._codes
-        call = DescribedCall(
-            self._text,
-            "allreduce",
-            self._tensors,
-            joinable=feedback is None,  # a joined rank keeps no feedback of it
-            step=step,
-            seed=seed,
-            **self._arguments,
-        )
+        text = f"{self._text}, step={step})" if self.present.draws else f"{self._text})"
         held = kept(tensor) if async_op else tensor
 
         def body(turn: Turn) -> None:
@@ -144,7 +133,7 @@ class CompressedCall:
                     buffer.flat.copy_(flat)
                 buffer.store()
 
-        return engine.submit(call, body, async_op=async_op, signature=self._signature)
+        return engine.submit(text, body, async_op=async_op, signature=self._signature)
 
     def _add_codes(self, turn: Turn, flat: Tensor, feedback: Feedback | None) -> None:
         """Add the codes of all ranks as they are, with the codec's headroom."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from gradwire.collectives import arguments
 from gradwire.collectives.engine.buffers import apart
 from gradwire.collectives.engine.engine import Engine
-from gradwire.collectives.engine.joined import DescribedCall
 from gradwire.collectives.engine.operations import Turn
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import Mismatch
@@ -45,9 +43,7 @@ class Movement(Ranks):
             "allgather", algorithm, lengths, input.element_size(), on_gpu=input.is_cuda
         )
         whole = engine.whole("allgather", chosen, input, input.numel())
-        text = f"allgather({arguments.dtype_name(input)}{lengths}, {chosen})"
-        tensors = [arguments.sketch(input, [length]) for length in lengths]
-        call = DescribedCall(text, "allgather", tensors, algorithm=algorithm)
+        text = f"allgather({arguments.dtype_name(input)}{lengths}{engine.place(input)}, {chosen})"
         mine, *theirs = arguments.held([input, *parts], async_op)
 
         def body(turn: Turn) -> None:
@@ -64,7 +60,7 @@ class Movement(Ranks):
                 engine.over_buffer(turn, "allgather", chosen, result.flat, layout=layout)
             result.store()
 
-        return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))
+        return engine.submit(text, body, async_op=async_op, signature=arguments.signature(text, lengths))
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """Copy rank src's `tensor` into that of every other rank, in place."""
@@ -73,8 +69,7 @@ class Movement(Ranks):
         arguments.check_root(engine, "src", src)
         chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
         whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
-        text = f"broadcast({arguments.described(tensor)}, src={src}, {chosen})"
-        call = DescribedCall(text, "broadcast", [arguments.sketch(tensor)], src=src, algorithm=algorithm)
+        text = f"broadcast({arguments.described(tensor)}{engine.place(tensor)}, src={src}, {chosen})"
         (held,) = arguments.held([tensor], async_op)
 
         def body(turn: Turn) -> None:
@@ -82,7 +77,7 @@ class Movement(Ranks):
             engine.over_buffer(turn, "broadcast", chosen, buffer.flat, root=src, whole=whole)
             buffer.store()
 
-        return engine.submit(call, body, async_op=async_op)
+        return engine.submit(text, body, async_op=async_op)
 
     def gather(
         self,
@@ -124,9 +119,7 @@ class Movement(Ranks):
         arguments.check_written(engine, *(parts if gathers else [one]))
         chosen = engine.plans.choose(verb, algorithm, one.nbytes * engine.size, on_gpu=one.is_cuda)
         whole = engine.whole(verb, chosen, one, one.numel() * (1 if gathers else len(parts)), root=root)
-        text = f"{verb}({arguments.described(one)}, {root_name}={root}, {chosen})"
-        given: dict[str, Any] = {root_name: root, "algorithm": algorithm}
-        call = DescribedCall(text, verb, [arguments.sketch(one)], **given)
+        text = f"{verb}({arguments.described(one)}{engine.place(one)}, {root_name}={root}, {chosen})"
         mine, *theirs = arguments.held([one, *parts], async_op)
         tensors = ([mine], theirs) if gathers else (theirs, [mine])
 
@@ -138,7 +131,7 @@ class Movement(Ranks):
         def body(turn: Turn) -> None:
             _move(engine, turn, verb, chosen, whole, tensors, layouts, root)
 
-        return engine.submit(call, body, async_op=async_op)
+        return engine.submit(text, body, async_op=async_op)
 
     def alltoall(
         self,
@@ -175,12 +168,7 @@ class Movement(Ranks):
         plan = planned(input.nbytes)
         # With splits, ranks may send different numbers of bytes, so they choose when they know those of all ranks.
         shape, named = (arguments.described(input), plan[0]) if input_splits is None else ("splits", algorithm)
-        text = f"alltoall({arguments.dtype_name(input)}, {shape}, {named})"
-        given: dict[str, Any] = {"algorithm": algorithm}
-        if input_splits is not None:  # a joined rank sends nothing
-            given["output_splits"] = given["input_splits"] = [0] * engine.size
-        tensors = [arguments.sketch(input, [0] if input_splits is not None else None)]
-        call = DescribedCall(text, "alltoall", tensors, **given)
+        text = f"alltoall({arguments.dtype_name(input)}, {shape}{engine.place(input)}, {named})"
         mine, theirs = arguments.held([input, output], async_op)
 
         def layouts() -> tuple[Layout, Layout]:
@@ -193,7 +181,7 @@ class Movement(Ranks):
                 chosen, whole = planned(most * mine.element_size())
             _move(engine, turn, "alltoall", chosen, whole, ([mine], [theirs]), layouts)
 
-        return engine.submit(call, body, async_op=async_op)
+        return engine.submit(text, body, async_op=async_op)
 
     def barrier(self, *, timeout_s: float | None = None, algorithm: str = "auto", async_op: bool = False) -> Work:
         """Wait until every rank has called this. timeout_s: seconds that this barrier may take from its start; None: the
@@ -202,7 +190,6 @@ class Movement(Ranks):
         if timeout_s is not None:
             arguments.check_seconds(engine.rank, "barrier: timeout_s", timeout_s)
         chosen = engine.plans.choose("barrier", algorithm, 1, on_gpu=False)
-        call = DescribedCall(f"barrier({chosen})", "barrier", joinable=True, algorithm=algorithm)
         nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
         whole = engine.whole("barrier", chosen, nothing, 0)
 
@@ -212,7 +199,7 @@ class Movement(Ranks):
             else:
                 engine.meet(turn, chosen)
 
-        return engine.submit(call, body, async_op=async_op, timeout_s=timeout_s)
+        return engine.submit(f"barrier({chosen})", body, async_op=async_op, timeout_s=timeout_s)
 
 
 def _move(

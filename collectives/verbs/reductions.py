@@ -12,7 +12,6 @@ from gradwire.collectives import arguments
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.engine.joined import DescribedCall
 from gradwire.collectives.engine.operations import Turn
 from gradwire.collectives.engine.prepared import PreparedOperation
 from gradwire.collectives.engine.work import DONE, Work
@@ -26,7 +25,7 @@ from gradwire.collectives.verbs.compressed import allreduce_compressed, named_co
 class Planned(NamedTuple):
     """A checked and planned allreduce. whole: the verb that the link has prepared, if it runs the allreduce by itself."""
 
-    call: DescribedCall
+    text: str
     body: Callable[[Turn], None]
     whole: Whole | None
 
@@ -162,10 +161,8 @@ class Reductions(Ranks):
         first = [lengths[0]] if isinstance(input, Tensor) else list(parts[0].shape)
         row = ", ".join(map(str, first[1:]))  # with which the lengths say what shape all parts have
         shape = f"shape=[..., {row}], " if row else ""
-        text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}, {shape}{name}, {chosen})"
-        shapes = [first, *([length] for length in lengths[1:])]
-        tensors = [arguments.sketch(output, shape) for shape in shapes]
-        call = DescribedCall(text, "reduce_scatter", tensors, op=name, algorithm=algorithm)
+        place = engine.place(output)
+        text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}{place}, {shape}{name}, {chosen})"
         mine, *theirs = arguments.held([output, *parts], async_op)
 
         def body(turn: Turn) -> None:
@@ -181,7 +178,7 @@ class Reductions(Ranks):
                 finish(result.flat, name, engine.size)
             result.store()
 
-        return engine.submit(call, body, async_op=async_op, signature=arguments.signature(text, lengths))
+        return engine.submit(text, body, async_op=async_op, signature=arguments.signature(text, lengths))
 
     def reduce(
         self, tensor: Tensor, dst: int = 0, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False
@@ -192,8 +189,7 @@ class Reductions(Ranks):
         arguments.check_root(engine, "dst", dst)
         chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
         whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
-        text = f"reduce({arguments.described(tensor)}, dst={dst}, {name}, {chosen})"
-        call = DescribedCall(text, "reduce", [arguments.sketch(tensor)], op=name, dst=dst, algorithm=algorithm)
+        text = f"reduce({arguments.described(tensor)}{engine.place(tensor)}, dst={dst}, {name}, {chosen})"
         (held,) = arguments.held([tensor], async_op)
 
         def body(turn: Turn) -> None:
@@ -204,7 +200,7 @@ class Reductions(Ranks):
                 finish(flat, name if whole is None else "sum", engine.size)
                 buffer.store()
 
-        return engine.submit(call, body, async_op=async_op)
+        return engine.submit(text, body, async_op=async_op)
 
     def _planned(
         self,
@@ -231,12 +227,8 @@ class Reductions(Ranks):
             engine.plans.choose("allreduce", algorithm, nbytes, on_gpu=spans is None and group[0].is_cuda)
             for group, nbytes in zip(groups, sizes, strict=True)
         ]
-        text = f"{verb}({', '.join(map(arguments.described, tensors))}, {reduction}, {', '.join(chosen)})"
-        call = DescribedCall(text, verb)
-        if spans is None:
-            sketches = [arguments.sketch(tensor) for tensor in tensors]
-            joinable = reduction.op in ("sum", "average")
-            call = DescribedCall(text, verb, sketches, joinable=joinable, algorithm=algorithm, **vars(reduction))
+        described = [arguments.described(tensor) + engine.place(tensor) for tensor in tensors]
+        text = f"{verb}({', '.join(described)}, {reduction}, {', '.join(chosen)})"
 
         wholes = [
             engine.whole(verb, choice, group[0], sum(t.numel() for t in group), reduction.op)
@@ -253,4 +245,4 @@ class Reductions(Ranks):
                 buffer.store()
 
         alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled else None
-        return Planned(call, body, alone)
+        return Planned(text, body, alone)

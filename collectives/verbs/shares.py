@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import arguments
-from gradwire.collectives.engine.joined import DescribedCall
 from gradwire.collectives.engine.operations import Turn
 from gradwire.collectives.engine.plans import Shares
 from gradwire.collectives.engine.prepared import PreparedOperation
@@ -66,7 +65,7 @@ class Halves(Reductions):
             return DONE
         shares = self._shares_of(tensor)
         algorithm = shares.algorithm
-        call = DescribedCall(f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})", "gather_shares")
+        call = f"gather_shares({arguments.described(tensor)}, {algorithm or 'rsag'})"
         whole = None if algorithm is None else engine.whole("gather_shares", algorithm, tensor, tensor.numel())
         if whole is not None:
             engine.remember_whole(tensor, "gather_shares", call, whole)

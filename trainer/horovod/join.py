@@ -10,8 +10,8 @@ from concurrent.futures import Future
 import torch
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator
-from gradwire.collectives.absence import WantedOperation
 from gradwire.collectives.daemon_thread import DaemonThread
+from gradwire.collectives.engine.join import WantedOperation
 from gradwire.trainer.attachment import Attachment
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.world.joined import World
