@@ -11,6 +11,7 @@ import torch
 
 from gradwire.collectives import CollectiveError, Communicator, Mismatch
 from gradwire.collectives.compression.dense import Int8
+from gradwire.collectives.compression.sparse import DGC
 from gradwire.collectives.engine.point_to_point import MessageWork
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide
 from tests.ranks.training import on_ranks
@@ -96,6 +97,10 @@ WAYS: list[Way] = [
     ("alltoall(float32, float32[12]", lambda: ones(12), lambda comm, t: comm.alltoall(ones(12), t)),
     ("alltoall(float32, splits", lambda: ones(6), alltoall_by_splits),
     ("barrier(", lambda: ones(1), lambda comm, t: comm.barrier()),
+    ("step=3", lambda: ones(3000), lambda comm, t: comm.allreduce(t, compression="randomk", step=3)),
+    ("step=4", lambda: ones(3000), lambda comm, t: comm.allreduce(t, compression="randomk", step=4)),
+    ("dgc(ratio=0.25", lambda: ones(3000), lambda comm, t: comm.allreduce(t, compression=DGC(ramp_steps=9))),
+    ("dgc(ratio=0.0039", lambda: ones(3000), lambda comm, t: comm.allreduce(t, compression=DGC(ramp_steps=9), step=8)),
 ]
 PAIRS = list(combinations(range(len(WAYS)), 2))
 
@@ -171,7 +176,7 @@ def test_ranks_that_call_something_new_and_different_are_told_and_go_on(
 #: Pairs of WAYS, and which of them all ranks have called before.
 KNOWN = [
     *((pair, pair) for pair in ((0, 1), (0, 4), (0, 7), (9, 10), (0, 20), (20, 21), (23, 31), (12, 13), (26, 0))),
-    *((pair, pair) for pair in ((31, 20), (29, 25), (16, 18), (17, 3))),
+    *((pair, pair) for pair in ((31, 20), (29, 25), (16, 18), (17, 3), (32, 33), (34, 35))),
     *((pair, pair[:1]) for pair in ((0, 1), (20, 0), (31, 12))),
 ]
 
