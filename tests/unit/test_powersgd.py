@@ -82,16 +82,12 @@ def test_which_tensors_are_compressed() -> None:
 
 
 def test_wire_bytes_are_what_is_summed() -> None:
-    codec = PowerSGD(2)
-    sizes = [4 * sums.numel() for sums in codec.new_state(SHAPES, CPU).exchange(gradients(0, 0))]
-    assert len(sizes) == 2
-    assert sum(sizes) == codec.wire_bytes(SHAPES)
-
-
-def test_nothing_to_compress_is_one_sum() -> None:
-    for shapes, numel in ([(3,), (2, 2)], 7), ([], 0):
-        [sums] = PowerSGD().new_state(shapes, CPU).exchange(gradients(0, 0, shapes))
-        assert sums.numel() == numel
+    """In two sums, or one where there is nothing to compress."""
+    for shapes, sums in (SHAPES, 2), ([(3,), (2, 2)], 1), ([], 1):
+        codec = PowerSGD(2)
+        sizes = [4 * each.numel() for each in codec.new_state(shapes, CPU).exchange(gradients(0, 0, shapes))]
+        assert len(sizes) == sums
+        assert sum(sizes) == codec.wire_bytes(shapes)
 
 
 @pytest.mark.parametrize("rank", [1, 3])
@@ -111,13 +107,11 @@ def test_iteration_goes_on_to_the_largest_singular_values() -> None:
     values = 0.8 ** torch.arange(50)
     gradient = u * values @ v.T
     state = PowerSGD(4).new_state([gradient.shape], CPU)
-    first = gradient.clone()
-    list(state.exchange([first]))
+    [first] = exchange([state], [[gradient]])
     for _ in range(30):
         for error in errors(state):
             error.zero_()  # the matrix stays the same
-        last = gradient.clone()
-        list(state.exchange([last]))
+        [last] = exchange([state], [[gradient]])
     best = float(values[4:].norm())
     assert best * (1 - 1e-4) <= float((gradient - last).norm()) <= best * 1.01 < float((gradient - first).norm())
 
@@ -132,27 +126,22 @@ def test_errors_stay_bounded_where_ranks_differ() -> None:
         assert float(errors(state)[0].norm()) < 45 * float(own.norm())
 
 
-@pytest.mark.parametrize("kind", ["zeros", "one rank", "tiny", "huge", "a single number"])
-def test_odd_gradients(kind: str) -> None:
-    shape, gradient = (40, 30), torch.zeros(40, 30)
-    if kind == "one rank":
-        gradient = of_rank(1, *shape, seed=3)
-    elif kind == "tiny":
-        gradient = of_rank(2, *shape, seed=3) * 1e-36
-    elif kind == "huge":
-        gradient = of_rank(2, *shape, seed=3) * 1e34
-    elif kind == "a single number":
-        gradient[7, 9] = -3
-    state = PowerSGD(4).new_state([shape], CPU)
+SINGLE = torch.zeros(40, 30).index_put((torch.tensor(7), torch.tensor(9)), torch.tensor(-3.0))
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [torch.zeros(40, 30), of_rank(1, 40, 30, 3), of_rank(2, 40, 30, 3) * 1e-36, of_rank(2, 40, 30, 3) * 1e34, SINGLE],
+    ids=["zeros", "one rank", "tiny", "huge", "a single number"],
+)
+def test_odd_gradients(gradient: Tensor) -> None:
+    state, later = PowerSGD(4).new_state([gradient.shape], CPU), of_rank(4, 40, 30, 4)
     for _ in range(3):
-        result = gradient.clone()
-        list(state.exchange([result]))
+        [result] = exchange([state], [[gradient]])
         assert float((result - gradient).double().norm()) <= 1e-5 * float(gradient.double().norm())
-    later = of_rank(4, *shape, seed=4)
-    result = later.clone()
     for error in errors(state):
         error.zero_()
-    list(state.exchange([result]))
+    [result] = exchange([state], [[later]])
     assert float((result - later).norm()) <= 1e-3 * float(later.norm())
 
 
@@ -182,24 +171,24 @@ def test_tensors_are_checked() -> None:
         PowerSGD(0)
 
 
+FACTORS = ("gaussian", "dependent", "zeros", "denormal", "near the largest", "not finite")
+
+
 def factors(batch: int, rank: int, length: int, kind: str) -> Tensor:
     generator = torch.Generator().manual_seed(length)
     x = torch.randn(batch, rank, length, generator=generator)
+    x *= {"denormal": 1e-41, "near the largest": 1e37}.get(kind, 1)
     if kind == "dependent" and rank > 1:
         x[:, -1] = 3 * x[:, 0]
     elif kind == "zeros":
         x[0] = 0
-    elif kind == "denormal":
-        x *= 1e-41
-    elif kind == "near the largest":
-        x *= 1e37
     elif kind == "not finite":
         x[0, 0, length // 2] = math.inf
         x[-1, -1, 0] = math.nan
     return x
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "dependent", "zeros", "denormal", "near the largest", "not finite"])
+@pytest.mark.parametrize("kind", FACTORS)
 @pytest.mark.parametrize("rank", [1, 2, 4, 5])
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1000])
 def test_factors_have_the_same_bits_as_the_reference(length: int, rank: int, kind: str) -> None:
@@ -213,7 +202,7 @@ def test_factors_have_the_same_bits_as_the_reference(length: int, rank: int, kin
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "dependent", "zeros", "denormal", "near the largest", "not finite"])
+@pytest.mark.parametrize("kind", FACTORS)
 def test_vectors_are_orthonormal_or_zero(kind: str) -> None:
     vectors = factors(3, 4, 500, kind)
     cpu_sparse.powersgd_orthonormalize(vectors)
