@@ -39,22 +39,6 @@ def numbers(sender: int, numel: int) -> torch.Tensor:
     return torch.arange(numel, dtype=torch.float32) % 1000 + 10_000 * sender
 
 
-@on_ranks(SIZE, initialized=False)
-@pytest.mark.parametrize("numel", [0, 5, LARGE])
-def test_messages_of_any_length_go_round(numel: int) -> None:
-    """Everyone sends to the next rank, whose tensor may be longer than what lies between them."""
-    with communicator() as comm:
-        after, before = (comm.rank + 1) % SIZE, (comm.rank - 1) % SIZE
-        landed = torch.empty(numel)
-        received = comm.irecv(landed, before)
-        sent = comm.isend(numbers(comm.rank, numel), after)
-        sent.wait()
-        received.wait(EXCHANGE_TIMEOUT_S)
-        assert received.is_completed()
-        assert (received.sender, sent.sender) == (before, None)
-        assert torch.equal(landed, numbers(before, numel))
-
-
 @on_ranks(2, initialized=False)
 def test_a_message_that_was_waited_for_releases_its_tensor() -> None:
     with communicator() as comm:
@@ -78,39 +62,37 @@ def test_any_mixture_of_messages_and_operations(hosts: str) -> None:
         comm = communicator()
     with comm:
         from_anyone = not uses_gloo(comm)
-        begun: list[tuple[Work | MessageWork, torch.Tensor, torch.Tensor]] = []
+        begun: list[tuple[Work | MessageWork, torch.Tensor, torch.Tensor, int | None]] = []
 
         def finish(count: int) -> None:
-            for work, tensor, expected in begun[:count]:
-                work.wait()
+            for work, tensor, expected, source in begun[:count]:
+                work.wait(EXCHANGE_TIMEOUT_S)
+                assert work.is_completed()
                 assert torch.equal(tensor, expected)
+                assert getattr(work, "sender", None) == source
             del begun[:count]
 
         for position in range(60):
-            numel = draw.choice((0, 1, 100, 5000, 200_000))
+            numel = draw.choice((0, 1, 100, 5000, 200_000) if position % 10 else (LARGE,))
             sender, receiver = draw.sample(range(SIZE), 2)
             is_message, anyone, awaited = draw.random() < 0.6, draw.random() < 0.4, draw.random() < 0.4
             expected = numbers(position, numel)
-            work: Work | MessageWork | None = None
             tensor = expected.clone()
             if not is_message:
                 expected = SIZE * expected
-                work = comm.allreduce(tensor, async_op=not awaited)
+                begun.append((comm.allreduce(tensor, async_op=not awaited), tensor, expected, None))
             elif comm.rank == sender and awaited:
                 comm.send(tensor, receiver, tag=position)
             elif comm.rank == sender:
-                work = comm.isend(tensor, receiver, tag=position)
+                begun.append((comm.isend(tensor, receiver, tag=position), tensor, expected, None))
             elif comm.rank == receiver:
                 tensor.zero_()
                 source = None if anyone and from_anyone else sender
                 if awaited:
                     assert comm.recv(tensor, source, tag=position) == sender
+                    assert torch.equal(tensor, expected)
                 else:
-                    work = comm.irecv(tensor, source, tag=position)
-            if work is not None and not awaited:
-                begun.append((work, tensor, expected))
-            else:
-                assert torch.equal(tensor, expected)
+                    begun.append((comm.irecv(tensor, source, tag=position), tensor, expected, sender))
             finish(draw.randrange(3))
         finish(len(begun))
 
@@ -257,19 +239,6 @@ def test_a_message_that_does_not_come_breaks_the_communicator_at_the_deadline() 
     comm.close()
 
 
-def wait_for_one_that_leaves(comm: Communicator) -> None:
-    """Rank 2 is not concerned, so that it can go on with rank 0 after rank 1 has left."""
-    if comm.rank == 0:
-        landed = torch.empty(1)
-        time.sleep(SHORT_S)  # for rank 1 to leave
-        comm.recv(landed, 2)
-        with pytest.raises(PeerLost, match="left") as caught:
-            comm.recv(landed, 1)
-        assert caught.value.ranks == (1,)
-    elif comm.rank == 2:
-        comm.send(torch.ones(1), 0)
-
-
 def leave_after_sending(comm: Communicator) -> None:
     if comm.rank == 1:
         comm.isend(torch.ones(LARGE), 0)
@@ -280,21 +249,29 @@ def leave_after_sending(comm: Communicator) -> None:
         assert torch.equal(landed, torch.ones(LARGE))
 
 
-def lose_one() -> None:
-    comm = communicator()
-    if comm.rank == 1:
+def lose_one(*, dies: bool) -> None:
+    """Rank 2 is not concerned, so that it can go on with rank 0 after rank 1 has left."""
+    comm, landed = communicator(), torch.empty(1)
+    if comm.rank == 0:
+        if not dies:
+            time.sleep(SHORT_S)  # for rank 1 to leave
+            comm.recv(landed, 2)
+        with pytest.raises(PeerLost) as caught:
+            comm.recv(landed, 1)
+        assert caught.value.ranks == (1,)
+        assert dies or "left" in str(caught.value)
+    elif comm.rank == 1 and dies:
         time.sleep(SHORT_S / 2)
         os._exit(0)
-    if comm.rank == 0:
-        with pytest.raises(PeerLost) as caught:
-            comm.recv(torch.empty(1), 1)
-        assert caught.value.ranks == (1,)
+    elif comm.rank == 2 and not dies:
+        comm.send(landed, 0)
     comm.close()
 
 
-def test_a_sender_that_dies_is_named(failing_world: Callable[[int], World]) -> None:
+def test_a_sender_that_dies_or_leaves_is_named(ranks: Worlds, failing_world: Callable[[int], World]) -> None:
+    ranks(SIZE).run(lose_one, dies=False)
     world = failing_world(SIZE)
-    world.start(lose_one)
+    world.start(lose_one, dies=True)
     assert_survived(world, [1])
 
 
@@ -339,7 +316,6 @@ def receive_another_length(comm: Communicator) -> None:
         take_turns,
         look_without_waiting,
         refuse_wrong_arguments,
-        wait_for_one_that_leaves,
         leave_after_sending,
         receive_another_length,
     ],
