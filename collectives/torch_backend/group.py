@@ -20,21 +20,22 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.communicator import Communicator, abandon_all, close_all
 from gradwire.collectives.control.attempt import Attempt
+from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
-from gradwire.collectives.torch_backend.work import GradwireWork, at_once
+from gradwire.collectives.torch_backend.work import GradwireWork
 from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
 from gradwire.collectives.transports.nccl import NcclConnections
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-#: The names that torch up to 2.12 has for verbs, by their newer names.
 #: Methods that only two ranks call. NCCL connects these two by itself.
 _OF_TWO_RANKS = ("send", "recv", "recv_anysource")
 
+#: The names that torch up to 2.12 has for verbs, by their newer names.
 _OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -127,31 +128,31 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         elif op in BITWISE:
             allreduce_bits(self._communicator, tensor, BITWISE[op])
         else:
-            return self._started(tensors, opts, lambda a: [self._communicator.allreduce(_real(tensor), op, async_op=a)])
+            return GradwireWork(tensors, self._communicator.allreduce(_real(tensor), op, async_op=_is_async(opts)))
         return GradwireWork(tensors)
 
     @_verb("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Reduce several tensors in place, as one operation."""
         opts = opts or dist.AllreduceCoalescedOptions()
-        op, moved = _name_of(opts.reduceOp), [_real(tensor) for tensor in tensors]
-        return self._started(tensors, opts, lambda a: [self._communicator.grouped_allreduce(moved, op, async_op=a)])
+        moved, op = [_real(tensor) for tensor in tensors], _name_of(opts.reduceOp)
+        return GradwireWork(tensors, self._communicator.grouped_allreduce(moved, op, async_op=_is_async(opts)))
 
     @_verb("reduce")
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Reduce a tensor in place on the root."""
         opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
-        root, op = opts.rootRank, _name_of(opts.reduceOp)
-        return self._started(tensors, opts, lambda a: [self._communicator.reduce(_real(tensor), root, op, async_op=a)])
+        op = _name_of(opts.reduceOp)
+        work = self._communicator.reduce(_real(tensor), opts.rootRank, op, async_op=_is_async(opts))
+        return GradwireWork(tensors, work)
 
     @_verb("reduce_scatter")
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> GradwireWork:
         """Reduce the r-th tensors of all ranks' lists into the output of rank r."""
-        (output,), (parts,) = outputs, inputs
-        return self._reduce_scatter([output], [parts], opts)
+        return self._reduce_scatter(outputs, inputs, opts)
 
     @_verb("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GradwireWork:
@@ -167,11 +168,17 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any) -> GradwireWork:
         opts = opts or dist.ReduceScatterOptions()
-        op = _name_of(opts.reduceOp)
-        pairs = [(_real(output), _each(_real, given)) for output, given in zip(outputs, inputs, strict=True)]
-        return self._started(
-            outputs, opts, lambda a: [self._communicator.reduce_scatter(*pair, op, async_op=a) for pair in pairs]
-        )
+        op, is_async = _name_of(opts.reduceOp), _is_async(opts)
+        works = [
+            self._communicator.reduce_scatter(
+                _real(output),
+                _real(given) if isinstance(given, Tensor) else list(map(_real, given)),
+                op,
+                async_op=is_async,
+            )
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return GradwireWork(outputs, *works)
 
     # Movement
 
@@ -180,8 +187,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         """Copy the root's tensor to the tensors of all ranks."""
         opts = opts or dist.BroadcastOptions()
         (tensor,) = tensors
-        root = opts.rootRank
-        return self._started(tensors, opts, lambda a: [self._communicator.broadcast(tensor, root, async_op=a)])
+        return GradwireWork(tensors, self._communicator.broadcast(tensor, opts.rootRank, async_op=_is_async(opts)))
 
     @_verb("all_gather")
     def allgather(
@@ -210,28 +216,24 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         return self._allgather(outputs, inputs, opts)
 
     def _allgather(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> GradwireWork:
-        pairs = list(zip(outputs, inputs, strict=True))
-        return self._started(
-            outputs, opts, lambda a: [self._communicator.allgather(*pair, async_op=a) for pair in pairs]
-        )
+        pairs, is_async = zip(outputs, inputs, strict=True), _is_async(opts)
+        return GradwireWork(outputs, *(self._communicator.allgather(*pair, async_op=is_async) for pair in pairs))
 
     @_verb("gather")
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Gather every rank's tensor into a list on the root, by rank."""
         opts = opts or dist.GatherOptions()
-        (given,) = inputs
-        lists, root = _tensors(outputs), opts.rootRank
-        return self._started(
-            _tensors(outputs), opts, lambda a: [self._communicator.gather(given, lists, root, async_op=a)]
-        )
+        (given,), lists = inputs, _tensors(outputs)
+        work = self._communicator.gather(given, lists, opts.rootRank, async_op=_is_async(opts))
+        return GradwireWork(lists, work)
 
     @_verb("scatter")
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> GradwireWork:
         """Copy the r-th tensor of the root's list to the output of rank r."""
         opts = opts or dist.ScatterOptions()
         (output,) = outputs
-        lists, root = _tensors(inputs), opts.rootRank
-        return self._started(outputs, opts, lambda a: [self._communicator.scatter(output, lists, root, async_op=a)])
+        work = self._communicator.scatter(output, _tensors(inputs), opts.rootRank, async_op=_is_async(opts))
+        return GradwireWork(outputs, work)
 
     @_verb("all_to_all")
     def all_to_all_single(
@@ -243,13 +245,11 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         opts: Any = None,
     ) -> GradwireWork:
         """Send the r-th part of the input to rank r. Splits: the rows of each part; by default, parts are equal."""
-        both: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None)
+        splits: list[Sequence[int] | None] = [None, None]
         if output_splits or input_splits:
-            both = self._rows(output, output_splits), self._rows(input, input_splits)
-        return self._started([output], opts, lambda a: [self._communicator.alltoall(output, input, *both, async_op=a)])
-
-    def _rows(self, tensor: Tensor, splits: Sequence[int]) -> Sequence[int]:
-        return splits or [len(tensor) // self.size()] * self.size()
+            both = (output, output_splits), (input, input_splits)
+            splits = [given or [len(tensor) // self.size()] * self.size() for tensor, given in both]
+        return GradwireWork([output], self._communicator.alltoall(output, input, *splits, async_op=_is_async(opts)))
 
     @_verb("all_to_all")
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
@@ -268,8 +268,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def barrier(self, opts: Any = None) -> GradwireWork:
         """Complete when every rank has called this."""
         opts = opts or dist.BarrierOptions()
-        timeout_s = _seconds(opts.timeout)
-        return self._started((), opts, lambda a: [self._communicator.barrier(timeout_s=timeout_s, async_op=a)])
+        return GradwireWork([], self._communicator.barrier(timeout_s=_seconds(opts.timeout), async_op=_is_async(opts)))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until every rank has called this. Raises CollectiveTimeout with all missing ranks in any case."""
@@ -295,21 +294,10 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         (tensor,) = tensors
         return self._message(tensors, self._messages.irecv(tensor, None, tag))
 
-    def _message(self, tensors: Sequence[Tensor], work: Any) -> GradwireWork:
-        self._mover.add(work)
-        return GradwireWork(
-            tensors, [work], lambda callback: self._mover.when_done(work, callback), lambda: work.sender
-        )
+    def _message(self, tensors: Sequence[Tensor], work: MessageWork) -> GradwireWork:
+        return GradwireWork(tensors, work, when_done=self._mover.add(work))
 
     # Other methods that torch calls
-
-    def _started(self, results: Sequence[Any], opts: Any, start: Callable[[bool], Sequence[Any]]) -> GradwireWork:
-        """Return one handle for all parts of an operation, whose handles start(is_asynchronous) returns."""
-        is_asynchronous = opts is None or getattr(opts, "asyncOp", True)
-        parts = start(is_asynchronous)
-        if not is_asynchronous or not parts:
-            return GradwireWork(results)
-        return GradwireWork(results, parts, parts[-1].when_done)
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type == "cuda":
@@ -321,8 +309,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         if device.type == "cuda":
             return self.nccl()._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
-        results = [tensor for work in works for tensor in work.result()]
-        return GradwireWork(results, works, works[-1].when_done if works else at_once)
+        return GradwireWork([tensor for work in works for tensor in work.result()], *works)
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the object whose capabilities torch reads: this group for the CPU, NCCL's backend for CUDA devices."""
@@ -387,11 +374,8 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             self._nccl.abort()
 
     def _close(self, close: Callable[[list[Communicator]], None]) -> None:
-        self._mover.stop()
-        try:
+        with self._mover.ending():
             close([self._communicator, self._messages])
-        finally:
-            self._mover.settle()  # the future of a message that has not arrived raises an error
 
 
 for _newer, _older in _OLDER_NAMES.items():
@@ -421,10 +405,11 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _each(view: Callable[[Tensor], Tensor], given: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-    return view(given) if isinstance(given, Tensor) else [view(tensor) for tensor in given]
-
-
 def _name_of(op: Any) -> Any:
     """Return the reduction inside the wrapper that torch's options contain."""
     return getattr(op, "op", op)
+
+
+def _is_async(opts: Any) -> bool:
+    """Return whether a call with these options is asynchronous, as it is by default."""
+    return getattr(opts, "asyncOp", True)

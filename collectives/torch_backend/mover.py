@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.engine.point_to_point import MessageWork
+from gradwire.collectives.torch_backend.work import WhenDone
 
 #: Seconds between two passes over the messages: at first, and at most, after passes in which no message has finished.
 _POLL_S, _LONGEST_POLL_S = 0.001, 0.02
@@ -22,8 +25,9 @@ class Mover:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, work: MessageWork) -> None:
-        """Move a message until it is done."""
+    def add(self, work: MessageWork) -> WhenDone:
+        """Move a message until it is done. Return a function that takes a function, and calls it when the message is done: at
+        once, or later on a thread of its own, so that it may wait for other messages."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="gradwire-mover", daemon=True)
@@ -31,58 +35,52 @@ class Mover:
                 self._thread = thread
             self._under_way[work] = []
             self._changed.notify()
+        return partial(self._when_done, work)
 
-    def when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:
-        """Call a function when a message is done: at once, or later on a thread of its own, so that it may wait for other
-        messages."""
+    def _when_done(self, work: MessageWork, callback: Callable[[], None]) -> None:
         with self._changed:
             if work in self._under_way:
                 self._under_way[work].append(callback)
                 return
         callback()
 
-    def stop(self) -> None:
-        """End the thread, after a last look: messages that are not done by then are left to settle()."""
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the thread, after a last look at the messages. After the block, in which their Communicator closes, the wait for
+        any of them returns or raises at once: call the functions of those that are left."""
         with self._changed:
-            works = [] if self._closed else list(self._under_way)
+            is_last = not self._closed
             self._closed = True
             self._changed.notify()
-        self._call_back(work for work in works if work.is_completed())
-
-    def settle(self) -> None:
-        """Call the functions of the messages that are left, after stop() and after the end of their Communicator, so that the
-        wait for each message returns or raises at once."""
-        self._call_back(list(self._under_way))
+        self._call_back(work for work in list(self._under_way) if is_last and work.is_completed())
+        try:
+            yield
+        finally:
+            self._call_back(list(self._under_way))
 
     def _call_back(self, works: Iterable[MessageWork]) -> None:
         for work in works:
-            with self._changed:
-                callbacks = self._under_way.pop(work, [])
-            for callback in callbacks:
+            for callback in self._taken(work):
                 callback()
+
+    def _taken(self, work: MessageWork) -> list[Callable[[], None]]:
+        with self._changed:
+            return self._under_way.pop(work, [])
 
     def _serve(self) -> None:
         poll_s = _POLL_S
-        while True:
-            with self._changed:
-                if not self._under_way:
-                    poll_s = _POLL_S
-                self._changed.wait_for(lambda: self._under_way or self._closed)
-                if self._closed:
-                    return
-                works = list(self._under_way)
+        while not self._closed:
             time.sleep(poll_s)  # most messages are done before, because the caller waits for them
             poll_s = min(2 * poll_s, _LONGEST_POLL_S)
-            for work in works:
-                if work.is_completed():
+            for work in list(self._under_way):
+                if not self._closed and work.is_completed():
                     poll_s = _POLL_S
-                    for callback in self._finished(work):
+                    for callback in self._taken(work):
                         thread = DaemonThread("gradwire-mover callback", or_callers=True)
                         thread.submit(callback)
                         thread.close()
-            del works
-
-    def _finished(self, work: MessageWork) -> list[Callable[[], None]]:
-        """Return the functions to call for a message that is done; none after stop(), which leaves them to settle()."""
-        with self._changed:
-            return [] if self._closed else self._under_way.pop(work)
+                del work  # it keeps a tensor alive
+            with self._changed:
+                if not self._under_way:
+                    poll_s = _POLL_S
+                    self._changed.wait_for(lambda: self._under_way or self._closed)

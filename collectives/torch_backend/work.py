@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+
+from gradwire.collectives.engine.point_to_point import MessageWork
+from gradwire.collectives.engine.work import DONE, Work
 
 _Result = torch.Tensor | Sequence[torch.Tensor]
 
@@ -16,40 +18,22 @@ _Result = torch.Tensor | Sequence[torch.Tensor]
 WhenDone = Callable[[Callable[[], None]], object]
 
 
-class CommunicatorWork(Protocol):
-    """A handle that a Communicator returns."""
-
-    def wait(self, timeout: timedelta | None = None) -> object: ...
-
-    def is_completed(self) -> bool: ...
-
-
-def at_once(callback: Callable[[], None]) -> None:
-    """Call a function at once: the WhenDone of an operation that is done."""
-    callback()
-
-
 class GradwireWork(dist.Work):
     """The handle of one operation. If it is deleted, the operation continues. wait() may be called several times.
 
     results: the tensors that the operation writes, or lists of them, which become the value of get_future(): a list as one
     tensor with a row for each rank, as with NCCL, because torch's quantization hooks index it so. parts: the handles of its
-    parts, in the order in which they complete; empty if the operation is done. when_done: that of the last part.
-    source: for a receive, returns the rank of the sender, or None if it is not known yet.
+    parts, in the order in which they complete; none if the operation is done. when_done: for a message, whose handle lacks it;
+    otherwise that of the last part is used.
     """
 
     def __init__(
-        self,
-        results: Sequence[_Result],
-        parts: Sequence[CommunicatorWork] = (),
-        when_done: WhenDone = at_once,
-        source: Callable[[], int | None] | None = None,
+        self, results: Sequence[_Result], *parts: Work | MessageWork | GradwireWork, when_done: WhenDone | None = None
     ) -> None:
         super().__init__()
         self._results = list(results)
-        self._parts = parts
-        self.when_done = when_done
-        self._source = source
+        self._parts = parts or (DONE,)
+        self.when_done: WhenDone = when_done or self._parts[-1].when_done  # type: ignore[union-attr]  # see above
         self._future: Future[list[_Result]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -89,7 +73,7 @@ class GradwireWork(dist.Work):
     def source_rank(self) -> int:
         """Return the rank of the sender of a received message. Raises RuntimeError if the operation is no receive, or
         the sender is not known yet."""
-        found = None if self._source is None else self._source()
+        found: int | None = getattr(self._parts[0], "sender", None)
         if found is None:
             raise RuntimeError("source_rank() is available for a receive after its wait() has returned")
         return found

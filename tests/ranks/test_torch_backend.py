@@ -159,9 +159,14 @@ def compare_with_gloo() -> None:
         assert found == expected, name
     exchange_lists(groups["gradwire"], rank, size)
     assert dist.get_backend(groups["gradwire"]) == "gradwire"
-    small = numbers(rank).to(torch.float8_e4m3fn)  # which gloo does not know
+    small = numbers(rank, 3 * size).to(torch.float8_e4m3fn).view(size, 3)  # which gloo does not know
+    swapped = torch.empty_like(small)
+    dist.all_to_all_single(swapped, small, [1] * size, [1] * size, group=groups["gradwire"])
+    assert torch.equal(
+        swapped.float(), torch.stack([numbers(each, 3 * size).view(size, 3)[rank] for each in range(size)])
+    )
     dist.broadcast(small, 0, group=groups["gradwire"])
-    assert torch.equal(small.float(), numbers(0))
+    assert torch.equal(small.float(), numbers(0, 3 * size).view(size, 3))
     with Communicator(groups["gradwire"], timeout_s=10) as communicator:  # as over gloo
         assert communicator.allgather_object(rank) == list(range(size))
     for group in groups.values():

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -141,14 +140,13 @@ def test_an_exception_in_a_message_ends_its_future_and_those_of_later_messages()
         transport.post = lambda sends, receives, tag: ([], [Broken()])  # type: ignore[attr-defined]
         messages, mover = Messages(transport, mine), Mover()  # type: ignore[arg-type]
         works = [messages.irecv("irecv", Buffer([torch.empty(1)], via_host=False), 1, 0) for _ in range(2)]
-        for work in works:
-            mover.add(work)
-        for work in works:
-            future = GradwireWork([], [work], partial(mover.when_done, work)).get_future()  # type: ignore[arg-type, list-item]
+        for handle in [GradwireWork([], work, when_done=mover.add(work)) for work in works]:
+            future = handle.get_future()
             wait_until(future.done)
             with pytest.raises(RuntimeError, match="ZeroDivisionError"):
                 future.wait()
-        mover.stop()
+        with mover.ending():
+            pass
 
 
 def test_an_operation_with_its_own_timeout_leaves_those_of_the_others_alone() -> None:
