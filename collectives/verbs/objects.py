@@ -42,42 +42,56 @@ class Objects(Movement):
         return obj if self.rank == src else pickle.loads(_bytes(mine))
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Return every rank's picklable object, in rank order, on rank dst; None elsewhere."""
+        """Return every rank's picklable object, in rank order, on rank dst, which alone unpickles them; None elsewhere."""
         arguments.check_root(self._engine, "dst", dst)
-        received = self._exchanged([obj if rank == dst else None for rank in range(self.size)])
-        return received if self.rank == dst else None
+        mine = self._tensor(pickle.dumps(obj))
+        lengths = self._lengths(mine)
+        padded = _padded(mine, max(lengths))
+        parts = [torch.empty_like(padded) for _ in lengths] if self.rank == dst else None
+        self.gather(padded, parts, dst)
+        if parts is None:
+            return None
+        return [pickle.loads(_bytes(part[:length])) for part, length in zip(parts, lengths, strict=True)]
 
     def scatter_object(self, objs: Sequence[Any] | None = None, src: int = 0) -> Any:
         """Return, on rank r, the r-th of rank src's picklable objects. The argument of the other ranks is ignored."""
         arguments.check_root(self._engine, "src", src)
-        if self.rank == src and (objs is None or len(objs) != self.size):
+        if self.rank != src:
+            objs = ()
+        elif objs is None or len(objs) != self.size:
             raise ValueError(
                 f"rank {self.rank}: scatter_object needs {self.size} objects on rank src={src}, not {objs!r}"
             )
-        outgoing = list(objs) if self.rank == src and objs is not None else [None] * self.size
-        return self._exchanged(outgoing)[src]
+        pieces = [self._tensor(pickle.dumps(obj)) for obj in objs]
+        longest = max((piece.numel() for piece in pieces), default=0)
+        heads = [torch.tensor([piece.numel(), longest], device=piece.device, dtype=torch.int64) for piece in pieces]
+        head = torch.empty(2, device=self._engine.control_device, dtype=torch.int64)
+        self.scatter(head, heads, src)
+        length, longest = head.tolist()
+        mine = torch.empty(longest, device=head.device, dtype=torch.uint8)
+        self.scatter(mine, [_padded(piece, longest) for piece in pieces], src)
+        return pickle.loads(_bytes(mine[:length]))
 
-    def _exchanged(self, outgoing: Sequence[Any]) -> list[Any]:
-        """Send object r to rank r. Return the object received from each rank, by rank."""
-        pieces = [self._tensor(pickle.dumps(obj)) for obj in outgoing]
-        sent = torch.tensor([piece.numel() for piece in pieces], device=pieces[0].device, dtype=torch.int64)
-        landed = torch.empty_like(sent)
-        self.alltoall(landed, sent)
-        output = torch.empty(int(landed.sum()), dtype=torch.uint8, device=sent.device)
-        self.alltoall(output, torch.cat(pieces), landed.tolist(), sent.tolist())
-        return [pickle.loads(_bytes(part)) for part in output.split(landed.tolist())]
+    def _lengths(self, mine: Tensor) -> list[int]:
+        """Return the number of elements of every rank's tensor, in rank order."""
+        lengths = torch.zeros(self.size, device=mine.device, dtype=torch.int64)
+        self.allgather(lengths, torch.tensor([mine.numel()], device=mine.device, dtype=torch.int64))
+        numbers: list[int] = lengths.tolist()
+        return numbers
 
     def _allgather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""
         mine = self._tensor(data)
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=mine.device)
-        self.allgather(lengths, torch.tensor([mine.numel()], device=mine.device, dtype=torch.int64))
-        parts = [torch.empty(int(n), dtype=torch.uint8, device=mine.device) for n in lengths]
+        parts = [torch.empty(length, device=mine.device, dtype=torch.uint8) for length in self._lengths(mine)]
         self.allgather(parts, mine)
         return [_bytes(part) for part in parts]
 
     def _tensor(self, data: bytes) -> Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._engine.control_device)
+
+
+def _padded(payload: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(payload, (0, length - payload.numel()))
 
 
 def _bytes(payload: Tensor) -> bytes:

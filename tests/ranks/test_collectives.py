@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -411,6 +411,36 @@ def test_auto_by_size_and_hosts(ranks: Worlds, layout: str) -> None:
 def thing(rank: int) -> dict[str, object]:
     """Something picklable whose size grows with the rank; every field tells the ranks apart."""
     return {"rank": rank, "text": "x" * (1000 * rank), "nested": [(rank, None), {rank}], "values": [float(rank)] * 3}
+
+
+class Noted:
+    """Unpickles as its rank, and is counted."""
+
+    unpickled: ClassVar[list[int]] = []
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Callable[[int], int], tuple[int]]:
+        return self.come, (self.rank,)
+
+    @classmethod
+    def come(cls, rank: int) -> int:
+        cls.unpickled.append(rank)
+        return rank
+
+
+@on_ranks(3, initialized=False)
+def test_nobody_unpickles_what_is_not_for_it() -> None:
+    with communicator() as comm:
+        for root in range(comm.size):
+            Noted.unpickled.clear()
+            comm.gather_object(Noted(comm.rank), root)
+            assert Noted.unpickled == ([*range(comm.size)] if comm.rank == root else [])
+            Noted.unpickled.clear()
+            everything = [Noted(rank) for rank in range(comm.size)]
+            assert comm.scatter_object(everything if comm.rank == root else None, root) == comm.rank
+            assert Noted.unpickled == [comm.rank]
 
 
 @ON_EVERY_TRANSPORT
