@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.trainer.reducer.compression import NAMES
 from tests.ranks import forms
-from tests.ranks.training import on_ranks
+from tests.ranks.test_growth import MAKERS, Make
+from tests.ranks.training import copies, on_ranks
 
 Results = dict[str, Any]
 WIDTH = 300  # of the model: a matrix codec compresses its first matrix
@@ -72,7 +73,7 @@ def trained(model: nn.Module, optimizer: Any) -> list[Tensor]:
         inputs = numbers(1000 * step + dist.get_rank(), 8, WIDTH)
         (model(inputs) - inputs[:, :3]).square().mean().backward()
         optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return copies(model.parameters())
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -87,16 +88,16 @@ def verbs() -> Results:
     found: Results = {}
     with Communicator(timeout_s=20, segment_bytes=200) as comm:
         size, mine = comm.size, own(600)
-        for kind in (torch.float32, torch.bfloat16, torch.int16):
-            given = (100 * mine).to(kind)
-            for verb in ("allreduce", "reduce", "broadcast"):
-                for algorithm in PLANNERS[verb]:
-                    tensor = given.clone()
-                    getattr(comm, verb)(tensor, algorithm=algorithm)
-                    found[f"{verb} {algorithm} {kind}"] = tensor
-            for op in ("average", "min", "product"):
-                comm.allreduce(tensor := given.clone(), op, prescale=0.5 if given.is_floating_point() else 1.0)
-                found[f"allreduce {op} {kind}"] = tensor
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            given = (100 * mine).to(dtype)
+            calls = [
+                (verb, {"algorithm": name}) for verb in ("allreduce", "reduce", "broadcast") for name in PLANNERS[verb]
+            ]
+            prescale = 0.5 if given.is_floating_point() else 1.0
+            calls += [("allreduce", {"op": op, "prescale": prescale}) for op in ("average", "min", "product")]
+            for verb, options in calls:
+                getattr(comm, verb)(tensor := given.clone(), **options)
+                found[f"{verb} {options} {dtype}"] = tensor
         comm.reduce_scatter(part := zeros(600 // size), mine)
         comm.allgather(every := zeros(600 * size), mine)
         comm.gather(mine, gathered := [zeros(600) for _ in range(size)] if comm.rank == 0 else None)
@@ -108,12 +109,9 @@ def verbs() -> Results:
         comm.gather_shares(shared)
         comm.grouped_allreduce(group := [mine.clone(), own(7)])
         comm.barrier()
-        work = comm.allreduce(later := mine.clone(), async_op=True)
-        work.wait()
-        prepared = comm.prepare_allreduce(again := mine.clone())
-        prepared.start().wait()
-        other = (comm.rank + 1) % size
-        sent = comm.isend(mine, other)
+        comm.allreduce(later := mine.clone(), async_op=True).wait()
+        comm.prepare_allreduce(again := mine.clone()).start().wait()
+        sent = comm.isend(mine, (comm.rank + 1) % size)
         comm.recv(received := zeros(600), (comm.rank - 1) % size)
         sent.wait()
         found["moved"] = [part, every, gathered, scattered, exchanged, uneven, shared, group, later, again, received]
@@ -126,11 +124,9 @@ def verbs() -> Results:
         found["made"] = [comm.empty(3, 4).zero_(), comm.shared_empty(2, 2)]
         for codec in (name for name in CODECS if name != "none"):
             feedback = comm.new_feedback(codec, 600)
-            for step in range(3):
-                comm.allreduce(tensor := own(600) * (step + 1), compression=codec, feedback=feedback, step=step)
+            for step, options in enumerate([{"feedback": feedback}] * 3 + [{"op": "average"}]):
+                comm.allreduce(tensor := own(600) * (step + 1), compression=codec, step=step, **options)
                 found[f"{codec} {step}"] = [tensor, feedback.state_dict()]
-            comm.allreduce(tensor := own(600), "average", compression=codec, step=7)
-            found[f"{codec} without feedback"] = tensor
     return found
 
 
@@ -179,65 +175,41 @@ def horovod() -> Results:
     return found
 
 
-def codecs() -> Results:
-    """Training with every codec: the weights and a checkpoint, from which the training goes on."""
+def outer(model: nn.Module) -> hvd.rules.LocalUpdates:
+    return hvd.rules.LocalUpdates(every=2, outer=hvd.optimizers.DelayedNesterov(model.parameters(), lr=0.7, delay=2))
+
+
+#: Beside what may not grow, optimizers of our own; and one of a rule whose result depends on no time.
+MORE_MAKERS: dict[str, Make] = {
+    "lamb": lambda m: hvd.DistributedOptimizer(hvd.optimizers.LAMB(m.parameters(), lr=0.01), m.named_parameters()),
+    "lars": lambda m: hvd.DistributedOptimizer(hvd.optimizers.LARS(m.parameters(), lr=0.01), m.named_parameters()),
+    "nesterov": lambda m: hvd.DistributedOptimizer(sgd(m), m.named_parameters(), rule=outer(m)),
+    "hogwild": lambda m: hvd.servers.Hogwild(torch.optim.SGD(m.parameters(), lr=0.0), m.named_parameters()),
+}
+
+
+def training() -> Results:
+    """With every codec and by every rule: the weights, and those of a training that goes on from a checkpoint."""
     found: Results = {}
-    for codec in (*NAMES, "auto"):
-        model = model_of()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model), model.named_parameters(), compression=codec, bucket_bytes=2**16
-        )
+    for name, make in (MAKERS | MORE_MAKERS).items():
+        optimizer = make(model := model_of())
         weights = trained(model, optimizer)
-        if codec == "auto":  # times decide what it chooses
-            optimizer.close()
-            continue
-        optimizer.load_state_dict(optimizer.state_dict())
-        found[f"trained with {codec}"] = [weights, trained(model, optimizer)]
+        if name in NAMES:
+            optimizer.load_state_dict(optimizer.state_dict())
+            weights += trained(model, optimizer)
         optimizer.close()
+        if name != "auto":  # times decide what it chooses
+            found[name] = [*weights, *copies(model.parameters())]
     return found
 
 
-def local(model: nn.Module, **settings: Any) -> hvd.DistributedOptimizer:
-    return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), rule=hvd.rules.LocalUpdates(**settings))
-
-
-def rules() -> Results:
-    """Training by every rule."""
-    named = dict[str, Callable[[nn.Module], Any]]
-    made: named = {
-        "adasum": lambda m: hvd.DistributedOptimizer(sgd(m), m.named_parameters(), op=hvd.Adasum),
-        "shards": lambda m: hvd.DistributedOptimizer(
-            sgd(m), m.named_parameters(), compression="int8", rule=hvd.rules.Sharded("bf16")
-        ),
-        "next_forward": lambda m: hvd.DistributedOptimizer(
-            sgd(m), m.named_parameters(), rule=hvd.rules.NextForward(m), compression="onebit"
-        ),
-        "checked": lambda m: hvd.DistributedOptimizer(sgd(m), m.named_parameters(), check_replicas_every=1),
-        "local": lambda m: local(m, every=2, outer=sgd(m), compression="int8"),
-        "late": lambda m: local(m, every=4, delay=1, fragments=2),
-        "server": lambda m: hvd.servers.ParameterServer(sgd(m), compression="int4", servers=[0]),
-        "lamb": lambda m: hvd.DistributedOptimizer(hvd.optimizers.LAMB(m.parameters(), lr=0.01), m.named_parameters()),
-        "lars": lambda m: hvd.DistributedOptimizer(hvd.optimizers.LARS(m.parameters(), lr=0.01), m.named_parameters()),
-        "nesterov": lambda m: local(m, every=2, outer=hvd.optimizers.DelayedNesterov(m.parameters(), lr=0.7, delay=2)),
-    }
-    found: Results = {}
-    for name, make in made.items():
-        optimizer = make(model := model_of())
-        found[name] = trained(model, optimizer)
-        optimizer.close()
-        found[f"{name} at the end"] = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = hvd.servers.Hogwild(
-        torch.optim.SGD((model := model_of()).parameters(), lr=0.0), model.named_parameters()
-    )
-    found["hogwild"] = trained(model, optimizer)
-    optimizer.close()
+def keys() -> Results:
     kv = hvd.servers.KVStore("dist_sync")
     kv.set_optimizer(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     kv.init("w", zeros(13, 7))
     kv.pushpull("w", own(13, 7), out=(out := zeros(13, 7)))
-    found["kvstore"] = out
     kv.close()
-    return found
+    return {"kvstore": out}
 
 
 def embeddings() -> Results:
@@ -292,7 +264,7 @@ def differences(one: Any, other: Any, name: str) -> Iterator[str]:
         yield f"{name}: {other!r} instead of {one!r}"
 
 
-PARTS = (verbs, backend, horovod, codecs, rules, embeddings, ddp, elastic)
+PARTS = (verbs, backend, horovod, training, keys, embeddings, ddp, elastic)
 
 
 @on_ranks(2)
