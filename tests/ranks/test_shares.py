@@ -31,7 +31,7 @@ def halves_are_the_whole() -> None:
 
 def _compare(comm: Communicator, algorithm: str) -> None:
     kinds = [(torch.float32, numel) for numel in (0, comm.size - 1, comm.size + 1, SEVERAL_SEGMENTS)]
-    for turn, (dtype, numel) in enumerate([*kinds, (torch.bfloat16, SEVERAL_SEGMENTS)]):
+    for turn, (dtype, numel) in enumerate([*kinds, (torch.bfloat16, SEVERAL_SEGMENTS), (torch.float32, 70_001)]):
         shares = comm.shares(numel, dtype)
         owners = torch.full((numel,), -1)
         for rank, mine in enumerate(shares):
@@ -49,15 +49,16 @@ def _compare(comm: Communicator, algorithm: str) -> None:
             comm.reduce_shares(tensor, op, prescale=prescale, postscale=postscale, async_op=True).wait()
             mine = owners == comm.rank
             assert torch.equal(tensor[mine], whole[mine]), (dtype, numel, op)
-            prepared = torch.empty_like(whole)
+            prepared = comm.empty(numel, dtype=dtype)
             operation = comm.prepare_reduce_shares(prepared, op, prescale=prescale, postscale=postscale)
             for run in (operation, lambda operation=operation: operation.start().wait(), operation):
                 prepared.copy_(rounded(comm.rank, numel, dtype))
                 run()
                 assert torch.equal(prepared[mine], whole[mine]), (dtype, numel, op, "prepared")
-            tensor[~mine] = float("nan")
-            comm.gather_shares(tensor)
-            assert torch.equal(tensor, whole), (dtype, numel, op)
+            for each in (tensor, prepared):
+                each[~mine] = float("nan")
+                comm.gather_shares(each)
+                assert torch.equal(each, whole), (dtype, numel, op)
     if comm.size > 2 and algorithm == "ring":
         sums = torch.stack([rounded(rank, SEVERAL_SEGMENTS, torch.float32) for rank in range(comm.size)])
         tensor = rounded(comm.rank, SEVERAL_SEGMENTS, torch.float32)
