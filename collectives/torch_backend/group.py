@@ -45,17 +45,18 @@ _OLDER_NAMES = {
 }
 
 
-def _verb(name: str) -> Callable[[_Method], _Method]:
+def _verb(name: str, verb: str = "") -> Callable[[_Method], _Method]:
     """Return a decorator for the methods that torch calls for its verbs. Calls with CUDA tensors go to NCCL. For other
-    calls, profilers record a range with this name, which gloo also uses, and handles of coalesced calls are kept."""
+    calls, profilers record a range with this name, which gloo also uses, and handles of coalesced calls are kept. verb: the
+    method's name, if it is not that of the decorated function."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
         def call(self: GradwireGroup, *arguments: Any, **options: Any) -> GradwireWork:
             if (device := _device_of(arguments)) is not None:
-                verb = method.__name__
-                nccl = self.nccl(None if verb in _OF_TWO_RANKS else device)
-                theirs = verb if hasattr(nccl, verb) else _OLDER_NAMES[verb]
+                ours = verb or method.__name__
+                nccl = self.nccl(None if ours in _OF_TWO_RANKS else device)
+                theirs = ours if hasattr(nccl, ours) else _OLDER_NAMES[ours]
                 return getattr(nccl, theirs)(*arguments, **options)  # type: ignore[no-any-return]
             with profiling(f"{TORCH_BACKEND}:{name}"):
                 work: GradwireWork = method(self, *arguments, **options)
@@ -82,7 +83,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         timeout: that of connecting, and of each operation. Raises CollectiveError if the ranks do not connect."""
         super().__init__(rank, len(global_ranks))
         self._store = store
-        self._name = self._description = ""
+        self._name = ""
         self._timeout = timeout
         self._nccl: dist.ProcessGroup | None = None
         self._coalesced: list[GradwireWork] | None = None
@@ -147,26 +148,8 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         work = self._communicator.reduce(_real(tensor), opts.rootRank, op, async_op=_is_async(opts))
         return GradwireWork(tensors, work)
 
-    @_verb("reduce_scatter")
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> GradwireWork:
-        """Reduce the r-th tensors of all ranks' lists into the output of rank r."""
-        return self._reduce_scatter(outputs, inputs, opts)
-
-    @_verb("_reduce_scatter_base")
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GradwireWork:
-        """Reduce the inputs of all ranks, and write the r-th part of the result to the output of rank r."""
-        return self._reduce_scatter([output], [input], opts)
-
-    @_verb("reduce_scatter_tensor_coalesced")
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GradwireWork:
-        """Do reduce_scatter_single() for several tensors."""
-        return self._reduce_scatter(outputs, inputs, opts)
-
-    def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any) -> GradwireWork:
+    def _reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any = None) -> GradwireWork:
+        """Do reduce_scatter_single() for several tensors. An input may be a list of its parts."""
         opts = opts or dist.ReduceScatterOptions()
         op, is_async = _name_of(opts.reduceOp), _is_async(opts)
         works = [
@@ -180,6 +163,16 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         ]
         return GradwireWork(outputs, *works)
 
+    reduce_scatter = _verb("reduce_scatter", "reduce_scatter")(_reduce_scatter)
+    reduce_scatter_single_coalesced = _verb("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")(
+        _reduce_scatter
+    )
+
+    @_verb("_reduce_scatter_base")
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GradwireWork:
+        """Reduce the inputs of all ranks, and write the r-th part of the result to the output of rank r."""
+        return self._reduce_scatter([output], [input], opts)
+
     # Movement
 
     @_verb("broadcast")
@@ -189,12 +182,13 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         (tensor,) = tensors
         return GradwireWork(tensors, self._communicator.broadcast(tensor, opts.rootRank, async_op=_is_async(opts)))
 
-    @_verb("all_gather")
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GradwireWork:
-        """Gather every rank's tensor into a list, by rank. The sizes may differ between ranks."""
-        return self._allgather(outputs, inputs, opts)
+    def _allgather(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
+        """Do all_gather_single() for several tensors. An output may be a list of tensors by rank, whose sizes may differ."""
+        pairs, is_async = zip(outputs, inputs, strict=True), _is_async(opts)
+        return GradwireWork(outputs, *(self._communicator.allgather(*pair, async_op=is_async) for pair in pairs))
+
+    allgather = _verb("all_gather", "allgather")(_allgather)
+    all_gather_single_coalesced = _verb("all_gather_into_tensor_coalesced", "all_gather_single_coalesced")(_allgather)
 
     @_verb("all_gather_coalesced")
     def allgather_coalesced(
@@ -207,17 +201,6 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GradwireWork:
         """Gather every rank's tensor into one tensor, in rank order."""
         return self._allgather([output], [input], opts)
-
-    @_verb("all_gather_into_tensor_coalesced")
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GradwireWork:
-        """Do all_gather_single() for several tensors."""
-        return self._allgather(outputs, inputs, opts)
-
-    def _allgather(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> GradwireWork:
-        pairs, is_async = zip(outputs, inputs, strict=True), _is_async(opts)
-        return GradwireWork(outputs, *(self._communicator.allgather(*pair, async_op=is_async) for pair in pairs))
 
     @_verb("gather")
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GradwireWork:
@@ -336,14 +319,6 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
     def getGroupName(self) -> str:  # noqa: N802
         """Return the name of the group."""
         return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Store the description of the group in torch's logs."""
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the description of the group."""
-        return self._description
 
     def get_group_store(self) -> Store:
         """Return the store of the group."""

@@ -179,35 +179,6 @@ def test_every_verb_does_what_gloo_does(ranks: Worlds, size: int) -> None:
     ranks(size).run(compare_with_gloo)
 
 
-def train_by_ddp(backend: str) -> list[Tensor]:
-    """Return the gradients of whole numbers after a few backward()s, in several buckets."""
-    group = dist.new_group(backend=backend)
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64), nn.Linear(64, 1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(numbers(parameter.numel(), parameter.numel()).view_as(parameter) - 5)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)  # type: ignore[arg-type]
-    for step in range(3):
-        ddp(numbers(dist.get_rank() + step, 128).view(2, 64)).sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, gradients, group=group)
-    assert all(torch.equal(mine, theirs) for each in everyones for mine, theirs in zip(gradients, each, strict=True))
-    if backend != "gloo":  # whose destructor waits, with the GIL, for a thread that may wait for the GIL
-        dist.destroy_process_group(group)
-    return gradients
-
-
-def compare_ddp() -> None:
-    for ours, theirs in zip(train_by_ddp("gradwire"), train_by_ddp("gloo"), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@ON_EVERY_TRANSPORT
-def test_ddp_has_the_sums_of_gloo(ranks: Worlds) -> None:
-    ranks(2).run(compare_ddp)
-
-
 SHARDED = """
 import torch
 import torch.distributed as dist
@@ -484,9 +455,11 @@ def test_functions_of_futures_may_call_collectives_and_wait(ranks: Worlds) -> No
     ranks(2).run(call_from_futures)
 
 
-def train_by_hook(backend: str, hook: Callable[..., Any], state: Callable[[dist.ProcessGroup], Any]) -> list[Tensor]:
-    """Return the parameters after a few steps by DDP with a hook, in several buckets. Over gloo, one exchange after the other:
-    the order of its exchanges is another on each rank otherwise."""
+def train_by_ddp(
+    backend: str, hook: Callable[..., Any] | None = None, state: Callable[[dist.ProcessGroup], Any] | None = None
+) -> list[Tensor]:
+    """Return the parameters after a few steps by DDP, perhaps with a hook, in several buckets. Over gloo, hooks exchange one
+    bucket after the other: the order of its exchanges is another on each rank otherwise."""
     group = dist.new_group(backend=backend)
 
     def awaited(future: Any) -> Any:
@@ -496,17 +469,27 @@ def train_by_hook(backend: str, hook: Callable[..., Any], state: Callable[[dist.
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)  # type: ignore[arg-type]
-    one_by_one = lambda state, bucket: awaited(hook(state, bucket))  # noqa: E731  # DDP refuses other annotations
-    ddp.register_comm_hook(state(group), hook if backend == "gradwire" else one_by_one)
+    if hook is not None and state is not None:
+        one_by_one = lambda state, bucket: awaited(hook(state, bucket))  # noqa: E731  # DDP refuses other annotations
+        ddp.register_comm_hook(state(group), hook if backend == "gradwire" else one_by_one)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         torch.manual_seed(10 * step + dist.get_rank())
         optimizer.zero_grad()
         ddp(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
-    if backend != "gloo":  # see train_by_ddp()
+    if backend != "gloo":  # whose destructor waits, with the GIL, for a thread that may wait for the GIL
         dist.destroy_process_group(group)
     return [parameter.detach() for parameter in model.parameters()]
+
+
+def compare_ddp() -> None:
+    assert all(map(torch.equal, train_by_ddp("gradwire"), train_by_ddp("gloo")))
+
+
+@ON_EVERY_TRANSPORT
+def test_ddp_has_the_sums_of_gloo(ranks: Worlds) -> None:
+    ranks(2).run(compare_ddp)
 
 
 def power_sgd(group: dist.ProcessGroup) -> powerSGD.PowerSGDState:
@@ -544,9 +527,8 @@ def check_quantized(hook: Callable[..., Any], channels: int) -> None:
 
 def compare_hooks() -> None:
     for name, (hook, state) in HOOKS.items():
-        found, expected = (train_by_hook(backend, hook, state) for backend in ("gradwire", "gloo"))
-        for ours, theirs in zip(found, expected, strict=True):
-            assert torch.equal(ours, theirs), name
+        found, expected = (train_by_ddp(backend, hook, state) for backend in ("gradwire", "gloo"))
+        assert all(map(torch.equal, found, expected)), name
     for hook, channels in (
         (quantization_hooks.quantization_pertensor_hook, 1),
         (quantization_hooks.quantization_perchannel_hook, 9),
