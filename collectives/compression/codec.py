@@ -22,7 +22,7 @@ def identity_of(name: str, settings: object) -> str:
 
 class CFunctions(NamedTuple):
     """C functions that encode and decode on the CPU: the address of each, and the words whose address it takes as its settings.
-    For their arguments, see gradwire.collectives.kernels.cpu.calling."""
+    For their arguments, see gradwire.collectives.kernels.cpu.entries."""
 
     encode: tuple[int, np.ndarray]
     decode: tuple[int, np.ndarray]

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import CFunctions, Codec, State
 from gradwire.collectives.compression.registry import register_codec
 from gradwire.collectives.kernels import kernels_for
-from gradwire.collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.layout import pad16
 
 
 class Dense(Codec):

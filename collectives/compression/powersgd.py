@@ -78,7 +78,7 @@ class PowerSGDState(MatrixState):
     def __init__(self, codec: PowerSGD, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         self._rank = codec.rank
-        self._kernels = kernels_for(device, "sparse")
+        self._kernels = kernels_for(device)
         alike: dict[tuple[int, int], list[int]] = {}
         self._whole: list[int] = []
         for index, shape in enumerate(self._shapes):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec, State
-from gradwire.collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.layout import pad16
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from gradwire.collectives.compression.codec import CFunctions, Codec, State
 from gradwire.collectives.compression.registry import register_codec
 from gradwire.collectives.compression.seeds import mixed
 from gradwire.collectives.kernels import kernels_for
+from gradwire.collectives.kernels.layout import pad16
 from gradwire.collectives.kernels.reference.sparse import CHUNK
-from gradwire.collectives.kernels.wire import pad16
 
 
 class Sparse(Codec):
@@ -54,7 +54,7 @@ class Sparse(Codec):
         getattr(self._kernels(wire), f"{self.name}_decode")(wire, out, *self._parameters(out.numel()), add, scale)
 
     def _kernels(self, wire: Tensor) -> ModuleType:
-        return kernels_for(wire.device, "sparse")
+        return kernels_for(wire.device)
 
 
 @register_codec
@@ -249,11 +249,11 @@ class ChunkTopK(Codec):
     def c_functions(self) -> CFunctions | None:
         if (type(self)._encode, type(self)._decode) != (ChunkTopK._encode, ChunkTopK._decode):
             return None  # a class that others have derived
-        kernels = kernels_for(torch.device("cpu"), "sparse")
+        kernels = kernels_for(torch.device("cpu"))
         return CFunctions(kernels.chunktopk_encode.bound(self.k), kernels.chunktopk_decode.bound(self.k))
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
-        kernels_for(wire.device, "sparse").chunktopk_encode(values, residual, wire, self.k)
+        kernels_for(wire.device).chunktopk_encode(values, residual, wire, self.k)
 
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        kernels_for(wire.device, "sparse").chunktopk_decode(wire, out, self.k, add, scale)
+        kernels_for(wire.device).chunktopk_decode(wire, out, self.k, add, scale)

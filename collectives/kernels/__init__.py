@@ -7,91 +7,112 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
-from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.kernels import layout
+
+#: The modules of cpu with the kernels of each compiled link.
+_MEMORY, _TCP, _PROGRAMS = ("shared_memory", "waits", "messages"), ("tcp",), ("execute_program",)
+LINKS = (*_MEMORY, *_TCP, *_PROGRAMS)
 
 
 @cache
 def cpu_kernels() -> ModuleType | str:
-    """Return the module cpu.shared_memory, its kernels compiled or loaded from the disk, or a text why it cannot be used."""
-    return _compiled("shared_memory")
+    """Return a module with the kernels of links in shared memory, compiled or loaded from the disk, and the constants of layout;
+    or a text why they cannot be used."""
+    return _link(*_MEMORY)
 
 
 @cache
 def cpu_sockets() -> ModuleType | str:
-    """Return the module cpu.tcp, its kernels and those of cpu.programs compiled or loaded from the disk, or a text why it cannot
-    be used."""
-    return _compiled("tcp", "programs")
+    """Return a module as cpu_kernels() with the kernels of TCP. Those of cpu_programs() are compiled or loaded, too."""
+    programs = _link(*_PROGRAMS)
+    return programs if isinstance(programs, str) else _link(*_TCP)
 
 
+@cache
 def cpu_programs() -> ModuleType:
-    """Return the module cpu.programs. cpu_sockets() must have returned a module."""
-    return import_module("gradwire.collectives.kernels.cpu.programs")
+    """Return a module as cpu_kernels() with the kernel that runs programs. cpu_sockets() must have returned a module."""
+    return cast(ModuleType, _link(*_PROGRAMS))
 
 
-def _compiled(*modules: str) -> ModuleType | str:
-    """Import modules of the package cpu, and return the first of them."""
+def compiles_links() -> bool:
+    """Return whether any kernel of the links must be compiled first, which takes up to a minute."""
+    try:
+        from gradwire.collectives.kernels.cpu.library import KERNELS, is_kept
+
+        modules = LINKS if sys.platform == "linux" else ()
+        return not all(is_kept(module, name) for module in modules for name in KERNELS[module])
+    except ImportError:
+        return False
+
+
+def _link(*modules: str) -> ModuleType | str:
     if sys.platform != "linux":
         return "it needs Linux"
     try:
-        with FIRST_USE.together("about 10 s"):
-            first, *_ = [import_module(f"gradwire.collectives.kernels.cpu.{module}") for module in modules]
-            return first
+        from gradwire.collectives.kernels.cpu.library import KERNELS, kernel
+
+        made = ModuleType("kernels")
+        vars(made).update(vars(layout))
+        vars(made).update({name: kernel(module, name).call for module in modules for name in KERNELS[module]})
     except ImportError as error:
         return f"{error}: pip install numba"
+    return made
 
 
 @cache
 def cpu_arithmetic(dtype: torch.dtype) -> Any:
     """Return the C function that reduces a dtype, compiled or loaded from the disk."""
-    return import_module("gradwire.collectives.kernels.cpu.arithmetic").arithmetic(dtype)
+    from gradwire.collectives.kernels.cpu.library import kernel
+
+    return kernel("arithmetic", f"reduce_{str(dtype).removeprefix('torch.')}")
 
 
 @cache
 def cpu_or_reference(module: str) -> ModuleType:
-    """Return cpu.<module>, for tensors on the CPU; without Numba, reference.<module>, which does the same more slowly."""
+    """Return the compiled functions of reference.<module> for tensors on the CPU; without Numba, reference.<module>, which does
+    the same more slowly."""
     try:
-        return _cpu(module)
+        return _cpu()
     except ImportError:
         return import_module(f"gradwire.collectives.kernels.reference.{module}")
 
 
-def _cpu(module: str) -> ModuleType:
-    """Return cpu.<module>. Raises ImportError if kernels can be neither loaded from the disk nor compiled."""
-    import_module("gradwire.collectives.kernels.cpu.context")  # which compiles or loads a small kernel
-    return import_module(f"gradwire.collectives.kernels.cpu.{module}")
+@cache
+def _cpu() -> ModuleType:
+    """Return cpu.entries. Raises ImportError if kernels can be neither loaded from the disk nor compiled."""
+    entries = import_module("gradwire.collectives.kernels.cpu.entries")
+    entries.kernel("waits", "publish")  # a small one
+    return entries
 
 
 def cpu_cache() -> Path | None:
     """Return the folder in which compiled kernels are kept; None, with a warning, if no folder is writable."""
-    from gradwire.collectives.kernels.cpu.object_files import kernel_folder
+    from gradwire.collectives.kernels.cpu.library import kernel_folder
 
     return kernel_folder()
 
 
-def kernels_for(device: torch.device, family: Literal["quantize", "sparse"] = "quantize") -> ModuleType:
-    """Return a module, or an object like one, with the functions of reference.<family> for tensors on `device`.
+@cache
+def kernels_for(device: torch.device) -> ModuleType:
+    """Return a module, or an object like one, with the functions of reference.quantize and reference.sparse for tensors on a
+    device.
 
     Raises ImportError, which names the package to install, if a package is missing.
     """
-    return _kernels(device.type, family)
-
-
-@cache
-def _kernels(kind: str, family: str) -> ModuleType:
-    if kind == "cpu":
+    if device.type == "cpu":
         try:
-            return _cpu(family)
+            return _cpu()
         except ImportError as error:
             raise ImportError(f"codecs cannot encode tensors on cpu: {error}: pip install numba") from error
-    if kind == "cuda":
-        from gradwire.collectives.kernels.cuda import kernels as cuda
+    if device.type == "cuda":
+        from gradwire.collectives.kernels.cuda.kernels import cuda_kernels
 
-        kernels = cuda.cuda_kernels()
+        kernels = cuda_kernels(device)
         if isinstance(kernels, str):
             raise ImportError(f"codecs cannot encode tensors on cuda: {kernels}")
         return cast(ModuleType, kernels)
-    raise ValueError(f"codecs encode tensors on cpu and cuda, not on {kind}")
+    raise ValueError(f"codecs encode tensors on cpu and cuda, not on {device.type}")

@@ -11,10 +11,10 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from enum import IntEnum
 from itertools import chain, islice
 from typing import NamedTuple
 
+from gradwire.collectives.kernels.layout import Kind as Kind
 from gradwire.collectives.schedules.schedule import Action, Round, Schedule
 from gradwire.collectives.schedules.spans import Layout, joined
 
@@ -27,20 +27,6 @@ LOOKAHEAD = 2
 
 #: The most instructions that a Program keeps; a longer Program is laid out anew at each run.
 _KEPT = 1 << 14
-
-
-class Kind(IntEnum):
-    """The kind of an instruction. "The sum" is separate memory for the sum of one block over all ranks."""
-
-    SEND = 0  # to `peer`, from the source at `offset`, or if `scratch` >= 0, from scratch memory there
-    RECEIVE = 1  # from `peer`, to the destination at `offset`, or if `scratch` >= 0, to scratch memory there
-    POST = 2  # start all sends and receives since the last POST; they carry the tag of `segment`
-    WAIT = 3  # for message `number`, counted over all sends and receives
-    REDUCE = 4  # the numbers of `peer` in scratch memory at `scratch`, into the destination at `offset`
-    ENCODE = 5  # the numbers at `offset`, version `number` of block `block`, to scratch memory at `scratch`
-    DECODE = 6  # the code of `peer` in scratch memory at `scratch`, to `offset`, or if `number` is 1, to the sum
-    ADD = 7  # as DECODE, but added to the numbers there
-    COMPLETE = 8  # the numbers at `offset`, or if `number` is 1, in the sum and encoded next, are summed over all ranks
 
 
 class Instruction(NamedTuple):

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from gradwire.collectives.kernels.wire import KIND_BITS as KIND_BITS  # links and messages import it from here
+from gradwire.collectives.kernels.layout import KIND_BITS as KIND_BITS  # links and messages import both from here
+from gradwire.collectives.kernels.layout import Coding as Coding
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Program
 
@@ -61,32 +62,6 @@ class Request:
 #: Records a run of a program: its instructions, the bytes of a message of so many elements, the time at which the run began, and
 #: the times at which the instructions ended, in nanoseconds of time.perf_counter_ns().
 Trace = Callable[[Iterable[Sequence[int]], Callable[[int], int], int, Sequence[int]], None]
-
-
-class Coding(NamedTuple):
-    """Contains what a compiled loop needs to run a CodedProgram of float32 numbers on the CPU. All but the counts are addresses.
-
-    encode_function, encode_settings, decode_function, decode_settings: see CFunctions. divide_function: divides by `divisor`.
-    values: the buffer. sums: room for the sum of one block. codes: the scratch memory of the program. worker, owner: the
-    residuals of this rank's own numbers, and of the sums, whose first element belongs to element owner_start of the buffer; 0
-    without error feedback. seed: of the step. group: the rank of each member of the group, as 64-bit words; group_size of them.
-    """
-
-    encode_function: int
-    encode_settings: int
-    decode_function: int
-    decode_settings: int
-    divide_function: int
-    divisor: int
-    values: int
-    sums: int
-    codes: int
-    worker: int
-    owner: int
-    owner_start: int
-    seed: int
-    group: int
-    group_size: int
 
 
 class CodedWork(Protocol):

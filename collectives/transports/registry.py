@@ -14,7 +14,6 @@ from gradwire.collectives.control.membership import Membership, coming_together
 from gradwire.collectives.control.watch import Watch
 from gradwire.collectives.environment import shared_memory_wanted
 from gradwire.collectives.errors import CollectiveError, by_value, ranks_text
-from gradwire.collectives.kernels.first_use import FIRST_USE
 from gradwire.collectives.parsing import check_name
 from gradwire.collectives.schedules.topology import Machine
 from gradwire.collectives.transports.base import Transport
@@ -80,7 +79,6 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
     the ranks do not connect within timeout_s seconds, or a rank cannot listen; TypeError for a link that returns no
     Transport; ValueError if its Transport is that of another rank, or prefers an algorithm that it does not offer.
     """
-    FIRST_USE.reports = all(membership.rank not in host[1:] for host in membership.hosts)  # the first of each host
     with coming_together(membership.rank, timeout_s, membership):
         unshared: dict[int, str] = {}
         while True:

@@ -16,8 +16,7 @@ import torch
 from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
 from gradwire.collectives.errors import LinkError, ranks_text
-from gradwire.collectives.kernels import cpu_kernels, cpu_sockets
-from gradwire.collectives.kernels.first_use import FIRST_USE
+from gradwire.collectives.kernels import compiles_links, cpu_kernels, cpu_sockets
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.transports.base import (
@@ -125,9 +124,10 @@ def offered(membership: Membership, name: str, timeout_s: float) -> Iterator[dic
         return
     memory = shared_memory_wanted(os.environ)
     hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
-    with FIRST_USE.together("up to a minute", begins=lambda: membership.compiles(name, time.monotonic() + timeout_s)):
-        kernels = cpu_kernels() if memory and hosts_are_shared else "shared memory is not used"
-        sockets = cpu_sockets()
+    if compiles_links():
+        membership.compiles(name, time.monotonic() + timeout_s)
+    kernels = cpu_kernels() if memory and hosts_are_shared else "shared memory is not used"
+    sockets = cpu_sockets()
     card = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}
     with offer_host(membership, kernels) as host:
         yield card | host

@@ -80,7 +80,7 @@ class TcpTransport(Table):
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         kernels = cpu_sockets()
         assert not isinstance(kernels, str)
-        super().__init__(kernels, np.zeros(kernels.FIELDS, dtype=np.int64), threading.Lock())
+        super().__init__(kernels, np.zeros(kernels.TCP_FIELDS, dtype=np.int64), threading.Lock())
         self.rank = rank
         self.size = size
         self._sockets = dict(connections)

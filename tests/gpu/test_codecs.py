@@ -20,7 +20,7 @@ LARGE = 3_000_001
 
 @pytest.fixture(scope="module")
 def kernels() -> CudaKernels:
-    found = cuda_kernels()
+    found = cuda_kernels(torch.device("cuda", 0))
     if not isinstance(found, CudaKernels):
         pytest.skip("needs CuPy for torch's CUDA")
     return found
@@ -44,9 +44,10 @@ def test_plain_torch(codec: Codec) -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
 def test_under_the_sanitizer(tool: str) -> None:
     script = """if True:
+        import torch
         from gradwire.collectives.kernels.cuda.kernels import cuda_kernels
         from tests.cuda_machine.cases import CODECS, DENSE, check
-        kernels = cuda_kernels()
+        kernels = cuda_kernels(torch.device("cuda", 0))
         for codec in CODECS:
             numels = (3, 1500) if codec in DENSE else (20_001,)
             assert check(kernels, "cuda", codec, numels, ("ties", "not finite")) == []"""

@@ -17,7 +17,7 @@ from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.diagnostics.timeline import Timeline
 from gradwire.collectives.engine.executor import Payload, execute
 from gradwire.collectives.engine.operations import Operations
-from gradwire.collectives.kernels.cpu import compiling
+from gradwire.collectives.kernels.cpu import library
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.transports.base import Transport
@@ -43,7 +43,7 @@ def prepared_inside_operations() -> list[str]:
 
         return noted
 
-    kept = compiling.kept
+    kept = library._kept
 
     def noted_kept(file: str) -> Any:  # every kernel looks first whether it is kept
         if (call := getattr(running, "call", None)) is not None:
@@ -52,7 +52,7 @@ def prepared_inside_operations() -> list[str]:
 
     Operations._take_turn = noting(Operations._take_turn)  # type: ignore[method-assign]
     Operations._take_message_turn = noting(Operations._take_message_turn)  # type: ignore[method-assign]
-    compiling.kept = noted_kept
+    library._kept = noted_kept
     return found
 
 

@@ -24,7 +24,7 @@ from gradwire.collectives.compression.dense import (
     OneBit,
     TernGrad,
 )
-from gradwire.collectives.kernels.cpu import quantize as cpu_quantize
+from gradwire.collectives.kernels.cpu import entries as cpu_kernels
 from gradwire.collectives.kernels.cuda import kernels as cuda
 from gradwire.collectives.kernels.reference.blocks import block_sums
 from gradwire.collectives.kernels.reference.quantize import FLOAT8
@@ -63,13 +63,13 @@ def numels(codec: Dense) -> list[int]:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_same_bytes_as_the_reference(codec: Dense) -> None:
     for numel in numels(codec):
-        assert check(cpu_quantize, "cpu", codec, (numel,), MORE_KINDS) == []
+        assert check(cpu_kernels, "cpu", codec, (numel,), MORE_KINDS) == []
 
 
 @pytest.mark.parametrize("codec", [OneBit(block=48), OneBit(), OneBit(block=2064)], ids=str)
 def test_large_results_have_the_same_bits(codec: OneBit) -> None:
     """Those at addresses that vectors have are written past the caches."""
-    pair, numel = Pair(cpu_quantize, "cpu"), 300_007
+    pair, numel = Pair(cpu_kernels, "cpu"), 300_007
     wire, out = encoded(codec, numbers(numel, "gaussian")), torch.full((numel,), 0.1)
     for offset in (0, 1):
         for add, scale in ((False, 0.37), (True, 1.0)):
@@ -288,7 +288,7 @@ def test_tensors_that_cannot_be() -> None:
 def test_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cpu and cuda"):
         kernels.kernels_for(torch.device("meta"))
-    monkeypatch.setattr(cuda, "cuda_kernels", lambda: "no cupy: pip install cupy-cuda99x")
-    kernels._kernels.cache_clear()
+    monkeypatch.setattr(cuda, "cuda_kernels", lambda device: "no cupy: pip install cupy-cuda99x")
+    kernels.kernels_for.cache_clear()
     with pytest.raises(ImportError, match="pip install cupy-cuda99x"):
         kernels.kernels_for(torch.device("cuda", 0))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives.compression.codec import State
 from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Sparse, Threshold, TopK
-from gradwire.collectives.kernels.cpu import sparse as cpu_sparse
-from gradwire.collectives.kernels.cpu.deferred import real, use_numba
+from gradwire.collectives.kernels.cpu import entries as cpu_kernels
 from gradwire.collectives.kernels.cpu.keys import key_of
 from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.selection import SIDE_BY_SIDE
@@ -36,30 +35,29 @@ def new_state(codec: Sparse, numel: int) -> State | None:
 
 @pytest.mark.parametrize("codec", [*CHUNKED, ChunkTopK(20)], ids=str)
 def test_chunks_have_the_same_bytes_as_the_reference(codec: ChunkTopK) -> None:
-    assert check(cpu_sparse, "cpu", codec, (1, 31, 4095, 4096, 20_001, 4097)) == []
+    assert check(cpu_kernels, "cpu", codec, (1, 31, 4095, 4096, 20_001, 4097)) == []
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_same_bytes_as_the_reference(codec: Sparse) -> None:
     for numel in NUMELS:
-        assert check(cpu_sparse, "cpu", codec, (numel,), MORE_KINDS) == []
+        assert check(cpu_kernels, "cpu", codec, (numel,), MORE_KINDS) == []
     if codec in AT_A_GUESS:
-        assert check(cpu_sparse, "cpu", codec, (LARGE,), ("gaussian", "ties", "mostly not finite", "any bits")) == []
+        assert check(cpu_kernels, "cpu", codec, (LARGE,), ("gaussian", "ties", "mostly not finite", "any bits")) == []
 
 
 def sampled(numel: int) -> Tensor:
     """Where the CPU's top-k looks for its guess."""
     places = max(numel // 256, 1024) // SIDE_BY_SIDE
     stride = numel // places - SIDE_BY_SIDE + 1
-    use_numba()
-    drawn = [real(random_bits)(place, 0) for place in range(places)]
+    drawn = [random_bits(place, 0) for place in range(places)]
     firsts = [place * numel // places + (drawn[place] * stride >> 32) for place in range(places)]
     return torch.tensor([first + i for first in firsts for i in range(SIDE_BY_SIDE)])
 
 
 @pytest.mark.parametrize("kind", ["few reach it", "many reach it", "all are equal"])
 def test_bad_guesses_change_nothing(kind: str) -> None:
-    pair, values = Pair(cpu_sparse, "cpu"), numbers(LARGE, "gaussian")
+    pair, values = Pair(cpu_kernels, "cpu"), numbers(LARGE, "gaussian")
     places = sampled(LARGE)
     if kind == "few reach it":
         values[places] *= 1000
@@ -67,7 +65,7 @@ def test_bad_guesses_change_nothing(kind: str) -> None:
         values[places] = 0
     else:
         values[values < 3] = 2.5
-    assert (real(key_of)(values.view(torch.int32)[places[0]].item()) == 0) is (kind == "many reach it")
+    assert (key_of(values.view(torch.int32)[places[0]].item()) == 0) is (kind == "many reach it")
     for residual in (None, torch.zeros(LARGE)):
         code(pair, TopK(), values, residual)
     assert pair.failures == []

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.collectives import kernels as all_kernels
 from gradwire.collectives.compression import dense
 from gradwire.collectives.compression.dense import Dense, Int8
 from gradwire.collectives.compression.sparse import ChunkTopK, Sparse
@@ -186,11 +185,11 @@ class TestWithoutKernels:
     @pytest.fixture(autouse=True)
     def torch_with_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", "12.6")
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - 2 * device.index, 5))
 
-    def told(self) -> str:
+    def told(self, index: int = 0) -> str:
         with pytest.warns(UserWarning, match="plain torch") as warnings:
-            kernels = all_kernels._kernels.__wrapped__("cuda", "sparse")
+            kernels = cuda_kernels(torch.device("cuda", index))
         assert isinstance(kernels, TorchKernels)
         (warning,) = warnings
         assert "\n" not in str(warning.message)
@@ -218,9 +217,10 @@ class TestWithoutKernels:
         assert "pip install cupy-cuda12x" in told
 
     def test_the_gpu_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (9 - 2 * number, 5))
-        assert "capability 8.0, cuda:1 has 7.5" in self.told()
+        """The one in use: an old card beside it does not count."""
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        assert "capability 8.0, cuda:1 has 7.5" in self.told(1)
+        assert "capability" not in self.told(0)
 
     def test_plain_torch_has_every_function(self) -> None:
         functions = [name for name in dir(CudaKernels) if re.fullmatch(r"[a-z].*(_encode|_decode|sgd_\w+)", name)]
@@ -229,4 +229,4 @@ class TestWithoutKernels:
 
     def test_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", None)
-        assert cuda_kernels() == "this torch was built without CUDA"
+        assert cuda_kernels(torch.device("cuda", 0)) == "this torch was built without CUDA"

@@ -6,7 +6,7 @@ import torch
 from gradwire.collectives.kernels.reference import copying as reference
 
 LINE = reference.LINE_BYTES
-compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.copying")
+compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.entries")
 
 
 def pieces_of(sizes: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:

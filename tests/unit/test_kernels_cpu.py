@@ -1,14 +1,15 @@
 """The compiled reductions against torch's own, bit for bit."""
 
 import ctypes
-from functools import cache
 
 import pytest
 import torch
 
+from gradwire.collectives.kernels import cpu_arithmetic, layout
 from gradwire.collectives.reduction import DTYPES
 
-cpu = pytest.importorskip("gradwire.collectives.kernels.cpu.shared_memory")
+pytest.importorskip("numba")
+
 
 NUMELS = (0, 1, 2, 15, 16, 17, 63, 1000, 4099)
 TORCH = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
@@ -36,11 +37,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-compiled = cache(cpu.arithmetic)  # which loads a kernel, or compiles it, in each call
-
-
 def run(destination: torch.Tensor, source: torch.Tensor, op: int, divisor: int = 1) -> None:
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(compiled(destination.dtype).address)
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(cpu_arithmetic(destination.dtype).address)
     function(destination.data_ptr(), source.data_ptr(), destination.numel(), op, divisor)
 
 
@@ -51,7 +49,7 @@ def test_reductions(dtype: torch.dtype, op: str, offset: int) -> None:
     for numel in NUMELS:
         a, b = numbers(numel + offset, dtype, 1)[offset:], numbers(numel + offset, dtype, 2)[offset:]
         expected = TORCH[op](a, b)
-        run(a, b, cpu.OPS[op])
+        run(a, b, layout.OPS[op])
         assert torch.equal(bits(a), bits(expected)), numel
 
 
@@ -61,7 +59,7 @@ def test_division(dtype: torch.dtype, size: int) -> None:
     for numel in NUMELS:
         a = numbers(numel, dtype, 3)
         expected = a.clone().div_(size, rounding_mode=None if dtype.is_floating_point else "trunc")
-        run(a, a, cpu.DIVIDE, size)
+        run(a, a, layout.DIVIDE, size)
         assert torch.equal(bits(a), bits(expected)), numel
 
 
@@ -71,5 +69,5 @@ def test_every_bfloat16_and_float16_survives_widening() -> None:
         for other in (0.0, 1.0, 3.0e-5, -123.0):
             a, b = every.clone(), torch.full_like(every, other)
             expected = a + b
-            run(a, b, cpu.OPS["sum"])
+            run(a, b, layout.OPS["sum"])
             assert torch.equal(bits(a), bits(expected)), (dtype, other)

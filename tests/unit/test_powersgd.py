@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.compression.powersgd import PowerSGD, PowerSGDState
-from gradwire.collectives.kernels.cpu import sparse as cpu_sparse
+from gradwire.collectives.kernels.cpu import entries as cpu_kernels
 from gradwire.collectives.kernels.reference import sparse as reference_sparse
 from tests.cuda_machine.cases import bits
 
@@ -194,7 +194,7 @@ def factors(batch: int, rank: int, length: int, kind: str) -> Tensor:
 def test_factors_have_the_same_bits_as_the_reference(length: int, rank: int, kind: str) -> None:
     left, right = factors(3, rank, length, kind), factors(3, rank, 33, kind)
     results = []
-    for kernels in (cpu_sparse, reference_sparse):
+    for kernels in (cpu_kernels, reference_sparse):
         vectors, product = left.clone(), torch.full((length, 33), 0.1)
         kernels.powersgd_orthonormalize(vectors)
         kernels.powersgd_multiply(left[1], right[1], product)
@@ -205,7 +205,7 @@ def test_factors_have_the_same_bits_as_the_reference(length: int, rank: int, kin
 @pytest.mark.parametrize("kind", FACTORS)
 def test_vectors_are_orthonormal_or_zero(kind: str) -> None:
     vectors = factors(3, 4, 500, kind)
-    cpu_sparse.powersgd_orthonormalize(vectors)
+    cpu_kernels.powersgd_orthonormalize(vectors)
     products = vectors @ vectors.transpose(1, 2)
     expected = torch.eye(4).repeat(3, 1, 1)
     if kind == "dependent":
@@ -225,7 +225,7 @@ def test_the_product_is_one(rows: int, columns: int) -> None:
     left, right, out, expected = (torch.randn(shape) for shape in ((4, rows), (4, columns), *[(rows, columns)] * 2))
     assert out.data_ptr() % 64 == 0
     assert (out.numel() >= 1 << 18) is (rows > 37)
-    cpu_sparse.powersgd_multiply(left, right, out)
+    cpu_kernels.powersgd_multiply(left, right, out)
     reference_sparse.powersgd_multiply(left, right, expected)
     assert torch.equal(bits(out), bits(expected))
     torch.testing.assert_close(out, left.T @ right)

@@ -31,7 +31,7 @@ from gradwire.trainer.reports.metrics import BucketChoice, StepMetrics, WantedRe
 from gradwire.trainer.reports.stragglers import Stragglers, StragglerWatch
 from tests.pages import ROOT
 
-compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.hashing")
+compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.entries")
 
 
 # Hashes

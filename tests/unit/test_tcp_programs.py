@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from gradwire.collectives.engine.executor import Numbers, Scratch, execute
-from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
+from gradwire.collectives.kernels import cpu_arithmetic
 from gradwire.collectives.reduction import COMBINE, DTYPES
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.program import Instruction, Kind
-from gradwire.collectives.transports.base import Coding
 from gradwire.collectives.transports.tcp import TcpTransport
 from tests.harness import wide
 from tests.ranks.exact import cover
@@ -104,14 +102,6 @@ def test_odd_numbers_come_out_alike_everywhere(connect: Connect, algorithm: str,
         expected = getattr(torch.stack(given), f"a{op}")(0)
         found = torch.frombuffer(bytearray(bits[0]), dtype=dtype)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_the_compiled_loop_reads_instructions_as_a_program_lays_them_out() -> None:
-    kernels = cpu_programs()
-    assert list(Kind) == [getattr(kernels, f"_{kind.name}") for kind in Kind]
-    for place, name in enumerate(Coding._fields):
-        assert getattr(kernels, name.upper()) == place
-    assert len(Instruction._fields) == kernels.INSTRUCTION_FIELDS
 
 
 @pytest.mark.parametrize(

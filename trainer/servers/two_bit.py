@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import Codec, State
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.layout import pad16
 
 _SHIFTS = (0, 2, 4, 6)
 

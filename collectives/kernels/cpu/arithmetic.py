@@ -6,37 +6,35 @@ of 16 bits are widened to float32 for each operation and rounded to nearest even
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from llvmlite import ir
+from numba import int64, njit, types
+from numba.extending import intrinsic
 
-from gradwire.collectives.kernels.cpu.compiling import compiled
-from gradwire.collectives.kernels.cpu.deferred import (
-    int64,
-    intrinsic,
-    njit,
-    types,
-)
 from gradwire.collectives.kernels.cpu.intrinsics import (
     I64,
     bfloat16_of,
+    float32_at,
+    float64_at,
     float_of_bfloat16,
     float_of_half,
     half_of,
     instruction,
+    int8_at,
+    int16_at,
+    int32_at,
+    int64_at,
+    uint8_at,
+    uint16_at,
 )
-from gradwire.collectives.kernels.cpu.object_files import CFunction
-
-SUM, PRODUCT, MIN, MAX, DIVIDE = range(5)
-OPS = {"sum": SUM, "average": SUM, "product": PRODUCT, "min": MIN, "max": MAX}
+from gradwire.collectives.kernels.layout import MAX, MIN, PRODUCT, SUM
 
 
 @instruction(types.void, *[int64] * 6)
 def combine(builder, function, destination, source, count, op, divisor):
-    """Call a function of arithmetic() by its address."""
-    kind = ir.FunctionType(ir.VoidType(), [I64] * 5)
+    """Call one of the functions of this module by its address."""
+    kind = ir.FunctionType(I64, [I64] * 5)
     builder.call(builder.inttoptr(function, kind.as_pointer()), (destination, source, count, op, divisor))
 
 
@@ -63,73 +61,38 @@ def _greatest(a, b):
     return a if a > b or a != a else b
 
 
-def _combine(destination, source, count, op, divisor):
-    if op == SUM:
-        for i in range(count):
-            destination[i] += source[i]
-    elif op == PRODUCT:
-        for i in range(count):
-            destination[i] *= source[i]
-    elif op == MIN:
-        for i in range(count):
-            destination[i] = _least(destination[i], source[i])
-    elif op == MAX:
-        for i in range(count):
-            destination[i] = _greatest(destination[i], source[i])
-    else:
-        for i in range(count):
-            destination[i] = _divided(destination[i], divisor)
-
-
 @njit
-def _wide(code, is_half):
-    return float_of_half(code) if is_half else float_of_bfloat16(code)
+def _same(number):
+    return number
 
 
-@njit
-def _narrow(number, is_half):
-    return half_of(number) if is_half else bfloat16_of(number)
+def _reducing(numbers_at, wide=_same, narrow=_same):
+    """Return the function of a dtype. wide, narrow: convert a number to the type that is computed with, and back."""
 
-
-def _combine_16_bits(is_half: bool) -> Callable[..., None]:
-    def combine(destination, source, count, op, divisor):
+    def reduce(destination, source, count, op, divisor):
+        out, other = numbers_at(destination), numbers_at(source)
         if op == SUM:
             for i in range(count):
-                destination[i] = _narrow(_wide(destination[i], is_half) + _wide(source[i], is_half), is_half)
+                out[i] = narrow(wide(out[i]) + wide(other[i]))
         elif op == PRODUCT:
             for i in range(count):
-                destination[i] = _narrow(_wide(destination[i], is_half) * _wide(source[i], is_half), is_half)
+                out[i] = narrow(wide(out[i]) * wide(other[i]))
         elif op == MIN:
             for i in range(count):
-                destination[i] = _narrow(_least(_wide(destination[i], is_half), _wide(source[i], is_half)), is_half)
+                out[i] = narrow(_least(wide(out[i]), wide(other[i])))
         elif op == MAX:
             for i in range(count):
-                destination[i] = _narrow(_greatest(_wide(destination[i], is_half), _wide(source[i], is_half)), is_half)
+                out[i] = narrow(_greatest(wide(out[i]), wide(other[i])))
         else:
             for i in range(count):
-                destination[i] = _narrow(_divided(_wide(destination[i], is_half), divisor), is_half)
+                out[i] = narrow(_divided(wide(out[i]), divisor))
+        return 0
 
-    combine.__name__ = "_combine_float16" if is_half else "_combine_bfloat16"
-    return combine
-
-
-_ARITHMETIC: dict[torch.dtype, tuple[Callable[..., None], str]] = {
-    torch.float16: (_combine_16_bits(True), "uint16"),
-    torch.bfloat16: (_combine_16_bits(False), "uint16"),
-    torch.float32: (_combine, "float32"),
-    torch.float64: (_combine, "float64"),
-    torch.uint8: (_combine, "uint8"),
-    torch.int8: (_combine, "int8"),
-    torch.int16: (_combine, "int16"),
-    torch.int32: (_combine, "int32"),
-    torch.int64: (_combine, "int64"),
-}
-
-#: The dtypes that can be reduced.
-DTYPES = tuple(_ARITHMETIC)
+    return reduce
 
 
-def arithmetic(dtype: torch.dtype) -> CFunction:
-    """Return the C function (destination, source, count, op, divisor) of a dtype, compiled or loaded from the disk."""
-    function, memory = _ARITHMETIC[dtype]
-    return compiled(f"void(CPointer({memory}), CPointer({memory}), int64, int64, int64)")(function)
+reduce_float16 = _reducing(uint16_at, float_of_half, half_of)
+reduce_bfloat16 = _reducing(uint16_at, float_of_bfloat16, bfloat16_of)
+reduce_float32, reduce_float64 = _reducing(float32_at), _reducing(float64_at)
+reduce_uint8, reduce_int8, reduce_int16 = _reducing(uint8_at), _reducing(int8_at), _reducing(int16_at)
+reduce_int32, reduce_int64 = _reducing(int32_at), _reducing(int64_at)

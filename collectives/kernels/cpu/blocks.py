@@ -9,9 +9,9 @@ of a float (as integers they have an order that NaN and Inf do not disturb), rou
 from __future__ import annotations
 
 import numpy as np
+from numba import int32, int64, njit, uint8, uint32
 
-from gradwire.collectives.kernels import wire
-from gradwire.collectives.kernels.cpu.deferred import int32, int64, njit, uint8, uint32
+from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
@@ -21,14 +21,14 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint8_at,
     uint16_at,
 )
-from gradwire.collectives.kernels.cpu.stack import room
+from gradwire.collectives.kernels.cpu.scratch import room
 
 NAN, INFINITY = np.float32(np.nan), np.float32(np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
 SMALLEST = np.int32((127 - 100) << 23)  # the bits of 2^-100: a block whose largest magnitude is below is zero
 LARGEST = np.int32((127 + 127) << 23)  # of 2^127: a block with this or a larger magnitude, NaN or Inf is not finite
 
-pad16 = njit(wire.pad16)
+pad16 = njit(layout.pad16)
 
 
 @njit
@@ -140,7 +140,7 @@ def loss(c, decoded):
 
 @njit(inline="always")
 def encode_each(narrow, widen, codes, code_bytes, values, residual, wire, numel, seed):
-    """Encode number after number, without scales. narrow: returns a number's code; widen: returns a code's number."""
+    """Encode number after number, without scales. Return 0. narrow: returns a number's code; widen: returns a code's number."""
     v, r = float32_at(values), float32_at(residual)
     seed = uint32(seed)
     for i in range(numel):
@@ -150,6 +150,7 @@ def encode_each(narrow, widen, codes, code_bytes, values, residual, wire, numel,
         if residual != 0:
             r[i] = loss(c, widen(code))
     clear_padding(wire, code_bytes * numel, 0)
+    return 0
 
 
 @njit(inline="always")
@@ -162,14 +163,14 @@ def decode_each(widen, codes, out, numel, add, scale):
 
 
 @njit(inline="always")
-def encode_blocks(layout, scaling, coding, values, residual, wire, numel, block, limit, way, seed):
-    """Encode block after block.
+def encode_blocks(widths, scaling, coding, values, residual, wire, numel, block, limit, way, seed):
+    """Encode block after block. Return 0.
 
-    layout: bits of a code, bytes of a scale: 4 of a float32, or 2 of a bfloat16. scaling: returns a block's scale, NaN if the
+    widths: bits of a code, bytes of a scale: 4 of a float32, or 2 of a bfloat16. scaling: returns a block's scale, NaN if the
     block is not finite, and another number for `coding`. coding: writes codes and residual of a block; it has room for PIECE
     digits. limit, way: arguments of these two.
     """
-    bits, scale_bytes = layout
+    bits, scale_bytes = widths
     code_bytes = (numel * bits + 7) // 8
     scales = wire + pad16(code_bytes)
     partials, digits = room(), room()
@@ -192,12 +193,13 @@ def encode_blocks(layout, scaling, coding, values, residual, wire, numel, block,
             continue
         coding(v, r, codes, digits, n, scale, factor, limit, way, start, seed)
     clear_padding(wire, code_bytes, scale_bytes * blocks)
+    return 0
 
 
 @njit(inline="always")
-def decode_blocks(layout, decoding, wire, out, numel, block, way, scale, add):
+def decode_blocks(widths, decoding, wire, out, numel, block, way, scale, add):
     """Decode the codes of encode_blocks(). Return 0. decoding: decodes a block, given its scale."""
-    bits, scale_bytes = layout
+    bits, scale_bytes = widths
     scales = wire + pad16((numel * bits + 7) // 8)
     digits = room()
     for index in range((numel + block - 1) // block):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from numba import float32, int32, int64, njit, uint8
+
 from gradwire.collectives.kernels.cpu.blocks import INFINITY, NAN, ZERO, pad16, residual_at
-from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
-from gradwire.collectives.kernels.cpu.deferred import float32, int32, int64, njit, uint8
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
@@ -16,9 +16,8 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint16_at,
 )
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, NAN_KEY, bits_set, key_of, lowest_bit, reaching
-from gradwire.collectives.kernels.cpu.stack import clear, room_for
-
-CHUNK = 4096
+from gradwire.collectives.kernels.cpu.scratch import clear, room_for
+from gradwire.collectives.kernels.layout import CHUNK
 
 
 @njit
@@ -88,7 +87,7 @@ def _write_chunk(indices, codes, k, count, places, negative, reaches):
 _chunk_room = room_for(4 * CHUNK)
 
 
-def _chunktopk_encode(values, residual, wire, numel, settings, seed):
+def chunktopk_encode(values, residual, wire, numel, settings, seed):
     k = field(settings, 0)
     chunks = (numel + CHUNK - 1) // CHUNK
     codes = wire + pad16(chunks * 3 * k // 2)
@@ -138,9 +137,10 @@ def _chunktopk_encode(values, residual, wire, numel, settings, seed):
         for i in range(chunks * width, pad16(chunks * width)):
             uint8_at(at)[i] = uint8(0)
         at += pad16(chunks * width)
+    return 0
 
 
-def _chunktopk_decode(wire, out, numel, settings, add, scale):
+def chunktopk_decode(wire, out, numel, settings, add, scale):
     """Write numbers at their indices. Return how many indices are outside."""
     k = field(settings, 0)
     chunks, outside = (numel + CHUNK - 1) // CHUNK, 0
@@ -166,6 +166,3 @@ def _chunktopk_decode(wire, out, numel, settings, add, scale):
             else:
                 outside += 1
     return outside
-
-
-chunktopk_encode, chunktopk_decode = Encoder(_chunktopk_encode, draws=False), Decoder(_chunktopk_decode)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from numba import float32, int32, njit, uint8, uint16
+
 from gradwire.collectives.kernels.cpu.blocks import put
-from gradwire.collectives.kernels.cpu.deferred import float32, int32, njit, uint8, uint16
 from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at, uint8_at, uint16_at
-from gradwire.collectives.kernels.cpu.stack import PIECE
+from gradwire.collectives.kernels.cpu.scratch import PIECE
 
 
 @njit

@@ -11,22 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-
-from gradwire.collectives.kernels.cpu.deferred import (
-    cgutils,
-    float32,
-    float64,
-    int8,
-    int32,
-    int64,
-    intrinsic,
-    njit,
-    real,
-    types,
-    uint8,
-    uint16,
-    uint64,
-)
+from numba import float32, float64, int8, int16, int32, int64, njit, types, uint8, uint16, uint64
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 I8, I16, I32, I64, FLOAT, HALF = *(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.HalfType()
 
@@ -43,7 +30,7 @@ def instruction(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]
                 value = generate(builder, *arguments)
                 return context.get_dummy_value() if value is None else value
 
-            return real(result)(*map(real, kinds)), code
+            return result(*kinds), code
 
         builder, *parameters = inspect.signature(generate).parameters.values()
         typed.__name__, typed.__doc__ = generate.__name__, generate.__doc__
@@ -68,7 +55,8 @@ def _numbers_at(kind: Any, stored: Any) -> Any:
 
 #: Return the numbers of a dtype that begin at an address, as something to index.
 uint8_at, int8_at = _numbers_at(uint8, I8), _numbers_at(int8, I8)
-uint16_at, int32_at = _numbers_at(uint16, I16), _numbers_at(int32, I32)
+uint16_at, int16_at = _numbers_at(uint16, I16), _numbers_at(int16, I16)
+int32_at = _numbers_at(int32, I32)
 int64_at, uint64_at = _numbers_at(int64, I64), _numbers_at(uint64, I64)
 float32_at, float64_at = _numbers_at(float32, FLOAT), _numbers_at(float64, ir.DoubleType())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import int64, njit
+from numba.core import cgutils
 
-from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import I32, I64, float32_at, instruction, int32_at, int64_at, splat
-from gradwire.collectives.kernels.cpu.stack import room_for
+from gradwire.collectives.kernels.cpu.scratch import room_for
+from gradwire.collectives.kernels.layout import SELECT_AHEAD
 
-LANES = 64  # numbers that are compared at once: the bits of a word
+LANES = SELECT_AHEAD  # numbers that are compared at once: the bits of a word
 TILE = 2048  # numbers that are added, then searched, while they are in the first-level cache
 _BINS = 2048
 INFINITY_KEY = 0x7F800000

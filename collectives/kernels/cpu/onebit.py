@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
+from numba import float32, int32, int64, njit, types, uint8, uint16
 
 from gradwire.collectives.kernels.cpu.blocks import (
     INFINITY,
@@ -17,8 +18,6 @@ from gradwire.collectives.kernels.cpu.blocks import (
     pad16,
     put,
 )
-from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
-from gradwire.collectives.kernels.cpu.deferred import float32, int32, int64, njit, types, uint8, uint16
 from gradwire.collectives.kernels.cpu.intrinsics import (
     FLOAT,
     I16,
@@ -29,7 +28,7 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint8_at,
     uint16_at,
 )
-from gradwire.collectives.kernels.cpu.stack import PIECE, room, settle, stream, streams
+from gradwire.collectives.kernels.cpu.scratch import PIECE, room, settle, stream, streams
 
 _VECTOR = ir.VectorType(FLOAT, 16)
 
@@ -114,11 +113,11 @@ def _to_mean(values, residual, n, limit, partials):
     return total / float32(n) if total < INFINITY else NAN, ZERO
 
 
-def _onebit_encode(values, residual, wire, numel, settings, seed):
-    encode_blocks((1, 4), _to_mean, _taken, values, residual, wire, numel, field(settings, 0), ZERO, 0, seed)
+def onebit_encode(values, residual, wire, numel, settings, seed):
+    return encode_blocks((1, 4), _to_mean, _taken, values, residual, wire, numel, field(settings, 0), ZERO, 0, seed)
 
 
-def _onebit_decode(wire, out, numel, settings, add, scale):
+def onebit_decode(wire, out, numel, settings, add, scale):
     block = field(settings, 0)
     scales = float32_at(wire + pad16((numel + 7) // 8))
     streaming, piece = add == 0 and streams(out, numel), room()
@@ -133,6 +132,3 @@ def _onebit_decode(wire, out, numel, settings, add, scale):
     if streaming:
         settle()
     return 0
-
-
-onebit_encode, onebit_decode = Encoder(_onebit_encode), Decoder(_onebit_decode)

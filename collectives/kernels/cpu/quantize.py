@@ -1,13 +1,13 @@
-"""The functions of reference.quantize for the CPU: the same bytes.
+"""The codecs fp16, bf16, int8, int4 and fp8.
 
 Each works block by block, and passes several times over a block, which stays in the first-level cache: memory is read and
 written once. Error feedback is fused in: every pass adds the residual to the values, and the last one writes the new residual.
-A function is compiled, or loaded from the disk, when it is first called.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numba import float32, int8, int32, njit, uint8, uint16
 
 from gradwire.collectives.kernels.cpu.blocks import (
     ONE,
@@ -22,8 +22,6 @@ from gradwire.collectives.kernels.cpu.blocks import (
     residual_at,
     scaling_to,
 )
-from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
-from gradwire.collectives.kernels.cpu.deferred import float32, int8, int32, njit, uint8, uint16
 from gradwire.collectives.kernels.cpu.digits import decode_fours, pack_fours
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
@@ -38,17 +36,8 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint8_at,
     uint16_at,
 )
-from gradwire.collectives.kernels.cpu.onebit import onebit_decode, onebit_encode
 from gradwire.collectives.kernels.cpu.randomness import rounded_stochastically
-from gradwire.collectives.kernels.cpu.stack import PIECE
-from gradwire.collectives.kernels.cpu.stochastic import (
-    natural_decode,
-    natural_encode,
-    qsgd_decode,
-    qsgd_encode,
-    terngrad_decode,
-    terngrad_encode,
-)
+from gradwire.collectives.kernels.cpu.scratch import PIECE
 
 # fp16, bf16: a number of 16 bits for each of 32.
 
@@ -63,24 +52,20 @@ def _to_bfloat16(number, index, seed):
     return bfloat16_of(number)
 
 
-def _fp16_encode(values, residual, wire, numel, settings, seed):
-    encode_each(_to_half, float_of_half, uint16_at(wire), 2, values, residual, wire, numel, seed)
+def fp16_encode(values, residual, wire, numel, settings, seed):
+    return encode_each(_to_half, float_of_half, uint16_at(wire), 2, values, residual, wire, numel, seed)
 
 
-def _fp16_decode(wire, out, numel, settings, add, scale):
+def fp16_decode(wire, out, numel, settings, add, scale):
     return decode_each(float_of_half, uint16_at(wire), out, numel, add, scale)
 
 
-def _bf16_encode(values, residual, wire, numel, settings, seed):
-    encode_each(_to_bfloat16, float_of_bfloat16, uint16_at(wire), 2, values, residual, wire, numel, seed)
+def bf16_encode(values, residual, wire, numel, settings, seed):
+    return encode_each(_to_bfloat16, float_of_bfloat16, uint16_at(wire), 2, values, residual, wire, numel, seed)
 
 
-def _bf16_decode(wire, out, numel, settings, add, scale):
+def bf16_decode(wire, out, numel, settings, add, scale):
     return decode_each(float_of_bfloat16, uint16_at(wire), out, numel, add, scale)
-
-
-fp16_encode, fp16_decode = Encoder(_fp16_encode), Decoder(_fp16_decode)
-bf16_encode, bf16_decode = Encoder(_bf16_encode), Decoder(_bf16_decode)
 
 
 # int8, int4: the integers nearest to, or stochastically around, multiples of each block's scale.
@@ -120,12 +105,14 @@ def _bytes_decoded(codes, digits, out, n, block_scale, way, scale, add):
         put(out, i, float32(codes[i]) * block_scale * scale, add)
 
 
-def _int8_encode(values, residual, wire, numel, settings, seed):
+def int8_encode(values, residual, wire, numel, settings, seed):
     block, stochastic = field(settings, 0), field(settings, 1)
-    encode_blocks(_INT8, scaling_to, _bytes, values, residual, wire, numel, block, float32(127), stochastic, seed)
+    return encode_blocks(
+        _INT8, scaling_to, _bytes, values, residual, wire, numel, block, float32(127), stochastic, seed
+    )
 
 
-def _int8_decode(wire, out, numel, settings, add, scale):
+def int8_decode(wire, out, numel, settings, add, scale):
     return decode_blocks(_INT8, _bytes_decoded, wire, out, numel, field(settings, 0), 0, scale, add)
 
 
@@ -145,17 +132,15 @@ def _nibbles(values, residual, codes, digits, n, scale, inverse, limit, stochast
         pack_fours(digits, codes + at // 2, length)
 
 
-def _int4_encode(values, residual, wire, numel, settings, seed):
+def int4_encode(values, residual, wire, numel, settings, seed):
     block, stochastic = field(settings, 0), field(settings, 1)
-    encode_blocks(_INT4, _to_rounded_up, _nibbles, values, residual, wire, numel, block, float32(7), stochastic, seed)
+    return encode_blocks(
+        _INT4, _to_rounded_up, _nibbles, values, residual, wire, numel, block, float32(7), stochastic, seed
+    )
 
 
-def _int4_decode(wire, out, numel, settings, add, scale):
+def int4_decode(wire, out, numel, settings, add, scale):
     return decode_blocks(_INT4, decode_fours, wire, out, numel, field(settings, 0), 0, scale, add)
-
-
-int8_encode, int8_decode = Encoder(_int8_encode), Decoder(_int8_decode)
-int4_encode, int4_decode = Encoder(_int4_encode), Decoder(_int4_decode)
 
 
 # fp8
@@ -202,19 +187,12 @@ def _float8_decoded(codes, digits, out, n, block_scale, e5m2, scale, add):
         put(out, i, number * block_scale * scale, add)
 
 
-def _fp8_encode(values, residual, wire, numel, settings, seed):
+def fp8_encode(values, residual, wire, numel, settings, seed):
     e5m2, block = field(settings, 0), field(settings, 1)
     limit = float32(57344) if e5m2 else float32(448)
-    encode_blocks(_FP8, scaling_to, _float8, values, residual, wire, numel, block, limit, e5m2, seed)
+    return encode_blocks(_FP8, scaling_to, _float8, values, residual, wire, numel, block, limit, e5m2, seed)
 
 
-def _fp8_decode(wire, out, numel, settings, add, scale):
+def fp8_decode(wire, out, numel, settings, add, scale):
     e5m2, block = field(settings, 0), field(settings, 1)
     return decode_blocks(_FP8, _float8_decoded, wire, out, numel, block, e5m2, scale, add)
-
-
-def _fp8_settings(format, block):
-    return format == "e5m2", block
-
-
-fp8_encode, fp8_decode = Encoder(_fp8_encode, _fp8_settings), Decoder(_fp8_decode, _fp8_settings)

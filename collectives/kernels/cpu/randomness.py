@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import float32, int32, njit, uint32
 
-from gradwire.collectives.kernels.cpu.deferred import float32, int32, njit, uint32
 from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, call, instruction
 
 _STEP = np.float32(2.0**-24)

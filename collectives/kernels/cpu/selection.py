@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import float32, int32, int64, njit
 
-from gradwire.collectives.kernels.cpu.deferred import float32, int32, int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import float32_at, float_of, int32_at
 from gradwire.collectives.kernels.cpu.keys import (
     INFINITY_KEY,
@@ -19,10 +19,11 @@ from gradwire.collectives.kernels.cpu.keys import (
     reaching,
 )
 from gradwire.collectives.kernels.cpu.randomness import random_bits
+from gradwire.collectives.kernels.layout import SELECT_LEAST, SELECT_SAMPLES
 
 _AHEAD = 4  # as many of a word are appended without asking
-SMALL = 4096  # numbers that are not worth a guess
-SAMPLES = 65536  # that a guess looks at, at most
+SMALL = SELECT_LEAST  # numbers that are not worth a guess
+SAMPLES = SELECT_SAMPLES  # that a guess looks at, at most
 SIDE_BY_SIDE = 4  # of them, read from memory at once; of more, too many might be alike
 
 

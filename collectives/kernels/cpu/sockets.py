@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
+from numba import int64, types
+from numba.core import cgutils
 
-from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, types
+from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.intrinsics import I8, I16, I32, I64, call, instruction
 
 #: Linux's, on every processor: errno.h, poll.h.
@@ -15,9 +17,6 @@ POLLIN, POLLOUT, _POLLERR, _POLLHUP, POLLRDHUP = 0x1, 0x4, 0x8, 0x10, 0x2000
 
 #: sys/socket.h: return at once, and raise no SIGPIPE.
 _FLAGS = ir.Constant(I32, 0x40 | 0x4000)
-
-#: Of a struct pollfd.
-POLL_BYTES = 8
 
 
 def _or_error(builder: Any, result: Any) -> Any:
@@ -56,7 +55,7 @@ def send_two(builder, descriptor, first, first_bytes, second, second_bytes):
 @instruction(types.void, int64, int64, int64, int64)
 def watch_for(builder, polls, index, descriptor, events):
     """Set one of the struct pollfd that begin at an address."""
-    place = builder.add(polls, builder.mul(index, ir.Constant(I64, POLL_BYTES)))
+    place = builder.add(polls, builder.mul(index, ir.Constant(I64, layout.POLL_BYTES)))
     builder.store(builder.trunc(descriptor, I32), _pointer(builder, place, I32))
     half = _pointer(builder, builder.add(place, ir.Constant(I64, 4)), I16)
     builder.store(builder.trunc(events, I16), half)
@@ -65,7 +64,7 @@ def watch_for(builder, polls, index, descriptor, events):
 @instruction(types.boolean, int64, int64)
 def has_ended(builder, polls, index):
     """Return whether poll(), set to POLLRDHUP for a connection, has found that its other end is gone."""
-    place = builder.add(polls, builder.mul(index, ir.Constant(I64, POLL_BYTES)))
+    place = builder.add(polls, builder.mul(index, ir.Constant(I64, layout.POLL_BYTES)))
     found = builder.load(_pointer(builder, builder.add(place, ir.Constant(I64, 6)), I16))
     ended = builder.and_(found, ir.Constant(I16, _POLLERR | _POLLHUP | POLLRDHUP))
     return builder.icmp_unsigned("!=", ended, ir.Constant(I16, 0))

@@ -1,26 +1,18 @@
-"""The functions of reference.sparse for the CPU: the same bytes.
-
-Each is compiled, or loaded from the disk, when it is first called.
-"""
+"""Sparse codecs: the decoding of indices and values, randomk, and the products of powersgd."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
+from numba import float32, int64, njit
 
 from gradwire.collectives.kernels.cpu.blocks import folded
-from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder, addresses, kernel_of
-from gradwire.collectives.kernels.cpu.chunks import chunktopk_decode, chunktopk_encode
-from gradwire.collectives.kernels.cpu.deferred import float32, int64, njit
 from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, float64_at, int32_at
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
 from gradwire.collectives.kernels.cpu.randomness import random_bits
-from gradwire.collectives.kernels.cpu.selection import SAMPLES, SMALL, select
-from gradwire.collectives.kernels.cpu.stack import PIECE, clear, room, settle, stream, streams
-from gradwire.collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.cpu.scratch import PIECE, clear, room, settle, stream, streams
 
 
-def _scatter(wire_indices, wire_values, count, out, n, add, scale):
+def scatter(wire_indices, wire_values, count, out, n, add, scale):
     """Write numbers at their indices. Return how many indices are outside."""
     places, numbers, to = int32_at(wire_indices), float32_at(wire_values), float32_at(out)
     outside = 0
@@ -33,69 +25,6 @@ def _scatter(wire_indices, wire_values, count, out, n, add, scale):
         else:
             to[i] += numbers[e] * scale
     return outside
-
-
-def _selected(
-    values: torch.Tensor,
-    residual: torch.Tensor | None,
-    k: int,
-    places: int,
-    entries: int,
-    *,
-    momentum: torch.Tensor | None = None,
-    decay: float = 0.0,
-    tau: torch.Tensor | None = None,
-) -> int:
-    """Select into the part of a wire that begins at an address and holds so many entries. Return how many were."""
-    n, slots = values.numel(), pad16(4 * entries) // 4
-    capacity = min(n, max(4 * k + SMALL, SAMPLES))
-    gathered = torch.empty((2, capacity + LANES), dtype=torch.int32, device="cpu")  # their indices, and they
-    parts = places, places + 4 * slots, slots
-    lists = gathered[0].data_ptr(), gathered[1].data_ptr(), capacity
-    *numbers, threshold = addresses(values, residual, momentum, tau)
-    return kernel_of(select).call(*numbers, decay, n, k, threshold, entries - k, *parts, *lists)
-
-
-def _scattered(places: int, entries: int, count: int, out: torch.Tensor, add: bool, scale: float) -> None:
-    """Scatter from the part of a wire at an address that has room for so many entries, `count` of them used."""
-    n = out.numel()
-    if kernel_of(_scatter).call(places, places + pad16(4 * entries), count, out.data_ptr(), n, add, scale):
-        raise ValueError(f"the wire holds indices outside of [0, {n}): it was encoded from another number of elements")
-
-
-def topk_encode(values: torch.Tensor, residual: torch.Tensor | None, wire: torch.Tensor, k: int) -> None:
-    _selected(values, residual, k, wire.data_ptr(), k)
-
-
-def topk_decode(wire: torch.Tensor, out: torch.Tensor, k: int, add: bool, scale: float) -> None:
-    _scattered(wire.data_ptr(), k, k, out, add, scale)
-
-
-def dgc_encode(
-    values: torch.Tensor, residual: torch.Tensor, wire: torch.Tensor, k: int, momentum: torch.Tensor, decay: float
-) -> None:
-    _selected(values, residual, k, wire.data_ptr(), k, momentum=momentum, decay=decay)
-
-
-def threshold_encode(
-    values: torch.Tensor,
-    residual: torch.Tensor | None,
-    wire: torch.Tensor,
-    k: int,
-    slack: int,
-    tau: torch.Tensor | None,
-) -> None:
-    if tau is None:
-        tau = torch.zeros(1, dtype=torch.float32, device="cpu")
-    count = _selected(values, residual, k, wire.data_ptr() + 16, k + slack, tau=tau)
-    wire[:16].view(torch.int32).copy_(torch.tensor([count, 0, 0, 0], dtype=torch.int32, device="cpu"))
-
-
-def threshold_decode(wire: torch.Tensor, out: torch.Tensor, k: int, slack: int, add: bool, scale: float) -> None:
-    count = int(wire[:4].view(torch.int32))
-    if not 0 <= count <= k + slack:
-        raise ValueError(f"the wire holds {count} numbers where there is room for {k + slack}")
-    _scattered(wire.data_ptr() + 16, k + slack, count, out, add, scale)
 
 
 @njit
@@ -111,7 +40,7 @@ def _drawn(j, k, n, seed, begins):
     return begins + begin + ((random_bits(j, seed) * ((j + 1) * n // k - begin)) >> 32)
 
 
-def _draw(values, residual, wire, n, settings, seed):
+def randomk_encode(values, residual, wire, n, settings, seed):
     k = field(settings, 0)
     v, r, out = float32_at(values), float32_at(residual), float32_at(wire)
     sums = residual if residual != 0 else values
@@ -147,9 +76,10 @@ def _draw(values, residual, wire, n, settings, seed):
             out[j] = float32(np.nan)
         if residual != 0:
             forget_non_finite(residual, 0, n)
+    return 0
 
 
-def _place(wire, out, n, settings, add, scale):
+def randomk_decode(wire, out, n, settings, add, scale):
     k, seed = field(settings, 0), field(settings, 1)
     numbers, to = float32_at(wire), float32_at(out)
     if add == 0:
@@ -161,9 +91,6 @@ def _place(wire, out, n, settings, add, scale):
         i = i - n if i >= n else i
         to[i] += numbers[j] * scale
     return 0
-
-
-randomk_encode, randomk_decode = Encoder(_draw), Decoder(_place)
 
 
 @njit
@@ -178,7 +105,7 @@ def _dot(a, b, length):
     return folded(sums)
 
 
-def _orthonormalize(vectors, batch, rank, length, done):
+def orthonormalize(vectors, batch, rank, length, done):
     """done: zeros, float64, room for `rank` vectors whose lengths are rounded up to a multiple of 128."""
     padded = (length + 127) // 128 * 128
     for b in range(batch):
@@ -201,7 +128,7 @@ def _orthonormalize(vectors, batch, rank, length, done):
     return batch
 
 
-def _multiply(left, right, out, rank, rows, columns):
+def multiply(left, right, out, rank, rows, columns):
     streaming = streams(out, rows * columns) and columns % 16 == 0  # so that every row begins where a vector may
     piece = room()
     for begin in range(0, columns, PIECE):
@@ -222,13 +149,3 @@ def _multiply(left, right, out, rank, rows, columns):
     if streaming:
         settle()
     return rows
-
-
-def powersgd_orthonormalize(vectors: torch.Tensor) -> None:
-    _, rank, length = vectors.shape
-    done = torch.zeros((rank, (length + 127) // 128 * 128), dtype=torch.float64, device="cpu")
-    kernel_of(_orthonormalize).call(vectors.data_ptr(), *vectors.shape, done.data_ptr())
-
-
-def powersgd_multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    kernel_of(_multiply).call(*addresses(left, right, out), *left.shape, right.shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import float32, int8, int32, njit, uint8, uint32
 
 from gradwire.collectives.kernels.cpu.blocks import (
     LARGEST,
@@ -20,12 +21,10 @@ from gradwire.collectives.kernels.cpu.blocks import (
     residual_at,
     scaling_to,
 )
-from gradwire.collectives.kernels.cpu.calling import Decoder, Encoder
-from gradwire.collectives.kernels.cpu.deferred import float32, int8, int32, njit, uint8, uint32
 from gradwire.collectives.kernels.cpu.digits import decode_fours, decode_twos, pack_fours, pack_twos
 from gradwire.collectives.kernels.cpu.intrinsics import bits_of, field, float32_at, float_of, int8_at, uint8_at
 from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
-from gradwire.collectives.kernels.cpu.stack import PIECE
+from gradwire.collectives.kernels.cpu.scratch import PIECE
 
 _NAN_BITS, _INFINITY_BITS = np.int32(0x7FC00000), np.int32(0x7F800000)
 _NATURAL_OFFSET = np.int32(127 - 77)  # exponent field of a float less the code of its power of two: 1 stands for 2^-76
@@ -68,12 +67,12 @@ def _nibbles(values, residual, codes, digits, n, scale, inverse, levels, way, st
         pack_fours(digits, codes + at // 2, length)
 
 
-def _qsgd_encode(values, residual, wire, numel, settings, seed):
+def qsgd_encode(values, residual, wire, numel, settings, seed):
     levels, block = field(settings, 0), field(settings, 1)
-    encode_blocks(_QSGD, _to_norm, _nibbles, values, residual, wire, numel, block, float32(levels), 0, seed)
+    return encode_blocks(_QSGD, _to_norm, _nibbles, values, residual, wire, numel, block, float32(levels), 0, seed)
 
 
-def _qsgd_decode(wire, out, numel, settings, add, scale):
+def qsgd_decode(wire, out, numel, settings, add, scale):
     return decode_blocks(_QSGD, decode_fours, wire, out, numel, field(settings, 0), 0, scale, add)
 
 
@@ -97,12 +96,12 @@ def _pairs(values, residual, codes, digits, n, scale, inverse, limit, way, start
         pack_twos(digits, codes + at // 4, length)
 
 
-def _terngrad_encode(values, residual, wire, numel, settings, seed):
+def terngrad_encode(values, residual, wire, numel, settings, seed):
     block = field(settings, 0)
-    encode_blocks(_TERNGRAD, scaling_to, _pairs, values, residual, wire, numel, block, ONE, 0, seed)
+    return encode_blocks(_TERNGRAD, scaling_to, _pairs, values, residual, wire, numel, block, ONE, 0, seed)
 
 
-def _terngrad_decode(wire, out, numel, settings, add, scale):
+def terngrad_decode(wire, out, numel, settings, add, scale):
     return decode_blocks(_TERNGRAD, decode_twos, wire, out, numel, field(settings, 0), 0, scale, add)
 
 
@@ -129,14 +128,9 @@ def _float_of_natural(code):
     return float_of(int32(bits | int32(int32(code & int32(128)) << int32(24))))
 
 
-def _natural_encode(values, residual, wire, numel, settings, seed):
-    encode_each(_natural_of, _float_of_natural, uint8_at(wire), 1, values, residual, wire, numel, seed)
+def natural_encode(values, residual, wire, numel, settings, seed):
+    return encode_each(_natural_of, _float_of_natural, uint8_at(wire), 1, values, residual, wire, numel, seed)
 
 
-def _natural_decode(wire, out, numel, settings, add, scale):
+def natural_decode(wire, out, numel, settings, add, scale):
     return decode_each(_float_of_natural, uint8_at(wire), out, numel, add, scale)
-
-
-qsgd_encode, qsgd_decode = Encoder(_qsgd_encode), Decoder(_qsgd_decode)
-terngrad_encode, terngrad_decode = Encoder(_terngrad_encode), Decoder(_terngrad_decode)
-natural_encode, natural_decode = Encoder(_natural_encode), Decoder(_natural_decode)

@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from gradwire.collectives.kernels.cpu.deferred import njit
+from numba import njit
+
+from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.intrinsics import field, give_way, load, monotonic_ns, set_field
-from gradwire.collectives.kernels.cpu.rows import FINISHED, LOST, OTHER_FIELDS, PEER, SIZE
 from gradwire.collectives.kernels.cpu.sockets import POLLIN, POLLOUT, POLLRDHUP, has_ended, poll, watch_for
-
-# More fields of the context.
-(
-    MOST_TRIES,  # how often a wait may poll before it sleeps
-    TRIES,  # how often it polls at present: fewer times after polls without success
-    SLEPT,  # how many waits have polled without success since TRIES was MOST_TRIES
-    CONNECTIONS,  # address of SIZE connections
-    WANTED,  # address of SIZE words: SENDS and RECEIVES that are under way with each rank
-    POLLS,  # address of SIZE struct pollfd
-    ERROR,  # errno of a failure; 0 for a connection that ended
-    FIELDS,
-) = range(OTHER_FIELDS, OTHER_FIELDS + 8)
-
-HEADER_BYTES = 16
-
-(
-    DESCRIPTOR,  # of the socket, -1 for none
-    STAGE,  # address of STAGE_BYTES, in which headers and short messages arrive
-    BEGIN,  # where the unread bytes in it begin
-    END,
-    CURRENT,  # number of the message that is arriving, -1 for none
-    ENDED,  # 1 once the other end has ended its output
-    CONNECTION_FIELDS,
-) = range(7)
-CONNECTION_BYTES = 8 * CONNECTION_FIELDS
-STAGE_BYTES = 16 << 10
-
-SENDS, RECEIVES, STUCK = 1, 2, 4
 
 #: After how many waits that polled without success TRIES is MOST_TRIES again.
 _PROBE_AFTER = 32
@@ -45,55 +18,57 @@ _TRIES_ALONE, _LONG_NS = 20, 1_000_000
 @njit
 def connection_of(context, peer):
     """Return the address of the connection with a rank."""
-    return field(context, CONNECTIONS) + CONNECTION_BYTES * peer
+    return field(context, layout.CONNECTIONS) + layout.CONNECTION_BYTES * peer
 
 
 @njit
 def sleep(context, milliseconds):
     """Sleep until a message can be moved, for at most `milliseconds`. Return FINISHED, or LOST if a connection has ended behind
     a message without a row: it is not read from, so only poll() shows its end."""
-    polls, wanted = field(context, POLLS), field(context, WANTED)
+    polls, wanted = field(context, layout.POLLS), field(context, layout.WANTED)
     count = 0
-    for peer in range(field(context, SIZE)):
+    for peer in range(field(context, layout.SIZE)):
         state = load(wanted + 8 * peer)
         if state == 0:
             continue
-        events = POLLOUT if state & SENDS != 0 else 0
-        if state & RECEIVES != 0:
-            events |= POLLIN if state & STUCK == 0 else POLLRDHUP
-        watch_for(polls, count, field(connection_of(context, peer), DESCRIPTOR), events)
+        events = POLLOUT if state & layout.SENDS != 0 else 0
+        if state & layout.RECEIVES != 0:
+            events |= POLLIN if state & layout.STUCK == 0 else POLLRDHUP
+        watch_for(polls, count, field(connection_of(context, peer), layout.DESCRIPTOR), events)
         count += 1
     if poll(polls, count, milliseconds) <= 0:
-        return FINISHED
+        return layout.FINISHED
     count = 0
-    for peer in range(field(context, SIZE)):
+    for peer in range(field(context, layout.SIZE)):
         state = load(wanted + 8 * peer)
-        if state & STUCK != 0 and has_ended(polls, count):
-            set_field(context, PEER, peer)
-            set_field(context, ERROR, 0)
-            return LOST
+        if state & layout.STUCK != 0 and has_ended(polls, count):
+            set_field(context, layout.PEER, peer)
+            set_field(context, layout.ERROR, 0)
+            return layout.LOST
         count += state != 0
-    return FINISHED
+    return layout.FINISHED
 
 
 @njit
 def spin_less(context):
     """Halve the polls of later waits, after one that polled without success: the message is slow, or other processes need the
     core. Now and then allow all polls again, to see whether that has changed."""
-    slept = field(context, SLEPT) + 1
+    slept = field(context, layout.SLEPT) + 1
     if slept < _PROBE_AFTER:
-        set_field(context, TRIES, min(field(context, TRIES) // 2, field(context, MOST_TRIES)))
-        set_field(context, SLEPT, slept)
+        set_field(context, layout.TRIES, min(field(context, layout.TRIES) // 2, field(context, layout.MOST_TRIES)))
+        set_field(context, layout.SLEPT, slept)
     else:
-        set_field(context, TRIES, field(context, MOST_TRIES))
-        set_field(context, SLEPT, 0)
+        set_field(context, layout.TRIES, field(context, layout.MOST_TRIES))
+        set_field(context, layout.SLEPT, 0)
 
 
 @njit
 def spin_more(context, tries):
     """Let later waits poll four times as often as this one, which has polled with success."""
-    if 0 < tries <= field(context, TRIES):
-        set_field(context, TRIES, min(field(context, MOST_TRIES), max(field(context, TRIES), 4 * tries)))
+    if 0 < tries <= field(context, layout.TRIES):
+        set_field(
+            context, layout.TRIES, min(field(context, layout.MOST_TRIES), max(field(context, layout.TRIES), 4 * tries))
+        )
 
 
 @njit
@@ -103,15 +78,15 @@ def _offer_the_core(context):
     offered = monotonic_ns()
     give_way()
     if monotonic_ns() - offered > _LONG_NS:
-        set_field(context, TRIES, 0)
-        set_field(context, SLEPT, 0)
+        set_field(context, layout.TRIES, 0)
+        set_field(context, layout.SLEPT, 0)
 
 
 @njit
 def polls_again(context, tries):
     """Return whether a wait that has polled so often polls again before it sleeps; after the first few polls, offer the
     core."""
-    if tries > field(context, TRIES):
+    if tries > field(context, layout.TRIES):
         return False
     if tries > _TRIES_ALONE:
         _offer_the_core(context)

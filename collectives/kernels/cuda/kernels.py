@@ -32,27 +32,25 @@ class TorchKernels:
         return implementation
 
 
-def cuda_kernels() -> CudaKernels | TorchKernels | str:
-    """Return the kernels. If they cannot be used, return TorchKernels, with a warning that gives the reason.
+def cuda_kernels(device: torch.device) -> CudaKernels | TorchKernels | str:
+    """Return the kernels for a device. If they cannot be used, return TorchKernels, with a warning that gives the reason.
 
     If torch was built without CUDA, return that as text.
     """
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
-    found = _cupy_launch(torch.version.cuda.split(".")[0])
+    found = _cupy_launch(torch.version.cuda.split(".")[0], device)
     if isinstance(found, str):
-        warnings.warn(f"codecs on CUDA tensors are slow, in plain torch: {found}", stacklevel=2)
+        warnings.warn(f"codecs on {device} are slow, in plain torch: {found}", stacklevel=2)
         return TorchKernels()
     return CudaKernels(found)
 
 
-def _cupy_launch(major: str) -> CupyLaunch | str:
+def _cupy_launch(major: str, device: torch.device) -> CupyLaunch | str:
     """Return a KernelLaunch by CuPy, or a line of text why there is none: no CuPy for CUDA `major`, or a GPU too old."""
-    for number in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(number)
-        if capability < _CAPABILITY:
-            least, this = (".".join(map(str, version)) for version in (_CAPABILITY, capability))
-            return f"the kernels need compute capability {least}, cuda:{number} has {this}"
+    if (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        least, this = (".".join(map(str, version)) for version in (_CAPABILITY, capability))
+        return f"the kernels need compute capability {least}, {device} has {this}"
     advice = f"pip install cupy-cuda{major}x"
     try:
         import cupy

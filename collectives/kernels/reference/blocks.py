@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.collectives.kernels.wire import pad16
+from gradwire.collectives.kernels.layout import pad16
 
 SMALLEST = 2.0**-100
 LARGEST = 2.0**127

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LINE_BYTES = 64
-"""How many bytes are added at once. The last line of a piece is padded with zeros."""
+from gradwire.collectives.kernels.layout import LINE_BYTES as LINE_BYTES
 
 SUMS = 2 * LINE_BYTES // 8
 """The number of sums."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.collectives.kernels.layout import pad16
 from gradwire.collectives.kernels.reference.blocks import block_sums, corrected, in_blocks
 from gradwire.collectives.kernels.reference.randomness import random_bits
-from gradwire.collectives.kernels.wire import pad16
 
 
 def _one_nan(numbers: Tensor) -> Tensor:

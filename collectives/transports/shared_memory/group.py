@@ -102,7 +102,7 @@ class LocalGroup:
         self.plan = _Plan(kernels, self.size)
         self.bases = np.zeros(self.size * SLOTS, dtype=np.int64)
         self.known = np.zeros(self.size, dtype=np.int64)
-        self.context = np.zeros(kernels.FIELDS, dtype=np.int64)
+        self.context = np.zeros(kernels.MEMORY_FIELDS, dtype=np.int64)
         self.context_address: int = self.context.ctypes.data
         self._segment = segment
         self._pending: int = kernels.PENDING

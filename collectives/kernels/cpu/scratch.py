@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
+from numba import int64, njit, types
+from numba.core import cgutils
 
-from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, njit, types
 from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I32, I64, float32_at, instruction
 
 PIECE = 1024  # numbers for which there is room

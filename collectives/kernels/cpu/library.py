@@ -1,19 +1,21 @@
-"""Object files of compiled kernels: where they are kept, and how they are loaded, which needs llvmlite, but not Numba.
+"""The compiled kernels: object files on the disk, which are loaded by llvmlite, without Numba.
 
-The name of a file has digests of the sources of all kernels, and of what else its code depends on: the versions of Numba and
-llvmlite, Numba's settings, and the processor.
+To import Numba and set it up takes most of a second on every rank, so only a process that compiles imports it, and the modules
+with the kernels' sources. The name of a file has digests of the sources of all kernels, and of what else its code depends on:
+the versions of Numba and llvmlite, Numba's settings, and the processor.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,30 +25,40 @@ from llvmlite import binding as llvm
 
 _log = logging.getLogger("gradwire")
 
-#: The version of the kernels: a digest of their sources. Kernels call nothing outside of this package.
-_SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
+#: The names of the kernels in each module of this package.
+KERNELS = {
+    "shared_memory": ("allreduce",),
+    "waits": ("publish",),
+    "messages": ("add", "move", "next_sender"),
+    "tcp": ("add", "wait_for", "next_sender"),
+    "execute_program": ("follow",),
+    "arithmetic": tuple(
+        f"reduce_{dtype}"
+        for dtype in ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64")
+    ),
+    "memory": ("hash_words", "add_pieces"),
+    "quantize": tuple(
+        f"{codec}_{way}" for codec in ("fp16", "bf16", "fp8", "int8", "int4") for way in ("encode", "decode")
+    ),
+    "onebit": ("onebit_encode", "onebit_decode"),
+    "stochastic": tuple(f"{codec}_{way}" for codec in ("qsgd", "terngrad", "natural") for way in ("encode", "decode")),
+    "chunks": ("chunktopk_encode", "chunktopk_decode"),
+    "selection": ("select",),
+    "sparse": ("scatter", "randomk_encode", "randomk_decode", "orthonormalize", "multiply"),
+}
 
-
-def digest(data: bytes) -> str:
-    """Return a part of the SHA-256 of data, for the name of a file."""
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-SOURCES_DIGEST = digest(b"".join(source.read_bytes() for source in _SOURCES))
+#: How long one process may compile; one that holds the lock for longer counts as stopped.
+COMPILE_S = 60.0
+_POLL_S = 0.01
 
 #: The names in an object file: the C function, and the function that Python calls, which calls the C function.
 KERNEL, CALLER = "kernel", "caller"
 
-#: The length of the digest before an object file.
-_CHECK_BYTES = 32
-
-
-def _check(code: bytes) -> bytes:
-    return hashlib.sha256(code).digest()
-
-
 #: Kernels of other versions of gradwire in a folder that several installations may use are deleted when they are this old.
 _OLD_S = 30 * 24 * 3600.0
+
+#: The length of the digest before an object file.
+_CHECK_BYTES = 32
 
 
 class CFunction(NamedTuple):
@@ -55,6 +67,86 @@ class CFunction(NamedTuple):
 
     call: Callable[..., Any]
     address: int
+
+
+@cache
+def kernel(module: str, name: str) -> CFunction:
+    """Return a kernel, loaded from the disk, or compiled. Raises ImportError if it must be compiled and Numba is missing."""
+    return _loaded(name, code_of(module, name))
+
+
+def code_of(module: str, name: str, *, quiet: bool = False) -> bytes:
+    """Return the object file of a kernel. If it is not on the disk, compile it, and save it if a folder is writable. quiet: do
+    not log that this process compiles.
+
+    Processes wait for each other only to compile: one that is stopped while it loads a kernel delays no other.
+    """
+    file = file_of(module, name)
+    if (code := _kept(file)) is not None:
+        return code
+    from gradwire.collectives.kernels.cpu.compiling import build
+
+    folder = kernel_folder()
+    with _one_at_a_time() as is_first:
+        if (code := _kept(file)) is not None:
+            return code
+        if is_first and not quiet:
+            _tell(folder is not None)
+        code = build(module, name)
+        if folder is not None:
+            _keep(folder / file, code)
+        return code
+
+
+def is_kept(module: str, name: str) -> bool:
+    """Return whether a kernel is on the disk."""
+    file = file_of(module, name)
+    return any((folder / file).exists() for folder in _folders())
+
+
+@cache
+def _tell(saves: bool) -> None:
+    """Log, once in a process, that it compiles."""
+    hint = " for this and later runs, in up to a minute; `gradwire precompile` does it ahead" if saves else ""
+    _log.warning("gradwire: compiling kernels%s", hint)
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[bool]:
+    """Wait for the other processes of the machine, so that all but the first find the compiled kernels on the disk. Yield whether
+    this process did not have to wait.
+
+    If there are no locks, or the first one takes too long, they compile at the same time, which only costs time.
+    """
+    deadline, is_first = time.monotonic() + COMPILE_S, True
+    with Path(__file__).open() as source:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(source, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                is_first = False
+                time.sleep(_POLL_S)
+            except OSError:  # a file system without locks
+                break
+        yield is_first
+
+
+def file_of(module: str, name: str) -> str:
+    """Return the name of a kernel's object file."""
+    return f"{name}.{_sources_digest()}.{_digest(repr((*_machine_key(), module, name)).encode())}.o"
+
+
+def _digest(data: bytes) -> str:
+    """Return a part of the SHA-256 of data, for the name of a file."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+@cache
+def _sources_digest() -> str:
+    """Return a digest of the sources of the kernels, which call nothing outside of this package and layout."""
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "layout.py"]
+    return _digest(b"".join(source.read_bytes() for source in sources))
 
 
 @cache
@@ -79,7 +171,7 @@ def _clean(folder: Path) -> None:
         is_part = path.suffix == ".part"  # another process may be writing it
         age_s = 0.0 if folder == _OWN and not is_part else _OLD_S
         with suppress(OSError):
-            if (is_part or SOURCES_DIGEST not in path.name) and path.stat().st_mtime < time.time() - age_s:
+            if (is_part or _sources_digest() not in path.name) and path.stat().st_mtime < time.time() - age_s:
                 path.unlink()
 
 
@@ -99,23 +191,23 @@ def _folders() -> list[Path]:
     return [_OWN, user / "gradwire"] if user.is_absolute() else [_OWN]
 
 
-def kept(file: str) -> bytes | None:
+def _kept(file: str) -> bytes | None:
     """Return a kept object file; None if there is none, or only a damaged one."""
     for folder in _folders():
         with suppress(OSError):
             code = (folder / file).read_bytes()
-            if code[:_CHECK_BYTES] == _check(code[_CHECK_BYTES:]):
+            if code[:_CHECK_BYTES] == hashlib.sha256(code[_CHECK_BYTES:]).digest():
                 return code[_CHECK_BYTES:]
     return None
 
 
-def keep(path: Path, code: bytes) -> None:
+def _keep(path: Path, code: bytes) -> None:
     """Save a kernel, so that other processes find it complete or not at all, after a loss of power too."""
     part = ""
     try:
         descriptor, part = tempfile.mkstemp(".part", path.name, path.parent)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(_check(code) + code)
+            file.write(hashlib.sha256(code).digest() + code)
         os.chmod(part, 0o644)
         os.replace(part, path)
     except OSError as error:  # a full disk
@@ -125,7 +217,7 @@ def keep(path: Path, code: bytes) -> None:
 
 
 @cache
-def machine_key() -> tuple[Any, ...]:
+def _machine_key() -> tuple[Any, ...]:
     """Return what the code of a kernel depends on besides its sources."""
     settings = sorted(
         item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] != "NUMBA_CACHE_DIR"
@@ -172,7 +264,7 @@ _function_of = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.POINTER(_Method), ctyp
 _in_memory: list[tuple[Any, _Method]] = []
 
 
-def loaded(name: str, code: bytes) -> CFunction:
+def _loaded(name: str, code: bytes) -> CFunction:
     """Load an object file into memory, for as long as the process lives."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))

@@ -4,27 +4,24 @@ import pytest
 import torch
 from numba import int64, njit, types
 
-from gradwire.collectives.kernels.cpu import stack
-from gradwire.collectives.kernels.cpu.deferred import use_numba
-
-use_numba()
+from gradwire.collectives.kernels.cpu import scratch
 
 
 @njit(types.UniTuple(int64, 2)())
 def two_rooms() -> tuple[int, int]:
-    return stack.room(), stack.room()
+    return scratch.room(), scratch.room()
 
 
 def test_rooms_are_apart_and_aligned() -> None:
     first, second = two_rooms()
     assert first % 64 == second % 64 == 0
-    assert abs(first - second) >= 4 * stack.PIECE + 64
+    assert abs(first - second) >= 4 * scratch.PIECE + 64
 
 
 @njit(types.void(int64, int64, int64))
 def copy(source: int, target: int, numel: int) -> None:
-    stack.stream(source, target, numel)
-    stack.settle()
+    scratch.stream(source, target, numel)
+    scratch.settle()
 
 
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000])

@@ -1,15 +1,14 @@
-"""Copies of memory that add up what they copy: see gradwire.collectives.kernels.reference.copying."""
+"""A 64-bit hash of memory, and copies of memory that add up what they copy: see reference.hashing and reference.copying."""
 
 from __future__ import annotations
 
-import torch
 from llvmlite import ir
+from numba import int64, njit, types, uint64
+from numba.core import cgutils
 
-from gradwire.collectives.kernels.cpu.calling import addresses, kernel_of
-from gradwire.collectives.kernels.cpu.deferred import cgutils, int64, njit, types
 from gradwire.collectives.kernels.cpu.intrinsics import I32, I64, copy, instruction, uint8_at, uint64_at
-from gradwire.collectives.kernels.cpu.stack import room, settle
-from gradwire.collectives.kernels.reference.copying import LINE_BYTES
+from gradwire.collectives.kernels.cpu.scratch import room, settle
+from gradwire.collectives.kernels.layout import LINE_BYTES
 
 _LINE = ir.VectorType(I64, LINE_BYTES // 8)
 
@@ -48,7 +47,7 @@ def _add_lines(source, target, count, sums):
         _read_lines(source, target, count, sums)
 
 
-def _add_pieces(table, count, target, sums):
+def add_pieces(table, count, target, sums):
     pieces, last = uint64_at(table), room()
     for i in range(count):
         source, nbytes = int64(pieces[2 * i]), int64(pieces[2 * i + 1])
@@ -66,6 +65,12 @@ def _add_pieces(table, count, target, sums):
     return count
 
 
-def add_pieces(sums, pieces, target=None):
-    table = torch.tensor([(piece.data_ptr(), piece.nbytes) for piece in pieces], dtype=torch.int64, device="cpu")
-    kernel_of(_add_pieces).call(table.data_ptr(), len(table), *addresses(target, sums))
+def hash_words(words, count, place):
+    w = uint64_at(words)
+    total = uint64(0)
+    for i in range(count):
+        x = w[i] ^ (uint64(i + place) * uint64(0x9E3779B97F4A7C15))
+        x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
+        total += x ^ (x >> uint64(31))
+    return total
