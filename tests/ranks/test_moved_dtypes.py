@@ -3,7 +3,7 @@ and verbs that reduce refuse them on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from gradwire.collectives import Communicator
 from tests.harness import ON_EVERY_TRANSPORT, Worlds
 from tests.ranks.exact import Checks, communicator
 from tests.ranks.forms import GROUPED, done, forms
+from tests.ranks.test_collectives import VERBS, Case, transposed
 from tests.ranks.training import on_ranks
 
 DTYPES = (
@@ -32,12 +33,7 @@ DTYPES = (
     torch.uint32,
     torch.uint64,
 )
-Pairs = Iterator[tuple[Tensor, Tensor]]
-"""What a rank has received, and what it should have."""
-
-
-def transposed(tensor: Tensor) -> Tensor:
-    return tensor.t().contiguous().t()
+MOVING = ("broadcast", "allgather", "gather", "scatter", "alltoall")
 
 
 def conjugated(tensor: Tensor) -> Tensor:
@@ -45,18 +41,33 @@ def conjugated(tensor: Tensor) -> Tensor:
     return tensor.conj().resolve_conj().conj()
 
 
-def kinds_of(dtype: torch.dtype) -> list[Callable[[Tensor], Tensor]]:
-    return [torch.clone, transposed, *([conjugated] if dtype.is_complex else [])]
+def any_bits(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers of a rank, of any bits, NaNs among them."""
+    data = np.random.default_rng(rank).integers(0, 256, (numel + 1) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype)[:numel]
 
 
 def values(rank: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of three numbers of a rank, of any bits, NaNs among them."""
-    data = np.random.default_rng(rank).integers(0, 256, 3 * rows * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(data).view(dtype).view(rows, 3)
+    return any_bits(rank, 3 * rows, dtype).view(rows, 3)
 
 
 def zeros(rows: int, dtype: torch.dtype) -> Tensor:
     return values(0, rows, dtype).zero_()
+
+
+class Moved(Case):
+    """A verb's call with numbers of any bits."""
+
+    def of(self, rank: int, numel: int | None = None) -> Tensor:
+        return any_bits(rank, self.numel if numel is None else numel, self.dtype)
+
+    def zeros(self, numel: int) -> Tensor:
+        tensor = self.of(0, numel)
+        tensor.view(torch.uint8).zero_()
+        return self.make(tensor)
+
+    def make(self, tensor: Tensor) -> Tensor:
+        return conjugated(tensor) if self.kind == "conjugated" else super().make(tensor)
 
 
 def counts_of(rank: int, size: int) -> list[int]:
@@ -70,63 +81,31 @@ def uneven(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([rows.split(counts)[rank] for rows, counts in everyones])
 
 
-def moved(comm: Communicator, verb: str, algorithm: str, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Pairs:
-    """Call a verb with tensors that `make` makes."""
-    rank, size = comm.rank, comm.size
-    given = [values(each, 2 * size, dtype) for each in range(size)]
-    mine = make(given[rank])
-    if verb == "broadcast":
-        comm.broadcast(mine, size - 1, algorithm=algorithm, async_op=True).wait()
-        yield mine, given[-1]
-    elif verb == "allgather":
-        comm.allgather(whole := make(zeros(2 * size * size, dtype)), mine, algorithm=algorithm)
-        yield whole, torch.cat(given)
-        if algorithm != "native":
-            lists = [make(zeros(1 + other, dtype)) for other in range(size)]
-            comm.allgather(lists, make(values(rank, 1 + rank, dtype)), algorithm=algorithm)
-            yield from ((part, values(other, 1 + other, dtype)) for other, part in enumerate(lists))
-    elif verb == "gather":
-        every = [make(zeros(2 * size, dtype)) for _ in given] if rank == 0 else []
-        comm.gather(mine, every or None, algorithm=algorithm)
-        yield from zip(every, given, strict=False)
-    elif verb == "scatter":
-        parts = given[-1].split(2)
-        comm.scatter(own := make(zeros(2, dtype)), [*map(make, parts)] if rank == 0 else None, algorithm=algorithm)
-        yield own, parts[rank]
-    elif verb == "alltoall":
-        comm.alltoall(exchanged := make(zeros(2 * size, dtype)), mine, algorithm=algorithm)
-        yield exchanged, torch.cat([each[2 * rank : 2 * rank + 2] for each in given])
-        counts = counts_of(rank, size)
-        landed = make(zeros(sum(counts), dtype))
-        comm.alltoall(landed, make(values(rank, sum(counts), dtype)), counts, counts, algorithm=algorithm)
-        yield landed, uneven(rank, size, dtype)
-
-
-def messages(comm: Communicator, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Pairs:
-    following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sending = comm.isend(make(values(comm.rank, 5, dtype)), following)
-    comm.recv(landed := make(zeros(5, dtype)), before)
-    sending.wait()
-    yield landed, values(before, 5, dtype)
-
-
 def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
 def carried() -> list[str]:
+    """Call verbs with lists of unequal parts, and with root 1."""
     checks = Checks()
+    moving = {name: verb for name, verb in VERBS.items() if verb[0] in MOVING}
     with communicator() as comm:
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         for dtype in DTYPES:
-            for make in kinds_of(dtype):
-                for verb in ("broadcast", "allgather", "gather", "scatter", "alltoall"):
-                    for algorithm in comm.algorithms(verb):
-                        with checks.case(dtype=dtype, verb=verb, algorithm=algorithm, make=make.__name__):
-                            for found, wanted in moved(comm, verb, algorithm, dtype, make):
-                                checks.equal(bits(found), bits(wanted))
-                with checks.case(dtype=dtype, verb="send", make=make.__name__):
-                    for found, wanted in messages(comm, dtype, make):
-                        checks.equal(bits(found), bits(wanted))
+            for kind in ("ordinary", "transposed", *(["conjugated"] if dtype.is_complex else [])):
+                for name, (collective, verb, *_) in moving.items():
+                    for algorithm in comm.algorithms(collective):
+                        with checks.case(dtype=dtype, verb=name, algorithm=algorithm, kind=kind):
+                            call, tensors, wanted = verb(Moved(comm, algorithm, dtype, "sum", 6, kind, 1))
+                            call(algorithm=algorithm, async_op=name == "broadcast").wait()
+                            for tensor, expected in zip(tensors, wanted, strict=False):
+                                checks.equal(bits(tensor), bits(expected))
+                with checks.case(dtype=dtype, verb="send", kind=kind):
+                    case = Moved(comm, "", dtype, "sum", 15, kind, 1)
+                    sending = comm.isend(case.make(case.own()), after)
+                    comm.recv(landed := case.zeros(15), before)
+                    sending.wait()
+                    checks.equal(bits(landed), bits(case.of(before)))
             refuse(comm, zeros(comm.size, dtype))
     return checks.failures
 
