@@ -346,27 +346,34 @@ def test_every_verb_is_exact(ranks: Worlds, layout: str) -> None:
     assert ranks(len(layout)).run(exact, layout, mine) == [[]] * len(layout)
 
 
-def digests(rows: list[tuple[str, torch.dtype, str]]) -> list[str]:
-    """One digest of the bits of each sum of random numbers."""
-    found = []
-    with communicator() as comm:
+def digests(layout: str, rows: list[tuple[str, torch.dtype, str]]) -> list[str]:
+    """One digest of the bits of each result of random numbers, zeros of both signs, and what is no number."""
+    found, oddities = [], torch.tensor([0.0, -0.0, -0.0, torch.nan, -torch.nan, torch.inf]).repeat(50)
+    with on_host(layout[dist.get_rank()]):
+        comm = communicator()
+    with comm:
         generator = torch.Generator().manual_seed(comm.rank)
         for algorithm, dtype, op in rows:
-            tensor = torch.randn(SEVERAL_SEGMENTS, generator=generator).to(dtype)
+            tensor = torch.randn(SEVERAL_SEGMENTS, generator=generator)
+            tensor[: len(oddities)] = oddities.roll(comm.rank)
+            tensor = tensor.to(dtype)
             comm.allreduce(tensor, op, algorithm=algorithm if algorithm in comm.algorithms("allreduce") else "auto")
             found.append(hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest())
     return found
 
 
 @pytest.mark.parametrize(
-    ("ranks", "world"),
-    [("shared_memory", 3), *wide_rows(("shared_memory", 8), ("sockets", 5), ("process_group", 5))],
+    ("ranks", "layout"),
+    [
+        *(("shared_memory", layout) for layout in ("aaa", "aabc", "abcd")),
+        *wide_rows(("shared_memory", "a" * 8), ("sockets", "a" * 5), ("process_group", "a" * 5)),
+    ],
     indirect=["ranks"],
 )
-def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, world: int) -> None:
-    rows = cover((*PLANNERS["allreduce"], "shared", "native", "auto"), FLOATING, ("sum", "average"))
-    first, second = (ranks(world).run(digests, rows) for _ in range(2))
-    assert first == [first[0]] * world
+def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, layout: str) -> None:
+    rows = cover((*PLANNERS["allreduce"], "shared", "native", "auto"), FLOATING, OPS)
+    first, second = (ranks(len(layout)).run(digests, layout, rows) for _ in range(2))
+    assert first == [first[0]] * len(layout)
     assert second == first
 
 
