@@ -29,9 +29,9 @@ from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import Protocol, Timer, slowest_rank, take_turns
 from gradwire.collectives import Communicator
 from gradwire.collectives.parsing import format_size
-from gradwire.collectives.schedules.cost import Costs
-from gradwire.collectives.schedules.selection import Measured
-from gradwire.collectives.timed_calls import spend_bursts
+from gradwire.collectives.tuning.call_benchmark import spend_bursts
+from gradwire.collectives.tuning.chooser import Chooser
+from gradwire.collectives.tuning.cost_model import Costs
 
 #: The length of a turn in predicted seconds, and its greatest number of calls. Calls predicted to take less than _SHORT_S
 #: get three times as many turns, since wake-ups make their times vary most.
@@ -84,7 +84,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return chosen
 
 
-def measure(comm: Communicator, measured: Measured, nbytes: int, turns: int) -> list[PredictedRow]:
+def measure(comm: Communicator, measured: Chooser, nbytes: int, turns: int) -> list[PredictedRow]:
     """Time every algorithm, and every codec, at one size, in turns. A collective call."""
     tensor = comm.empty(nbytes // 4).zero_()
     costs = measured.costs

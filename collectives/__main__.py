@@ -24,10 +24,10 @@ from gradwire.collectives.environment import TABLE_PREFIX, TUNING
 from gradwire.collectives.parsing import format_size
 from gradwire.collectives.precompile import precompile
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.cost import TuningError
 from gradwire.collectives.schedules.selection import Table
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.torch_internals import store_of_one
+from gradwire.collectives.tuning.cost_model import TuningError
 
 #: How long the ranks of a command may take to find each other.
 _MEETING_S = 300.0

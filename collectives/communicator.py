@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,7 +25,6 @@ from gradwire.collectives.engine.join import Absence
 from gradwire.collectives.engine.plans import Plans, legal_algorithms
 from gradwire.collectives.environment import LINK, TUNING, report_folder
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.cost import Costs
 from gradwire.collectives.schedules.selection import (
     Table,
     default_segment_bytes,
@@ -34,11 +33,14 @@ from gradwire.collectives.schedules.selection import (
     variables,
 )
 from gradwire.collectives.schedules.topology import Topology, host_id
+from gradwire.collectives.shared_tensors import SharedTensors
 from gradwire.collectives.transports.registry import AUTO, check_link, connect
-from gradwire.collectives.tuning import Tuned, compared, text_of
+
+if TYPE_CHECKING:
+    from gradwire.collectives.tuning import Chooser, Costs, TuningFile
 
 
-class Communicator(Tuned):
+class Communicator(SharedTensors):
     """Runs collective operations among the ranks of a torch.distributed group, and sends messages between two of them.
 
     Making a Communicator is a collective call. So is each *verb*, a method that runs a collective operation, such as allreduce:
@@ -114,7 +116,7 @@ class Communicator(Tuned):
             rank = group.rank if isinstance(group, Membership) else group.rank()
             _check_arguments(rank, timeout_s, segment_bytes, stall_warning_s, stall_shutdown_s)
             check_link(link, os.environ)
-            tuned = None if tuning in ("0", "1") else text_of(tuning)
+            tuning_file = None if tuning in ("0", "1") else _tuning_file(tuning)
             host = host_id()
             device_types = () if isinstance(group, Membership) else device_types_of(group)
         except Exception as error:
@@ -131,7 +133,7 @@ class Communicator(Tuned):
                     settings.append(f"tensors on {' and '.join(membership.device_types)}")
                 settings += [f"{name}={os.environ[name]!r}" for name in variables(PLANNERS, os.environ).values()]
                 if tuning != "0":
-                    settings.append(f"{TUNING}={tuning if tuned is None else compared(tuned)}")
+                    settings.append(f"{TUNING}={tuning if tuning_file is None else tuning_file.content}")
                 connection = connect(membership, link, ", ".join(settings), timeout_s)
         finally:
             if membership is not group:
@@ -171,11 +173,15 @@ class Communicator(Tuned):
             connection.close()
             raise
         plans.by_hand = by_hand
-        self._machines = connection.machines
-        self._costs: Costs | None = None
+        #: The machine of each rank.
+        self.machines = connection.machines
+        self.costs: Costs | None = None
+        """The measured costs of the links, the same on all ranks; None without a measurement."""
+        self.measured: Chooser | None = None
+        """What selects algorithms by the measured costs for 'auto', as a Chooser; None without a measurement."""
         try:
-            if tuned is not None:
-                self._choose_by(self._read(tuned, tuning))
+            if tuning_file is not None:
+                tuning_file.apply(self, self._engine)
             elif tuning == "1" and transport.quick and len(self.topology.hosts) > 1:
                 self.tune()
         except BaseException as error:
@@ -245,6 +251,38 @@ class Communicator(Tuned):
         made = make_codec(compression) if compression is not None else None
         return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)
 
+    def tune(self) -> Costs:
+        """Measure the links of these ranks, and let 'auto' select by the measurement from now on. A collective call, which
+        takes half a second or more, and longer if ranks share cores. With COLLECTIVES_TUNING=1, making a Communicator
+        over several hosts calls it, if gradwire's TCP link connects the hosts.
+
+        The measurement includes the time of allreduces by each algorithm at a small size, and at larger sizes by the algorithms
+        whose predicted times are near that of the fastest. These times correct the predictions, so 'auto' selects by them. Later
+        calls do not change the selection: all calls of a size run the same algorithm until the next tune(), and runs with the
+        same file of measurements give the same bits.
+        """
+        from gradwire.collectives.tuning import tune
+
+        return tune(self, self._engine)
+
+    def measure_codecs(self, codecs: Iterable[str | Codec], device: str = "cpu") -> Costs:
+        """Measure how quickly these ranks encode and decode on a type of device, so that predict() can use the measurement.
+        Also measure the links, unless that was done before. A collective call, which takes about a second. It does not change
+        the selection of 'auto'.
+
+        Raises ValueError if the group carries no CPU tensors, because links are measured with CPU tensors."""
+        from gradwire.collectives.tuning import measure_codecs
+
+        return measure_codecs(self, self._engine, codecs, device)
+
+    def predict(self, numel: int, itemsize: int = 4, compression: str | Codec | None = None) -> float:
+        """Return the predicted seconds of an allreduce with algorithm='auto' of numel numbers of itemsize bytes; with a
+        codec, of float32 numbers. The result is the same on all ranks. Raises KeyError for a codec or an algorithm that was
+        not measured; see measure_codecs()."""
+        from gradwire.collectives.tuning import predict
+
+        return predict(self.costs, self._engine, numel, itemsize, compression)
+
     @property
     def absence(self) -> Absence:
         """The Absence of this rank, by which gradwire.join() contributes zeros to the operations of the other ranks."""
@@ -299,6 +337,12 @@ class Communicator(Tuned):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         close_all([self], error)
+
+
+def _tuning_file(name: str) -> TuningFile:
+    from gradwire.collectives.tuning import TuningFile
+
+    return TuningFile(name)
 
 
 def _check_arguments(

@@ -14,14 +14,14 @@ from functools import partial
 
 from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.engine.plans import Plans, legal_algorithms
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.coded import CodedProgram
-from gradwire.collectives.schedules.cost import Costs, LinkCost
 from gradwire.collectives.schedules.schedule import Place
 from gradwire.collectives.schedules.selection import default_segment_bytes
 from gradwire.collectives.schedules.topology import Topology
-from gradwire.collectives.schedules.walk import Leg, in_segments, price
+from gradwire.collectives.tuning.cost_model import Costs, LinkCost
+from gradwire.collectives.tuning.prediction import coded_legs, plans_of
+from gradwire.collectives.tuning.simulator import Leg, in_segments, price
 
 #: The algorithms of allreduce whose schedules are equal for every host up to a shift.
 SHIFTED = ("ring", "rsag", "direct", "hierarchical", "hierarchical(rsag)", "hierarchical(direct)")
@@ -149,16 +149,13 @@ class AllreducePredictor:
             itemsize = codec.wire_dtype.itemsize if codec else _FLOAT32
             return max(1, -(-numel * itemsize // (blocks * self._segment_bytes)))
         assert codec is not None
-        return len(self._plans(0).partition(codec, numel, algorithm).chunks)
-
-    def _plans(self, rank: int) -> Plans:
-        return Plans(Topology(rank, self.costs.hosts), legal_algorithms({}), {}, self._segment_bytes)
+        return len(plans_of(costs.hosts, 0, self._segment_bytes).partition(codec, numel, algorithm).chunks)
 
     def legs(self, rank: int, algorithm: str, numel: int) -> list[Leg]:
         """Return the programs of a rank for an allreduce of numel numbers. numel is rounded up so that all blocks have the same
         length."""
         costs, codec = self.costs, self._codec
-        plans = self._plans(rank)
+        plans = plans_of(costs.hosts, rank, self._segment_bytes)
         if self._as_numbers(algorithm):
             itemsize = codec.wire_dtype.itemsize if codec else _FLOAT32
             schedule = PLANNERS["allreduce"][algorithm](Place(rank, costs.size, 0, costs.hosts))
@@ -166,7 +163,7 @@ class AllreducePredictor:
             return [Leg(plans.of_buffer("allreduce", algorithm, 0, numel, itemsize, grouped=False), itemsize)]
         assert codec is not None
         numel = -(-numel // (costs.size * codec.alignment)) * costs.size * codec.alignment
-        return plans.legs(codec, numel, algorithm)
+        return coded_legs(plans, codec, numel, algorithm)
 
     def _check(self, algorithm: str, numel: int, segments: int) -> None:
         """Count the messages of the segments. Raises ValueError if there are more than MOST_MESSAGES so far."""

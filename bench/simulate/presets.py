@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gradwire.bench.simulate.exchange import Network
 from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.scenario import TCP_SHARE, Device, Scenario, predict
-from gradwire.collectives.schedules.cost import LinkCost
+from gradwire.collectives.tuning.cost_model import LinkCost
 
 #: The latency of a message between hosts and inside a host: the greatest and the least of a network hop in NCCL 2.30's model.
 HOP_S, NEAR_HOP_S = 14e-6, 2.7e-6

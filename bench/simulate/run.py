@@ -35,8 +35,8 @@ from gradwire.bench.simulate.training import EXCHANGES
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.compression.rehearsal import speed_of
-from gradwire.collectives.schedules.cost import Costs, LinkCost
+from gradwire.collectives.tuning.codec_benchmark import speed_of
+from gradwire.collectives.tuning.cost_model import Costs, LinkCost
 
 
 def _rate(text: str) -> float:

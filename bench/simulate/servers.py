@@ -8,11 +8,11 @@ from itertools import count
 import numpy as np
 
 from gradwire.bench.simulate.training import Times
-from gradwire.collectives.schedules.cost import Costs
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.schedule import Schedule, receive, reduce, send
 from gradwire.collectives.schedules.spans import Span, split
-from gradwire.collectives.schedules.walk import Leg, price
+from gradwire.collectives.tuning.cost_model import Costs
+from gradwire.collectives.tuning.simulator import Leg, price
 from gradwire.trainer.servers.aggregator import Aggregator, Scheme
 
 #: The greatest number of messages of a push and pull to walk.

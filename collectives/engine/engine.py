@@ -24,8 +24,8 @@ from gradwire.collectives.engine.traced import not_now, recorded
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import COMBINE, carried, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.cost import Costs
 from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.schedules.schedule import Place
 from gradwire.collectives.schedules.spans import Layout, consecutive
 from gradwire.collectives.transports.base import CodesRun, Request, Transport, Whole
 
@@ -336,19 +336,9 @@ class Engine:
         rows: list[list[int]] = everything.tolist()
         return rows
 
-    def text_of_rank_0(self, turn: Turn, text: str | None) -> str:
-        """Return the text of rank 0 on all ranks. text: None on the other ranks."""
-        mine = (text or "").encode()
-        length = self.table(turn, [len(mine)])[0][0]
-        sent = torch.zeros(length, dtype=torch.uint8, device=self.control_device)
-        if self.rank == 0:
-            sent.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        self.over_buffer(turn, "broadcast", "tree", sent, is_own=True)
-        return bytes(sent.tolist()).decode()
-
-    def choose_by(self, costs: Costs) -> None:
-        """Let 'auto' choose by measured costs from now on, also for calls that repeat() remembers. See Measured."""
-        self.plans.choose_by(costs)
+    def choose_by(self, chooser: Callable[[str, int], str], place: Place) -> None:
+        """See Plans.choose_by(). The choice also concerns calls that repeat() remembers."""
+        self.plans.choose_by(chooser, place)
         self._calls.clear()
 
     def run_whole(self, turn: Turn, whole: Whole, source: torch.Tensor, destination: torch.Tensor) -> None:

@@ -15,10 +15,9 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import Partition, effective, partition_of
 from gradwire.collectives.schedules.algorithms import IN_HALVES, PLANNERS, RESERVED, ROOTED, hierarchical
 from gradwire.collectives.schedules.coded import CodedProgram
-from gradwire.collectives.schedules.cost import Costs
 from gradwire.collectives.schedules.program import LOOKAHEAD, Program
 from gradwire.collectives.schedules.schedule import Place, Schedule
-from gradwire.collectives.schedules.selection import Measured, Table, choose
+from gradwire.collectives.schedules.selection import Table, choose
 from gradwire.collectives.schedules.spans import (
     Layout,
     Span,
@@ -28,7 +27,6 @@ from gradwire.collectives.schedules.spans import (
     split_aligned,
 )
 from gradwire.collectives.schedules.topology import Topology
-from gradwire.collectives.schedules.walk import Leg, busiest_uplink_s, corrected, in_segments, predict, price
 
 _Planned = TypeVar("_Planned")
 _Given = ParamSpec("_Given")
@@ -86,7 +84,7 @@ class Plans:
     """The plans of one Communicator, for any tensors.
 
     topology: of the Communicator's ranks. algorithms: the algorithm names of each collective. tables: by verb, the table from
-    which 'auto' chooses. After choose_by(), 'auto' chooses by measured costs instead, except for the verbs in by_hand.
+    which 'auto' chooses. After choose_by(), 'auto' chooses by a function instead, except for the verbs in by_hand.
     preferred_on_gpu: see Transport.
     segment_bytes: see Communicator. eager, share_alignment_bytes: see Transport. grouped, in all methods: whether both ends of
     a message must be posted together.
@@ -108,7 +106,7 @@ class Plans:
         self._share_alignment_bytes = share_alignment_bytes
         self.topology = topology
         self.tables = tables
-        self.measured: Measured | None = None  # before choose_by()
+        self._chooser: Callable[[str, int], str] | None = None  # before choose_by()
         self.by_hand: frozenset[str] = frozenset()
         self._place = Place(topology.rank, topology.size, 0, topology.hosts)
         self._algorithms = algorithms
@@ -116,12 +114,12 @@ class Plans:
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
         self._lock = threading.RLock()  # reentrant: making a plan requires other plans
 
-    def choose_by(self, costs: Costs) -> None:
-        """Let 'auto' choose by measured costs from now on."""
-        rank = self._place.rank
+    def choose_by(self, chooser: Callable[[str, int], str], place: Place) -> None:
+        """Let 'auto' choose by a function of the collective and the bytes from now on, the same on all ranks. place: this rank's
+        Place, which says which ranks are on slow links."""
         with self._lock:
-            self.measured = Measured(costs, self._algorithms, self.segment_bytes, self.usual, logs=rank == 0)
-            self._place = costs.place(rank)
+            self._chooser = chooser
+            self._place = place
             self._planned.clear()  # plans may depend on which links are slow
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
@@ -151,10 +149,10 @@ class Plans:
     def _auto(self, collective: str, nbytes: int, *, on_gpu: bool) -> str:
         if on_gpu and collective in self._preferred_on_gpu and collective not in self.by_hand:
             return self._preferred_on_gpu[collective]
-        if self.measured is None or collective in self.by_hand:
+        if self._chooser is None or collective in self.by_hand:
             return self.usual(collective, nbytes)
         with self._lock:
-            return self.measured.choose(collective, nbytes)
+            return self._chooser(collective, nbytes)
 
     def choose_for_codec(self, codec: Codec, algorithm: str, nbytes: int, *, with_feedback: bool, on_gpu: bool) -> str:
         """Return the algorithm for an allreduce of codes of nbytes. Raises ValueError, which lists the allowed algorithms, if
@@ -262,58 +260,6 @@ class Plans:
         hosts = self.topology.hosts if ride(chosen).by_hosts else (tuple(range(self._place.size)),)
         planner = partial(self._schedule_of_codes, chosen)
         return partition_of(codec, numel, self._place.rank, hosts, self.segment_bytes, planner, device_type)
-
-    def predict(self, costs: Costs, numel: int, itemsize: int, codec: Codec | None) -> float:
-        """Return the predicted seconds of an allreduce of `numel` numbers, the same on all ranks. With a codec, the numbers are
-        float32 and travel as codes. Raises KeyError for a codec, or an algorithm of the link's own, that was not measured."""
-        if codec is None:
-            return self._predict_numbers(costs, numel * itemsize, itemsize)
-        measured = costs.measured("allreduce", codec.identity)
-        walk = partial(self._walk_codes, costs, codec)
-        least_s = 0.0
-        if costs.burst_bytes and not codec.summable:  # as predict() of plain numbers
-            count = self._chunks(codec, numel)
-            least_s = count * busiest_uplink_s(costs, self.legs_of_codes(codec, numel // count))
-        return corrected(measured, 4 * numel, lambda nbytes: walk(nbytes // 4), least_s, inside=len(costs.hosts) == 1)
-
-    def _predict_numbers(self, costs: Costs, nbytes: int, itemsize: int) -> float:
-        name = self.choose("allreduce", "auto", nbytes, on_gpu=False)
-        return predict(costs, "allreduce", name, nbytes, self.segment_bytes, itemsize=itemsize)
-
-    def _walk_codes(self, costs: Costs, codec: Codec, numel: int) -> float:
-        """Return the seconds that the walk predicts for a compressed allreduce of `numel` numbers."""
-        if codec.summable:
-            coding = costs.codec(codec.identity)
-            coding_s = 4 * numel * (coding.encode_byte_s + coding.decode_byte_s)
-            return coding_s + self._predict_numbers(costs, codec.wire_bytes(numel), codec.wire_dtype.itemsize)
-        count = self._chunks(codec, numel)
-        return in_segments(count, lambda number: price(costs, self.legs_of_codes(codec, numel * number // count)))
-
-    def _chunks(self, codec: Codec, numel: int) -> int:
-        """Return the number of chunks of a buffer, as rank 0 cuts it: a rank without a part has no chunks."""
-        return len(self._of_rank(0).partition(codec, numel).chunks)
-
-    def legs_of_codes(self, codec: Codec, numel: int) -> list[list[Leg]]:
-        """Return by rank the programs of a compressed allreduce, for gradwire.collectives.schedules.walk.price."""
-        return [self._of_rank(rank).legs(codec, numel, shot_of(codec)) for rank in range(self._place.size)]
-
-    def legs(self, codec: Codec, numel: int, algorithm: str) -> list[Leg]:
-        """Return the programs of this rank for an allreduce of codes."""
-        partition = self.partition(codec, numel, algorithm)
-        used = effective(codec, partition)
-        nothing = Schedule(self._place.rank, self._place.size, 1, ())
-        legs = [Leg(Program(nothing, [(Span(0, 0),)]), 4)]  # for a rank without a part
-        if partition.group:
-            program = self.of_codes(codec, numel, algorithm, used.wire_bytes(partition.longest), grouped=False)
-            legs = [Leg(program, 4, used.identity, used.wire_bytes)]
-        if partition.inside_hosts:
-            first, last = (self.inside_hosts(which, partition.parts, 4, grouped=False) for which in (0, 1))
-            legs = [Leg(first, 4), *legs, Leg(last, 4)]
-        return legs
-
-    def _of_rank(self, rank: int) -> Plans:
-        """Return the plans of another rank."""
-        return Plans(replace(self.topology, rank=rank), self._algorithms, self.tables, self.segment_bytes)
 
     @_once
     def of_codes(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradwire.collectives import CollectiveError, Communicator, PeerLost
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.environment import TUNING
-from gradwire.collectives.schedules.cost import Costs, TuningError
+from gradwire.collectives.tuning.cost_model import Costs, TuningError
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds
 from tests.interpreter import python
 from tests.ranks.exact import Checks, contribution, on_host, reduced
@@ -76,21 +76,13 @@ def test_every_algorithm_of_a_host_is_timed_as_it_is_called() -> None:
 @on_ranks(3)
 def test_tune_times_algorithms_that_are_predicted_to_be_near_and_all_ranks_select_the_same() -> None:
     with on_host(str(dist.get_rank())), Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
-        costs = comm.tune()
-        assert comm.allgather_record(costs.to_json()) == [costs.to_json()] * 3
-        mine = chosen(comm)
-        assert comm.allgather_record(mine) == [mine] * 3
-        later = {nbytes for call in costs.calls for nbytes, _ in call.measured} & {64 << 10, 256 << 10, 4 << 20}
-        for nbytes in later:
-            timed = {
-                call.algorithm: dict(call.measured)[nbytes] for call in costs.calls if nbytes in dict(call.measured)
-            }
-            assert len(timed) > 1
-            prepared = comm.chosen("allreduce", nbytes)
-            if prepared in timed:
-                assert timed[prepared] <= min(timed.values()) / 0.95
+        costs, mine = comm.tune(), chosen(comm)
+        assert comm.allgather_record([costs.to_json(), mine]) == [[costs.to_json(), mine]] * 3
+        timed = {call.algorithm: dict(call.measured) for call in costs.calls}
+        for nbytes in {nbytes for taken in timed.values() for nbytes in taken}:
+            fastest_s = min(taken[nbytes] for taken in timed.values() if nbytes in taken)
+            assert timed[comm.chosen("allreduce", nbytes)][nbytes] <= fastest_s / 0.95
         tensor, wanted = contribution(comm.rank, 3, 50_000, torch.float32), reduced(3, 50_000, torch.float32)
-        assert comm.chosen("allreduce", tensor.nbytes) in comm.algorithms("allreduce")
         comm.allreduce(tensor)
         assert torch.equal(tensor, wanted)
 
@@ -187,17 +179,6 @@ def test_an_algorithm_that_is_set_by_hand_is_timed_and_stays() -> None:
             assert comm.chosen("allreduce", 4000) == "native"
     finally:
         del os.environ["COLLECTIVES_ALLREDUCE"]
-
-
-@on_ranks(2, initialized=False)
-def test_the_programs_of_the_measurement_use_no_memory_that_was_not_filled() -> None:
-    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
-        probe = comm._probe()
-        probe._buffer.fill_(float("nan"))
-        probe.run()
-        assert probe._filled > 0
-        assert not probe._buffer[: probe._filled].any()
-        assert probe._buffer[probe._filled :].isnan().all()
 
 
 @on_ranks(3, initialized=False)

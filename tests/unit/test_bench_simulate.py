@@ -18,8 +18,8 @@ from gradwire.bench.simulate.scenario import Scenario, predict
 from gradwire.bench.simulate.training import EXCHANGES, useful_share
 from gradwire.collectives.compression.dense import Float16, Int8
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.schedules.cost import CodecCost, Costs, LinkCost
-from gradwire.collectives.schedules.walk import price
+from gradwire.collectives.tuning.cost_model import CodecCost, Costs, LinkCost
+from gradwire.collectives.tuning.simulator import price
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "simulate.json"
 LINK, NEAR = LinkCost(14e-6, 8e-10, 1e-6, 1e-11), LinkCost(3e-6, 2e-10, 1e-6, 1e-11)

@@ -15,9 +15,10 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.engine.plans import Plans, legal_algorithms
-from gradwire.collectives.schedules.cost import CodecCost, Costs, LinkCost
 from gradwire.collectives.schedules.selection import default_table
 from gradwire.collectives.schedules.topology import Topology
+from gradwire.collectives.tuning.cost_model import CodecCost, Costs, LinkCost
+from gradwire.collectives.tuning.prediction import predict_auto, predict_coded
 from gradwire.trainer.reducer import choice
 from gradwire.trainer.reducer.choice import COUNTED, SKIPPED, WINDOW, Choice
 from gradwire.trainer.reducer.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted
@@ -46,7 +47,10 @@ class Described:
     def predict(self, numel: int, itemsize: int, codec: Codec | None) -> float:
         topology, names = Topology(0, HOSTS), legal_algorithms({})
         tables = {verb: default_table(verb, topology, quick=True) for verb in names}
-        return Plans(topology, names, tables, 96 << 10).predict(self.costs, numel, itemsize, codec)
+        plans = Plans(topology, names, tables, 96 << 10)
+        if codec is None:
+            return predict_auto(plans, self.costs, numel * itemsize, itemsize)
+        return predict_coded(plans, self.costs, numel, codec)
 
     def allgather_record(self, record: Any) -> list[Any]:
         self.asked += 1

@@ -10,9 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.engine.plans import Plans, legal_algorithms
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.cost import (
+from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.schedules.schedule import Schedule, receive, send
+from gradwire.collectives.schedules.spans import Span, segments_of_buffer
+from gradwire.collectives.tuning.calibration import (
+    Pair,
+    Timed,
+    Together,
+    Uplinks,
+    costs_of,
+    fitted,
+    slow_pairs,
+    uplinks_of,
+    without_waiting,
+)
+from gradwire.collectives.tuning.cost_model import (
     CallCost,
     CodecCost,
     Cores,
@@ -22,24 +35,8 @@ from gradwire.collectives.schedules.cost import (
     TuningError,
     slowness,
 )
-from gradwire.collectives.schedules.fitting import (
-    Pair,
-    Timed,
-    Together,
-    Uplinks,
-    costs_of,
-    fitted,
-    legs,
-    slow_pairs,
-    uplinks_of,
-    without_waiting,
-)
-from gradwire.collectives.schedules.program import Program
-from gradwire.collectives.schedules.schedule import Schedule, receive, send
-from gradwire.collectives.schedules.selection import default_table
-from gradwire.collectives.schedules.spans import Span, segments_of_buffer
-from gradwire.collectives.schedules.topology import Topology
-from gradwire.collectives.schedules.walk import Leg, predict, price
+from gradwire.collectives.tuning.prediction import coded_legs, plans_of, predict
+from gradwire.collectives.tuning.simulator import Leg, price
 
 FREE = LinkCost(0.0, 0.0, 0.0, 0.0)
 ALL = (Span(0, 1),)
@@ -70,6 +67,10 @@ def pairs(*links: tuple[int, int], size: int, nbytes: int) -> list[list[Leg]]:
         schedule = Schedule(rank, size, 1, (tuple(step for group in steps for step in group),))
         legs.append([Leg(Program(schedule, [(Span(0, nbytes),)]), 1)])
     return legs
+
+
+def programs(legs: list[list[Leg]]) -> dict[int, Program]:
+    return {rank: leg.program for rank, [leg] in enumerate(legs)}
 
 
 def test_a_ring_of_two_takes_two_messages_of_half_the_buffer() -> None:
@@ -237,8 +238,8 @@ def test_a_file_is_read_as_it_was_written_or_refused() -> None:
             Costs.from_json(json.dumps(changed), "tuning.json")
     made_for = r"made for ranks 0,1 on a machine; ranks 2 on a machine; here are ranks 0,1 on another;.*gradwire tune"
     with pytest.raises(TuningError, match=made_for):
-        written.checked("tuning.json", ((0, 1),), ["another"])
-    assert written.checked("tuning.json", written.hosts, written.machines) is written
+        written.check("tuning.json", ((0, 1),), ["another"])
+    written.check("tuning.json", written.hosts, written.machines)
     for damaged in (text[:-20], "[" * 100_000, "[]", ""):
         with pytest.raises(TuningError, match="damaged"):
             Costs.from_json(damaged, "tuning.json")
@@ -269,10 +270,8 @@ def test_what_is_slow_is_named() -> None:
 
 @pytest.mark.parametrize("hosts", [((0,), (1,), (2,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,))])
 def test_codes_pay_on_slow_links_and_not_where_encoding_takes_longer(hosts: tuple[tuple[int, ...], ...]) -> None:
-    topology, numel, codec = Topology(0, hosts), 1 << 20, make_codec("int8")
-    names = legal_algorithms({})
-    tables = {verb: default_table(verb, topology, quick=True) for verb in names}
-    legs = Plans(topology, names, tables, 96 << 10).legs_of_codes(codec, numel)
+    numel, codec, size = 1 << 20, make_codec("int8"), sum(map(len, hosts))
+    legs = [coded_legs(plans_of(hosts, rank, 96 << 10), codec, numel, "two_shot") for rank in range(size)]
     slow = replace(costs(*hosts, byte_s=1e-8, latency_s=1e-5), codecs=(CodecCost(codec.identity, 2e-10, 1e-10),))
     plain_s = min(predict(slow, "allreduce", name, 4 * numel, 96 << 10) for name in ("ring", "hierarchical"))
     assert 3 * price(slow, legs) < plain_s < 6 * price(slow, legs)
@@ -283,13 +282,12 @@ def test_codes_pay_on_slow_links_and_not_where_encoding_takes_longer(hosts: tupl
 @pytest.mark.parametrize("begun", [1e-7, 1e-4, 0.3])
 def test_a_fitted_number_has_the_walk_take_what_was_measured(begun: float) -> None:
     measured = costs((0,), (1,), latency_s=1e-4)
-    exchange = [each[0].program for each in pairs((0, 1), (1, 0), size=2, nbytes=1000)]
-    seconds = price(measured, legs(exchange))
+    exchange = Timed(programs(pairs((0, 1), (1, 0), size=2, nbytes=1000)), 0.0)
+    exchange = exchange._replace(seconds=price(measured, exchange.legs))
     wrong = replace(measured, between=replace(measured.between, latency_s=begun))
-    assert price(fitted(wrong, "between", "latency_s", exchange, seconds), legs(exchange)) == pytest.approx(
-        seconds, rel=2e-3
-    )
-    free = fitted(wrong, "between", "latency_s", exchange, seconds / 1e3)
+    found = fitted(wrong, "between", "latency_s", exchange)
+    assert price(found, exchange.legs) == pytest.approx(exchange.seconds, rel=2e-3)
+    free = fitted(wrong, "between", "latency_s", exchange._replace(seconds=exchange.seconds / 1e3))
     assert free.between.latency_s == 0.0
 
 
@@ -334,7 +332,7 @@ def test_waits_for_cores_are_no_cost_of_links(alone_s: float) -> None:
 @pytest.mark.parametrize(("large_s", "factor"), [(0.5, 1.0), (2.0, 2.0)])
 def test_a_fast_large_allreduce_makes_no_link_faster(large_s: float, factor: float) -> None:
     three = replace(costs((0,), (1,), (2,), latency_s=0.0), slow_links=(SlowLink((0, 2), 2e-3),))
-    both = [each[0].program for each in pairs((0, 1), (1, 0), size=3, nbytes=250)]  # of float32: 1 s
+    both = programs(pairs((0, 1), (1, 0), size=3, nbytes=250))  # of float32: 1 s
     found = costs_of(three, None, None, None, Together(Timed(both, 1.0), Timed(both, 1.0), None, Timed(both, large_s)))
     assert found.uplinks == pytest.approx((factor * 1e-3,) * 3, rel=5e-3)
     assert found.slow_links[0].byte_s == pytest.approx(2 * found.uplinks[0])
@@ -353,7 +351,8 @@ def test_costs_fitted_to_times_that_the_walk_takes_predict_them_again(hosts: tup
     )
 
     def timed(programs: list[Program]) -> Timed:
-        return Timed(programs, price(actual, legs(programs)))
+        taken = Timed(dict(enumerate(programs)), 0.0)
+        return taken._replace(seconds=price(actual, taken.legs))
 
     def swaps(pair: tuple[int, int], nbytes: int, times: int) -> Timed:
         peers = dict([pair, pair[::-1]])
@@ -384,5 +383,5 @@ def test_costs_fitted_to_times_that_the_walk_takes_predict_them_again(hosts: tup
     found = costs_of(alone, inside, between, uplinks, Together(few, many, None, timed(allreduce("ring", 4 << 20))))
     for name in ("recursive_doubling", "rsag", "ring", "tree"):
         for nbytes in (1 << 10, 256 << 10, 16 << 20):
-            programs = legs(allreduce(name, nbytes))
-            assert price(found, programs) == pytest.approx(price(actual, programs), rel=0.1), (name, nbytes)
+            measured_s = timed(allreduce(name, nbytes))
+            assert price(found, measured_s.legs) == pytest.approx(measured_s.seconds, rel=0.1), (name, nbytes)

@@ -7,9 +7,7 @@ import pytest
 from gradwire.collectives.compression.dense import Float16
 from gradwire.collectives.engine.plans import Plans, legal_algorithms
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.cost import Cores, Costs, LinkCost
 from gradwire.collectives.schedules.selection import (
-    Measured,
     Range,
     choose,
     default_table,
@@ -17,6 +15,8 @@ from gradwire.collectives.schedules.selection import (
     parse_table,
 )
 from gradwire.collectives.schedules.topology import Topology, host_id
+from gradwire.collectives.tuning.chooser import Chooser
+from gradwire.collectives.tuning.cost_model import Cores, Costs, LinkCost
 
 NAMES = ("ring", "rsag", "native")
 ONE_HOST = Topology(0, ((0, 1, 2, 3),))
@@ -105,8 +105,8 @@ def costs(hosts: tuple[tuple[int, ...], ...], latency_s: float, byte_s: float) -
     return Costs(hosts, machines, near, far, (byte_s,) * len(hosts), cores, (1.0,) * size, 1e-6, 1e-11)
 
 
-def measured(costs: Costs, usual: str = "tree") -> Measured:
-    return Measured(costs, {"allreduce": tuple(PLANNERS["allreduce"])}, 64 << 10, lambda verb, nbytes: usual)
+def measured(costs: Costs, usual: str = "tree") -> Chooser:
+    return Chooser(costs, {"allreduce": tuple(PLANNERS["allreduce"])}, 64 << 10, lambda verb, nbytes: usual)
 
 
 def test_measured_links_choose_few_rounds_for_small_messages_and_few_bytes_for_large_ones() -> None:
@@ -128,7 +128,7 @@ def test_the_table_that_is_shown_has_the_choices() -> None:
 
 def test_a_link_keeps_an_algorithm_of_its_own_that_was_not_measured() -> None:
     known = costs(((0, 1),), 1e-4, 8e-9)
-    chooses = Measured(known, {"barrier": ("tree", "shared")}, 1 << 20, lambda *_: "shared")
+    chooses = Chooser(known, {"barrier": ("tree", "shared")}, 1 << 20, lambda *_: "shared")
     assert chooses.choose("barrier", 1) == "shared"
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from gradwire.collectives.schedules.cost import SLOW, Costs, LinkCost, SlowLink
 from gradwire.collectives.schedules.program import Program
-from gradwire.collectives.schedules.walk import Leg, price
+from gradwire.collectives.tuning.cost_model import SLOW, Costs, LinkCost, SlowLink
+from gradwire.collectives.tuning.simulator import Leg, price
 
 #: The relative error at which a fit ends.
 _CLOSE = 0.002
@@ -21,11 +21,20 @@ _BURST = 0.05
 _EQUAL = 1.2
 
 
+Programs: TypeAlias = Mapping[int, Program]
+"""The programs of all ranks, by rank."""
+
+
 class Timed(NamedTuple):
     """The programs of all ranks, and the seconds that they took together."""
 
-    programs: Sequence[Program]
+    programs: Programs
     seconds: float
+
+    @property
+    def legs(self) -> list[list[Leg]]:
+        """Return by rank its program of float32, in the form that price() takes."""
+        return [[Leg(self.programs[rank], 4)] for rank in range(len(self.programs))]
 
 
 class Pair(NamedTuple):
@@ -124,27 +133,28 @@ def costs_of(
 
 def _of_pair(costs: Costs, name: str, pair: Pair) -> Costs:
     per_message_s = max(0.0, pair.stream.seconds - costs.call_s) / (pair.messages + 3)
-    costs = replace(costs, **{name: replace(getattr(costs, name), message_cpu_s=per_message_s)})
+    costs = _with(costs, name, "message_cpu_s", per_message_s)
     for _ in range(4):  # each fit changes the other
-        costs = fitted(costs, name, "latency_s", *pair.swaps)
-        costs = fitted(costs, name, "message_cpu_s", *pair.stream)
-    if pair.moving_byte_s is None:
-        return fitted(costs, name, "byte_cpu_s", *pair.bulk)
+        costs = fitted(costs, name, "latency_s", pair.swaps)
+        costs = fitted(costs, name, "message_cpu_s", pair.stream)
     if pair.saved_s > _BURST * pair.bulk.seconds:
         costs = replace(costs, burst_bytes=round(pair.saved_s / pair.bulk.seconds * pair.bulk_bytes))
-    all_of_cores = getattr(fitted(costs, name, "byte_cpu_s", *pair.bulk), name).byte_cpu_s
-    link = getattr(costs, name)
-    byte_cpu_s = min(max(link.byte_cpu_s, pair.moving_byte_s), all_of_cores)
-    return fitted(replace(costs, **{name: replace(link, byte_cpu_s=byte_cpu_s)}), name, "byte_s", *pair.bulk)
+    all_of_cores = fitted(costs, name, "byte_cpu_s", pair.bulk)
+    if pair.moving_byte_s is None:
+        return all_of_cores
+    least, most = (getattr(each, name).byte_cpu_s for each in (costs, all_of_cores))
+    return fitted(
+        _with(costs, name, "byte_cpu_s", min(max(least, pair.moving_byte_s), most)), name, "byte_s", pair.bulk
+    )
 
 
 def _of_all(costs: Costs, measured: Together) -> Costs:
     """Fit the costs that rise when all ranks work at once: the costs of messages to small allreduces, and the costs of bytes to
     a large one."""
-    few, many = legs(measured.few.programs), legs(measured.many.programs)
+    few, many, large, large_s = measured.few.legs, measured.many.legs, measured.large.legs, measured.large.seconds
 
     def messages(factor: float) -> Costs:
-        return scaled(costs, factor, "latency_s", "message_cpu_s")
+        return _scaled(costs, factor, "latency_s", "message_cpu_s")
 
     # The time that both allreduces share, such as waking up, is a cost of the call.
     more_s = max(0.0, measured.many.seconds - measured.few.seconds)
@@ -152,27 +162,26 @@ def _of_all(costs: Costs, measured: Together) -> Costs:
     costs = replace(costs, call_s=max(0.0, costs.call_s + measured.few.seconds - price(costs, few)))
     if measured.inside is not None:
         costs = _of_additions(costs, measured.inside)
-    large, large_s = legs(measured.large.programs), measured.large.seconds
 
     def of_cores(factor: float) -> Costs:
-        return scaled(costs, factor, "byte_cpu_s")
+        return _scaled(costs, factor, "byte_cpu_s")
 
     def of_wires(factor: float) -> Costs:
         uplinks = tuple(factor * each for each in costs.uplinks)
         slow_links = tuple(SlowLink(link.pair, factor * link.byte_s) for link in costs.slow_links)
-        return replace(scaled(costs, factor, "byte_s"), uplinks=uplinks, slow_links=slow_links)
+        return replace(_scaled(costs, factor, "byte_s"), uplinks=uplinks, slow_links=slow_links)
 
     # Small allreduces wake up waiting ranks; messages that follow each other closely do so less often.
     if len(costs.hosts) > 1 and price(messages(0.0), large) < large_s < price(costs, large):
-        return messages(fit(messages, *measured.large, 1.0))
+        return messages(_fit(messages, measured.large, 1.0))
     # If the modelled time exceeds the measured time even with free wires, the wires cannot be the error in the model.
     is_of_cores = len(costs.hosts) == 1 or price(of_wires(0.0), large) >= large_s
     shares_cores = any(cores.number < len(cores.ranks) for cores in costs.cores)
     is_slower = shares_cores and large_s > 1.3 * price(of_cores(0.0), large)
     if is_of_cores or is_slower:
-        return of_cores(fit(of_cores, *measured.large, 1.0))
+        return of_cores(_fit(of_cores, measured.large, 1.0))
     # Links are no faster when all hosts use them than when two do, as measured before.
-    return of_wires(max(1.0, fit(of_wires, *measured.large, 1.0)))
+    return of_wires(max(1.0, _fit(of_wires, measured.large, 1.0)))
 
 
 def _of_additions(costs: Costs, measured: Timed) -> Costs:
@@ -181,24 +190,20 @@ def _of_additions(costs: Costs, measured: Timed) -> Costs:
     def messages(factor: float) -> Costs:
         return replace(costs, inside=_times(costs.inside, factor, "latency_s", "message_cpu_s"))
 
-    return fitted(messages(fit(messages, *measured, 1.0)), "inside", "byte_cpu_s", *measured)
+    return fitted(messages(_fit(messages, measured, 1.0)), "inside", "byte_cpu_s", measured)
 
 
-def legs(programs: Sequence[Program]) -> list[list[Leg]]:
-    """Return by rank its program of float32, in the form that price() takes."""
-    return [[Leg(program, 4)] for program in programs]
+def fitted(costs: Costs, link: str, name: str, measured: Timed) -> Costs:
+    """Return costs with one number of a link fitted, so that the predicted time of the programs is the measured one."""
+    guess = getattr(getattr(costs, link), name)
+    return _with(costs, link, name, _fit(lambda x: _with(costs, link, name, x), measured, guess))
 
 
-def fitted(costs: Costs, link: str, name: str, programs: Sequence[Program], seconds: float) -> Costs:
-    """Return costs with one number of a link fitted, so that the predicted time of the programs is `seconds`."""
-
-    def made(x: float) -> Costs:
-        return replace(costs, **{link: replace(getattr(costs, link), **{name: x})})
-
-    return made(fit(made, programs, seconds, getattr(getattr(costs, link), name)))
+def _with(costs: Costs, link: str, name: str, number: float) -> Costs:
+    return replace(costs, **{link: replace(getattr(costs, link), **{name: number})})
 
 
-def scaled(costs: Costs, factor: float, *names: str) -> Costs:
+def _scaled(costs: Costs, factor: float, *names: str) -> Costs:
     """Return costs in which the named numbers of the links are multiplied by a factor."""
     return replace(costs, inside=_times(costs.inside, factor, *names), between=_times(costs.between, factor, *names))
 
@@ -207,10 +212,10 @@ def _times(link: LinkCost, factor: float, *names: str) -> LinkCost:
     return replace(link, **{name: factor * getattr(link, name) for name in names})
 
 
-def fit(made: Callable[[float], Costs], programs: Sequence[Program], seconds: float, guess: float) -> float:
-    """Return the number x for which made(x) predicts `seconds` for the programs."""
-    by_rank = legs(programs)
-    return root(lambda x: price(made(x), by_rank), seconds, guess or 1e-6)
+def _fit(made: Callable[[float], Costs], measured: Timed, guess: float) -> float:
+    """Return the number x for which made(x) predicts the measured time of the programs."""
+    legs = measured.legs
+    return root(lambda x: price(made(x), legs), measured.seconds, guess or 1e-6)
 
 
 def root(seconds_at: Callable[[float], float], seconds: float, guess: float) -> float:

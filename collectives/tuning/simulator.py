@@ -7,33 +7,18 @@ free one. So contention, pipelining and idle links follow from the programs them
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
 from heapq import heappop, heappush, heapreplace
 from typing import Any, NamedTuple
 
-import numpy
-
-from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.cost import Costs, LinkCost
 from gradwire.collectives.schedules.program import Instruction, Kind, Program
-from gradwire.collectives.schedules.spans import Layout, Span, segments_of_blocks, segments_of_buffer, split
+from gradwire.collectives.tuning.cost_model import Costs, LinkCost
 
-#: Verbs whose algorithms may divide a buffer freely; in all other verbs block r belongs to rank r.
-_OF_BUFFERS = ("allreduce", "broadcast", "reduce", "barrier")
-
-#: From this many segments on, the pipeline is full, and each further one takes the same time. The walk is made for two such
-#: lengths, and longer times are extrapolated.
+#: From this many segments on, the pipeline is full, and each further one takes the same time. Two such lengths are simulated,
+#: and longer times are extrapolated.
 _SHORT, _LONG = 5, 9
-
-#: Beyond a measured call of at least this size, the walk is off by the same share as at that call, apart from the fixed time
-#: per call that it misses.
-_MANY_BYTES = 1 << 20
 
 #: Kinds of instructions as plain integers: Kind.SEND takes longer to look up than to compare.
 _SEND, _RECEIVE, _POST, _WAIT = map(int, (Kind.SEND, Kind.RECEIVE, Kind.POST, Kind.WAIT))
@@ -54,105 +39,13 @@ class Leg(NamedTuple):
         return message.length * self.itemsize if self.code_bytes is None else self.code_bytes(message.length)
 
 
-def predict(
-    costs: Costs, collective: str, algorithm: str, nbytes: int, segment_bytes: int, *, itemsize: int = 4
-) -> float:
-    """Return the seconds of a call that moves plain numbers: those of the walk, corrected by measured calls of the nearest
-    sizes: see corrected().
-
-    nbytes: of the buffer, or of all parts together if each rank has one. segment_bytes: see Communicator. Raises KeyError for
-    an algorithm without a planner that was not measured.
-    """
-    measured = costs.measured(collective, algorithm)
-    if algorithm not in PLANNERS[collective]:
-        if not measured:
-            raise KeyError(f"{collective}'s {algorithm!r} is not a Program, and was not measured")
-        return _interpolated(measured, nbytes)
-    call = (replace(costs, calls=()), collective, algorithm, segment_bytes, itemsize)
-    # A call may be quicker than its links if these have saved up for a burst. Calls that follow each other are not.
-    least_s = _busiest(*call, nbytes) if costs.burst_bytes else 0.0
-    return corrected(measured, nbytes, partial(_in_segments, *call), least_s, inside=len(costs.hosts) == 1)
-
-
-def corrected(
-    measured: Sequence[tuple[int, float]],
-    nbytes: int,
-    walk: Callable[[int], float],
-    least_s: float,
-    *,
-    inside: bool,
-) -> float:
-    """Return the seconds of a call: those of the walk, corrected by measured calls of the nearest sizes.
-
-    measured: bytes and seconds of calls, ascending. walk: returns its seconds for a number of bytes. inside: whether all ranks
-    are on one host. Then a call takes a time that is the same for all sizes, plus the walk's seconds times a factor, which is
-    interpolated by size because caches matter. Between hosts, a call takes the walk's seconds plus what they lack of the
-    measured calls, interpolated by size. Beyond the largest measured call, if that has at least _MANY_BYTES, the walk's seconds
-    are multiplied instead, by the factor at that call. Between hosts, no call takes less than least_s or than the shortest
-    measured call.
-    """
-    seconds = walk(nbytes)
-    if not measured:
-        return max(least_s, seconds)
-    sizes = [size for size, _ in measured]
-    walked = [walk(size) for size in sizes]
-    if inside:
-        per_call_s = max(0.0, min(took for _, took in measured) - walked[0])
-        factors = [(took - per_call_s) / walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
-        factor = float(numpy.interp(math.log(max(1, nbytes)), [math.log(size) for size in sizes], factors))
-        predicted = per_call_s + factor * seconds
-        above = bisect.bisect_left(sizes, nbytes)
-        if 0 < above < len(sizes):  # a call between two measured sizes takes a time between theirs
-            fewer_s, more_s = sorted((measured[above - 1][1], measured[above][1]))
-            predicted = min(max(predicted, fewer_s), more_s)
-        return predicted
-    least_s = max(least_s, min(took for _, took in measured))
-    missed = [took - walk_s for (_, took), walk_s in zip(measured, walked, strict=True)]
-    if nbytes > sizes[-1] >= _MANY_BYTES:
-        per_call_s = missed[bisect.bisect_left(sizes, _MANY_BYTES) - 1] if sizes[0] < _MANY_BYTES else 0.0
-        share = (measured[-1][1] - per_call_s) / walked[-1]
-        return max(least_s, per_call_s + share * seconds)
-    return max(least_s, seconds + float(numpy.interp(nbytes, sizes, missed)))
-
-
-def _in_segments(
-    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int
-) -> float:
-    """Return the seconds of a call by the walk alone."""
-    blocks = PLANNERS[collective][algorithm](costs.place(0)).blocks
-    pieces = blocks if collective in _OF_BUFFERS else costs.size
-    count = max(1, -(-nbytes // (segment_bytes * pieces)))
-    call = (costs, collective, algorithm, segment_bytes, itemsize)
-    segment = nbytes // count
-    return in_segments(count, lambda number: _walked(*call, nbytes if number == count else segment * number))
-
-
-def in_segments(count: int, walk: Callable[[int], float]) -> float:
-    """Return the seconds of `count` segments. walk: returns the seconds of a number of segments. It is called for at most _LONG
-    segments, which fill the pipeline; longer times are extrapolated."""
+def in_segments(count: int, simulated: Callable[[int], float]) -> float:
+    """Return the seconds of `count` segments. simulated: returns the seconds of a number of segments. It is called for at most
+    _LONG segments, which fill the pipeline; longer times are extrapolated."""
     if count <= _LONG:
-        return walk(count)
-    short, long = walk(_SHORT), walk(_LONG)
-    return long + (count - _LONG) * (long - short) / (_LONG - _SHORT)
-
-
-def _interpolated(measured: Sequence[tuple[int, float]], nbytes: int) -> float:
-    """Return the seconds of a call, interpolated from measured calls of other sizes."""
-    above = next((i for i, (n, _) in enumerate(measured) if n >= nbytes), len(measured) - 1)
-    (low, low_s), (high, high_s) = measured[max(0, above - 1)], measured[above]
-    slope = (high_s - low_s) / (high - low) if high > low else 0.0
-    return max(measured[0][1], high_s + slope * (nbytes - high))
-
-
-@lru_cache(maxsize=4096)
-def _walked(costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int) -> float:
-    return price(costs, _legs(costs, collective, algorithm, segment_bytes, itemsize, nbytes))
-
-
-@lru_cache(maxsize=4096)
-def _busiest(costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int) -> float:
-    in_one_segment = max(segment_bytes, nbytes)
-    return busiest_uplink_s(costs, _legs(costs, collective, algorithm, in_one_segment, itemsize, nbytes))
+        return simulated(count)
+    short_s, long_s = simulated(_SHORT), simulated(_LONG)
+    return long_s + (count - _LONG) * (long_s - short_s) / (_LONG - _SHORT)
 
 
 def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
@@ -168,23 +61,6 @@ def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
                     for direction, end in enumerate(ends):
                         moved[direction, end] += leg.nbytes(message)
     return max((nbytes * costs.uplinks[end] for (_, end), nbytes in moved.items()), default=0.0)
-
-
-def _legs(
-    costs: Costs, collective: str, algorithm: str, segment_bytes: int, itemsize: int, nbytes: int
-) -> list[list[Leg]]:
-    """Return by rank the programs of a call."""
-    segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
-    legs = []
-    for rank in range(costs.size):
-        schedule = PLANNERS[collective][algorithm](costs.place(rank))
-        segments: tuple[Layout, ...]
-        if collective in _OF_BUFFERS:
-            segments = segments_of_buffer(numel, schedule.blocks, segment)
-        else:
-            segments = segments_of_blocks(split(Span(0, numel), costs.size), segment)
-        legs.append([Leg(Program(schedule, segments), itemsize)])
-    return legs
 
 
 Alike = Callable[[int, int], tuple[int, int]]

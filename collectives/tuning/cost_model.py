@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import median, median_low
@@ -100,10 +100,18 @@ class Costs:
         """Return the measured seconds of an algorithm's calls, by bytes; empty if none were timed."""
         return next((call.measured for call in self.calls if (call.verb, call.algorithm) == (verb, algorithm)), ())
 
-    def with_calls(self, calls: Iterable[CallCost]) -> Costs:
-        """Return these costs with these measured calls instead of those of the same verbs and algorithms."""
-        by_name = {(call.verb, call.algorithm): call for call in (*self.calls, *calls)}
-        return replace(self, calls=tuple(call for call in by_name.values() if call.measured))
+    def with_times(self, nbytes: int, taken: Mapping[str, float]) -> Costs:
+        """Return these costs with the measured seconds of allreduces of nbytes, by algorithm or by the identity of the codec."""
+        calls = {(call.verb, call.algorithm): dict(call.measured) for call in self.calls}
+        for name, seconds in taken.items():
+            calls.setdefault(("allreduce", name), {})[nbytes] = seconds
+        return replace(
+            self, calls=tuple(CallCost(*call, tuple(sorted(times.items()))) for call, times in calls.items())
+        )
+
+    def without_times(self, names: Container[str]) -> Costs:
+        """Return these costs without the measured seconds of allreduces by these algorithms or codecs."""
+        return replace(self, calls=tuple(call for call in self.calls if call.algorithm not in names))
 
     def codec(self, identity: str) -> CodecCost:
         """Return the costs of a codec. Raises KeyError for one that was not measured."""
@@ -155,12 +163,11 @@ class Costs:
             raise TuningError(f"tuning file {source} is damaged ({detail}); {_REMEDY}") from None
         return costs
 
-    def checked(self, source: str, hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> Costs:
-        """Return these costs if they were measured for ranks on these hosts and machines; else raise TuningError."""
+    def check(self, source: str, hosts: Sequence[Sequence[int]], machines: Sequence[str]) -> None:
+        """Raise TuningError if these costs were not measured for ranks on these hosts and machines."""
         made_for = _described(self.hosts, self.machines)
         if made_for != (here := _described(hosts, machines)):
             raise TuningError(f"tuning file {source} was made for {made_for}; here are {here}; {_REMEDY}")
-        return self
 
     @cached_property
     def slow_hosts(self) -> tuple[int, ...]:
