@@ -1,6 +1,7 @@
 """A caller's mistake is a ValueError or TypeError on the caller, before anything is sent; the Communicator goes on."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from tests.ranks.training import on_ranks
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
+
+def with_feedback(comm: Communicator, codec: str, numel: int = 2, **options: Any) -> None:
+    comm.allreduce(TWO, feedback=comm.new_feedback(codec, numel), **options)
+
+
 #: By the error that it is: what its message says, and the call.
 MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], object]]]] = {
     TypeError: {
@@ -25,6 +31,35 @@ MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], ob
         "group with a non-tensor": ("Tensor", lambda c: c.grouped_allreduce([TWO, 1])),
     },
     ValueError: {
+        "codec, unknown": ("'zip'.*int8.*powersgd", lambda c: c.allreduce(TWO, compression="zip")),
+        "codec of matrices": ("matrices", lambda c: c.allreduce(TWO, compression="powersgd")),
+        "codec, op": ("'max'", lambda c: c.allreduce(TWO, "max", compression="int8")),
+        "codec, integers": ("int32", lambda c: c.allreduce(TWO.int(), compression="int8")),
+        "codec, algorithm": (
+            "'onebit'.*'ring'.*auto, two_shot$",
+            lambda c: c.allreduce(TWO, compression="onebit", algorithm="ring"),
+        ),
+        "codec, native": (
+            "'int8'.*'native'.*two_shot, ring",
+            lambda c: c.allreduce(TWO, compression="int8", algorithm="native"),
+        ),
+        "algorithm without codec": ("'two_shot'", lambda c: c.allreduce(TWO, algorithm="two_shot")),
+        "draws without a step": (
+            "rank [01]: codec 'randomk' selects by the step .* give step=, or feedback=",
+            lambda c: c.allreduce(TWO, compression="randomk"),
+        ),
+        "feedback on a ring": (
+            "'int8' with error feedback.*'ring'.*auto, two_shot$",
+            lambda c: with_feedback(c, "int8", compression="int8", algorithm="ring"),
+        ),
+        "feedback without codec": ("needs a codec", lambda c: with_feedback(c, "int8")),
+        "feedback of another size": (
+            "Int8.*2 elements.*4 on",
+            lambda c: with_feedback(c, "int8", 4, compression="int8"),
+        ),
+        "feedback of another codec": ("Int8.*Int4", lambda c: with_feedback(c, "int4", compression="int8")),
+        "seed of feedback": ("seed='one'", lambda c: c.new_feedback("int8", 3, seed="one")),
+        "step before the first": ("step=-1", lambda c: c.allreduce(TWO, compression="int8", step=-1)),
         "unknown op": ("'median'.*'sum', 'average', 'min', 'max', 'product'", lambda c: c.allreduce(TWO, "median")),
         "ReduceOp without a name here": ("sum", lambda c: c.allreduce(TWO, dist.ReduceOp.BXOR)),
         "unknown algorithm": ("'quick'.*ring.*native", lambda c: c.allreduce(TWO, algorithm="quick")),
