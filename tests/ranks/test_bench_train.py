@@ -166,12 +166,6 @@ def test_a_text_is_read_in_the_order_of_names(tmp_path: Path) -> None:
     assert b"import " in bytes(library.tolist())
 
 
-@pytest.mark.parametrize("flags", ["--batch=0", "--seconds=0", "--model=resnet", "--checkpoint-every=0"])
-def test_wrong_flags_are_refused(flags: str) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments([flags])
-
-
 def test_what_cannot_be_trained_is_refused(ranks: Worlds, tmp_path: Path, text: str) -> None:
     assert ranks(2).run(trained, tmp_path, text, "--context=9999") == [2, 2]
     assert ranks(2).run(trained, tmp_path, text, "--compression=int9") == [2, 2]

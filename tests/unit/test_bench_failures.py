@@ -11,7 +11,7 @@ import pytest
 
 from gradwire.bench.failures.kills import KillRecord
 from gradwire.bench.failures.outcome import BLOCK_STEPS, Outcome, compare, described
-from gradwire.bench.failures.run import earlier, parse_arguments
+from gradwire.bench.failures.run import earlier
 from gradwire.bench.failures.ways import kill_all, processes_of
 from tests.harness import wait_until
 
@@ -69,9 +69,3 @@ def test_only_processes_of_a_log_are_killed(tmp_path: Path) -> None:
         finally:
             pager.kill()
             training.kill()
-
-
-@pytest.mark.parametrize("flags", ["--plot p.png", "file.json", "--hosts 3", "--rate fast"])
-def test_flags_that_do_not_fit(flags: str) -> None:
-    with pytest.raises(SystemExit):
-        parse_arguments(flags.split())

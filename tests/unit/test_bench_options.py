@@ -1,5 +1,7 @@
 """Flags of a collective's benchmark, nccl-tests' sizes among them, and what they make it measure."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -8,10 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("matplotlib")
+pytest.importorskip("numba")
+
 from gradwire.bench import options
+from gradwire.bench.codec import run as codec
+from gradwire.bench.failures import run as failures
 from gradwire.bench.micro.cases import CASES, IN_PLACE, OUT_OF_PLACE
 from gradwire.bench.micro.options import DTYPES, OPS, parse_arguments, size_range
 from gradwire.bench.micro.run import choose_algorithms, plan, plan_jobs
+from gradwire.bench.simulate import run as simulate
+from gradwire.bench.training import convergence, rules, step, train
 from gradwire.collectives.parsing import format_size, parse_size
 
 CPU = torch.device("cpu")
@@ -32,27 +41,46 @@ def test_short_and_long_names_mean_the_same() -> None:
     assert (chosen.datatype, chosen.op) == (["float32"], ["sum"])
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *(
-            "-b 4X",
-            "-b 8 -e 4",
-            "-f 1",
-            "-n 0",
-            "-d float128",
-            "-o mean",
-            "--backend mpi",
-            "--codec int9",
-            "--codec int8+fe",
-        ),
-        *("--codec none", "--codec powersgd", "--codec int8 -d half", "--codec int8 -o max", "--codec int8 --shared"),
-    ],
-)
-def test_wrong_flags_are_refused(flags: str) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_arguments("allreduce", flags.split())
-    assert stop.value.code == 2
+allreduce = partial(parse_arguments, "allreduce")
+
+#: By benchmark: flags that are wrong, separated by |, and what is said of some.
+WRONG: list[tuple[Callable[[list[str]], object], str, str]] = [
+    (allreduce, "-b 4X|-b 8 -e 4|-f 1|-n 0|-d float128|-o mean|--backend mpi|--codec int9|--codec int8+fe", ""),
+    (allreduce, "--codec none|--codec powersgd|--codec int8 -d half|--codec int8 -o max|--codec int8 --shared", ""),
+    (codec.parse_arguments, "--codec int8,int9", "int9"),
+    (codec.parse_arguments, "-n 1000|-n 0|--iters 0", ""),
+    (convergence.parse_arguments, "--models gpt|--codecs int8,int9|--steps 0|--seed -1", ""),
+    (step.parse_arguments, "--compression int8,none|--compression int8,int9|--compression int8,", ""),
+    (
+        rules.parse_arguments,
+        "--steps 0|--seconds 0|--seconds 1 --steps 1|--seed x|--slow 3|--slow x:1|--every 0|no",
+        "",
+    ),
+    (rules.parse_arguments, "--k 0|--k 6|--k 1028|streaming --every 3 --delay 0|streaming --every 8 --delay 2", ""),
+    (train.parse_arguments, "--batch=0|--seconds=0|--model=resnet|--checkpoint-every=0", ""),
+    (failures.parse_arguments, "--plot p.png|file.json|--hosts 3|--rate fast", ""),
+    (simulate.main, "--preset nobody", "hkbu-10gbe"),
+    (simulate.main, "--model nobody", "resnet50"),
+    (simulate.main, "--link 5", "gbit"),
+    (simulate.main, "--ranks 0", "from 1"),
+    (simulate.main, "--ranks 10 --ranks-per-host 4", "multiple"),
+    (simulate.main, "--model vgg16", "--batch"),
+    (simulate.main, "--algorithm tree", "rsag"),
+    (simulate.main, "--ranks 9600 --ranks-per-host 64 --algorithm ring", "too large"),
+    (simulate.main, "--servers 10000", "too many"),
+    (simulate.main, "--quorum 3", "--servers"),
+]
+
+
+@pytest.mark.parametrize(("parse", "wrong", "said"), WRONG)
+def test_wrong_flags_are_refused(
+    parse: Callable[[list[str]], object], wrong: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in wrong.split("|"):
+        with pytest.raises(SystemExit) as stop:
+            parse(flags.split(" "))
+        assert stop.value.code == 2, flags
+        assert said in capsys.readouterr().err
 
 
 def test_jobs_are_each_measured_once() -> None:

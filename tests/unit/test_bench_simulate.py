@@ -125,28 +125,6 @@ def test_the_documented_table_is_what_is_predicted() -> None:
     assert all(abs(row["error"]) <= 0.20 for row in documented)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--preset", "nobody"], "hkbu-10gbe"),
-        (["--model", "nobody"], "resnet50"),
-        (["--link", "5"], "gbit"),
-        (["--ranks", "0"], "from 1"),
-        (["--ranks", "10", "--ranks-per-host", "4"], "multiple"),
-        (["--model", "vgg16"], "--batch"),
-        (["--algorithm", "tree"], "rsag"),
-        (["--ranks", "9600", "--ranks-per-host", "64", "--algorithm", "ring"], "too large"),
-        (["--servers", "10000"], "too many"),
-        (["--quorum", "3"], "--servers"),
-    ],
-)
-def test_bad_input_is_told_what_is_allowed(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        run.main(arguments)
-    assert end.value.code == 2
-    assert says in capsys.readouterr().err
-
-
 def test_the_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--ranks", "6", "-J", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]) == 0
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
