@@ -140,24 +140,23 @@ class Communicator(SharedTensors):
                 membership.close()
         try:
             transport = connection.transport
-            quick = transport.quick
+            can = transport.capabilities
+            quick = can.quick
             if segment_bytes is None:
                 segment_bytes = default_segment_bytes(self.topology, quick=quick)
-            algorithms = legal_algorithms(transport.algorithms)
+            algorithms = legal_algorithms(can.algorithms)
             tables = overrides(algorithms, os.environ)  # an invalid variable raises ValueError
             by_hand = frozenset(tables)
             for collective in algorithms:
-                tables.setdefault(
-                    collective, default_table(collective, self.topology, transport.preferred, quick=quick)
-                )
+                tables.setdefault(collective, default_table(collective, self.topology, can.preferred, quick=quick))
             plans = Plans(
                 self.topology,
                 algorithms,
                 tables,
                 segment_bytes,
-                eager=transport.eager,
-                preferred_on_gpu=transport.preferred_on_gpu,
-                share_alignment_bytes=transport.share_alignment_bytes,
+                eager=can.eager,
+                preferred_on_gpu=can.preferred_on_gpu,
+                share_alignment_bytes=can.share_alignment_bytes,
             )
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
             self._engine = Engine(transport, connection.watch, plans, patience_s, stall_warning_s)
@@ -182,7 +181,7 @@ class Communicator(SharedTensors):
         try:
             if tuning_file is not None:
                 tuning_file.apply(self, self._engine)
-            elif tuning == "1" and transport.quick and len(self.topology.hosts) > 1:
+            elif tuning == "1" and quick and len(self.topology.hosts) > 1:
                 self.tune()
         except BaseException as error:
             close_all([self], error)

@@ -104,12 +104,10 @@ def carried(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
     return tensor, op
 
 
-def finish(tensor: torch.Tensor, op: str, size: int, postscale: float = 1.0) -> None:
-    """Divide a sum over `size` ranks if op is 'average', and scale it. Integer averages truncate toward zero."""
+def finish(tensor: torch.Tensor, op: str, size: int) -> None:
+    """Divide a sum over `size` ranks if op is 'average'. Integer averages truncate toward zero."""
     if op == "average":
         tensor.div_(size, rounding_mode=None if tensor.dtype.is_floating_point else "trunc")
-    if postscale != 1.0:
-        tensor.mul_(postscale)
 
 
 @dataclass(frozen=True)
@@ -134,6 +132,7 @@ class Reduction:
         if self.prescale != 1.0:
             contribution.mul_(self.prescale)
 
-    def end(self, result: torch.Tensor, size: int, *, is_average: bool) -> None:
-        """Finish a reduction over `size` ranks, in place. is_average: whether it is divided by their number already."""
-        finish(result, "sum" if is_average else self.op, size, self.postscale)
+    def end(self, result: torch.Tensor) -> None:
+        """Scale the result, in place."""
+        if self.postscale != 1.0:
+            result.mul_(self.postscale)

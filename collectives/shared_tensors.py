@@ -22,7 +22,7 @@ class SharedTensors(Verbs):
     @property
     def shares_memory(self) -> bool:
         """Return whether this rank exchanges CPU tensors with other ranks of its host through shared memory."""
-        return self._engine.shares_memory
+        return self._engine.can.shares_memory
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return an uninitialised CPU tensor that ranks of one host allreduce without a copy, from its second allreduce on.

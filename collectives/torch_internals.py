@@ -47,6 +47,17 @@ def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor)
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without autograd history. Views of a tensor made in inference mode cannot be written outside of that
+    mode, so for such a tensor return an ordinary one over the same memory."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    memory = memory.conj() if tensor.is_conj() else memory
+    return negative_view(memory) if tensor.is_neg() else memory
+
+
 def map_only(kind: type[Any], function: Callable[[Any], object], tree: object) -> Any:
     """Return a structure of lists, (named) tuples and dicts with function(leaf) for each leaf of a kind."""
     return _pytree.tree_map_only(kind, function, tree)

@@ -48,10 +48,9 @@ class Membership:
     global_ranks: their ranks in torch.distributed's default group; empty if they have none. beside_others: whether
     other ranks of the host compute while these wait for each other, so that waits leave the cores to them. presence: of
     the ranks that arrived together; None for a rank alone. places: the members' ranks in `presence`. scope: marks their
-    failure reports in `presence`. keepers: the member whose process serves the store, if one does. natively: whether
-    algorithm 'native' is wanted; without it, torch's backend for CPU tensors is made only if nothing else connects the
-    members. cards: what each member has offered to the others, by rank, for a link of gradwire. listener: to which the other
-    members connect. unshared: why ranks cannot share memory with the other ranks of their host.
+    failure reports in `presence`. keepers: the member whose process serves the store, if one does. cards: what each
+    member has offered to the others, by rank, for a link of gradwire. listener: to which the other members connect. unshared:
+    why ranks cannot share memory with the other ranks of their host.
     """
 
     rank: int
@@ -69,7 +68,6 @@ class Membership:
     places: tuple[int, ...] = ()
     scope: str = ""
     keepers: tuple[int, ...] = ()
-    natively: bool = True
     cards: tuple[dict[str, Any], ...] = field(repr=False, default=())
     listener: Listener | None = field(repr=False, default=None)
     unshared: Mapping[int, str] = field(default_factory=dict)
@@ -97,14 +95,12 @@ class Membership:
             keepers=tuple(place[rank] for rank in self.keepers if rank in place),
         )
 
-    def everyones(
-        self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0, spent: Sequence[str] = ()
-    ) -> list[bytes]:
+    def everyones(self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0) -> list[bytes]:
         """Return every rank's small record, by rank. A collective call, of which nothing stays in the store.
 
         name: unique among the exchanges of this Membership. mine: this rank's record. deadline: time.monotonic()
-        seconds, extended by compile_s for ranks that have called compiles(name). spent: other keys that no rank needs
-        once all have called this. Raises LinkError with ranks that are missing or have ended.
+        seconds, extended by compile_s for ranks that have called compiles(name).
+        Raises LinkError with ranks that are missing or have ended.
         """
         store = self.store
         keys = [f"{name}/{rank}" for rank in range(self.size)]
@@ -141,7 +137,7 @@ class Membership:
             with suppress(LinkError, RuntimeError):  # the rank that serves the store may leave once it has all records
                 if ask(lambda: store.add(number, 1), deadline) == 2 * self.size:  # no other rank reads any more
                     compiling = [f"{name}/compiles/{rank}" for rank in range(self.size)] if compile_s else []
-                    for key in (*keys, *compiling, *spent, complete, number):
+                    for key in (*keys, *compiling, complete, number):
                         ask(partial(store.delete_key, key), deadline)
             return records
 
@@ -155,11 +151,10 @@ class Membership:
         mine: dict[str, Any],
         deadline: float,
         compile_s: float = 0.0,
-        spent: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
         """Return every rank's record of numbers, strings, and lists and dicts of them, by rank. See everyones()."""
         record = json.dumps(mine).encode()
-        return [json.loads(each) for each in self.everyones(name, record, deadline, compile_s, spent)]
+        return [json.loads(each) for each in self.everyones(name, record, deadline, compile_s)]
 
     def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
         """Return the result of a call to the store that may block while a rank is missing. Raises as Asking.ask."""

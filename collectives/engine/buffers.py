@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.collectives.torch_internals import negative_view
+from gradwire.collectives.torch_internals import plain
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
@@ -39,15 +39,9 @@ def apart(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
     return source.clone() if shared else source
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without autograd history. Views of a tensor made in inference mode cannot be written outside of that
-    mode, so for such a tensor return an ordinary one over the same memory."""
-    if not tensor.is_inference():
-        return tensor.detach()
-    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-    memory = memory.conj() if tensor.is_conj() else memory
-    return negative_view(memory) if tensor.is_neg() else memory
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the numbers of a tensor lie in its memory contiguously and unnegated, so that a transport can use it."""
+    return tensor.is_contiguous() and not tensor.is_neg() and bool(tensor.data_ptr())
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ class ClosableOperations(Operations):
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
         self._watch.disown()
-        self._transport.disown()
+        self._transport.close()
 
     def exit(self) -> None:
         """End the running operation without reporting a failure, when the interpreter exits with the Communicator open.

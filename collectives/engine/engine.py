@@ -1,10 +1,10 @@
-"""The engine that runs the verbs: it moves the buffers of their operations."""
+"""The engine of a Communicator: it prepares the calls of verbs, keeps them, and runs them in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,48 +13,38 @@ from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition, effective
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.control.watch import Watch
-from gradwire.collectives.diagnostics.timeline import Lane
-from gradwire.collectives.engine.buffers import Buffer, kept, plain
+from gradwire.collectives.diagnostics.timeline import Lane, now_ns
+from gradwire.collectives.engine.buffers import Buffer, is_plain
 from gradwire.collectives.engine.closing import ClosableOperations
-from gradwire.collectives.engine.executor import Codes, Numbers, Payload, Scratch, execute
-from gradwire.collectives.engine.operations import Turn, digest
+from gradwire.collectives.engine.operations import Turn
 from gradwire.collectives.engine.plans import Plans
 from gradwire.collectives.engine.point_to_point import Messages
-from gradwire.collectives.engine.traced import not_now, recorded
-from gradwire.collectives.engine.work import Work
-from gradwire.collectives.reduction import COMBINE, carried, finish
+from gradwire.collectives.engine.prepared import PreparedCall
+from gradwire.collectives.engine.work import DONE, Work
+from gradwire.collectives.reduction import carried, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.schedule import Place
-from gradwire.collectives.schedules.spans import Layout, consecutive
-from gradwire.collectives.transports.base import CodesRun, Request, Transport, Whole
+from gradwire.collectives.schedules.spans import Layout, Span, consecutive
+from gradwire.collectives.torch_internals import plain
+from gradwire.collectives.transports.base import Operation, Run, Transport
+from gradwire.collectives.transports.codes import Codes
+from gradwire.collectives.transports.loop import Scratch
 
-_REMEMBERED_CALLS = 256
+_KEPT_CALLS = 256
 
-_NOT_RECORDED = nullcontext()
+#: The halves of an allreduce: the verbs whose programs they run.
+_PLANNED_AS = {"reduce_shares": "reduce_scatter", "gather_shares": "allgather"}
 
-#: The verbs that are half of another verb, and have its algorithms.
-_WHOLE_OF = {"reduce_shares": "allreduce", "gather_shares": "allreduce"}
-
-#: The verbs that need no arithmetic.
-_MOVES = frozenset({"allgather", "broadcast", "gather", "scatter", "alltoall", "gather_shares"})
-
-
-class PlannedCodes(NamedTuple):
-    """A planned exchange of codes. payload: None for a rank without a part of the buffer. run: runs the payload in one call of
-    the link, if it can."""
-
-    algorithm: str
-    partition: Partition
-    payload: Codes | None
-    run: CodesRun | None
+#: (numbers, feedback, step, seed, tag, deadline) -> None: sums float32 numbers in place by exchanging codes.
+CodesRun = Callable[[torch.Tensor, Feedback | None, int, int, int, float], None]
 
 
 class Engine:
-    """Moves the buffers of one Communicator. timeout_s, stall_warning_s: see Communicator.
+    """Prepares and runs the calls of one Communicator. timeout_s, stall_warning_s: see Communicator.
 
-    Attributes: rank, size; plans, the programs that it runs; operations, which runs them in turn; messages, between two ranks;
-    shares_memory, routes and empty, see Transport; device_types, of the tensors that the engine can move;
+    Attributes: rank, size; plans, the programs that it runs; operations, which runs calls in turn; messages, between two ranks;
+    can, what the transport can do; routes and empty, see Transport; device_types, of the tensors that the engine can move;
     control_device, of the framework's own data (tokens, tables, pickled objects); watch, which exchanges news between ranks
     beside operations; lane, in which operations are recorded, or None.
     """
@@ -65,65 +55,90 @@ class Engine:
         self.rank = transport.rank
         self.size = transport.size
         self.plans = plans
-        self.shares_memory = transport.shares_memory
+        self.can = transport.capabilities
         self.routes = transport.routes
         self.empty = transport.empty
-        self.device_types = ("cpu", "cuda") if "cpu" in transport.device_types else ("cuda",)
+        self.device_types = ("cpu", "cuda") if "cpu" in self.can.device_types else ("cuda",)
         self.control_device = self.device_types[0]
-        self._posts_together = transport.posts_together
-        self._via_host = "cuda" not in transport.device_types
+        self.via_host = "cuda" not in self.can.device_types
         self.operations = ClosableOperations(transport, watch, timeout_s, stall_warning_s)
         self.messages = Messages(transport, self.operations)
         self.watch = watch
-        self.run_now: Callable[..., bool] = self.operations.run_now
         self.lane: Lane | None = None
         self._transport = transport
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
-        self._ready: set[tuple[Codec, str, bool]] = set()
-        self._reducible: set[torch.dtype] = set()
-        self._calls: dict[tuple[torch.dtype, torch.Size, Hashable], Any] = {}
+        self._rehearsed: set[tuple[Codec, str, bool]] = set()
+        self._calls: dict[tuple[torch.dtype, torch.Size, torch.device, Hashable], Any] = {}
 
-    def submit(
+    # Running calls
+
+    def run(
         self,
-        call: str,
-        body: Callable[[Turn], None],
+        call: PreparedCall,
+        source: Any,
+        destination: Any,
         *,
-        async_op: bool,
-        signature: str | None = None,
+        direct: bool = False,
+        async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Work:
-        """Call Operations.submit outside of inference mode, so that tensors that a body keeps can be used in any mode."""
-        if self.lane is not None:
-            body = recorded(self.lane, call, body)
-        submit = self.operations.submit
-        if torch.is_inference_mode_enabled():
+        """Run a call in its turn. direct: whether known() has returned it for this tensor. async_op: do not wait for it; the
+        source and the destination must then keep their memory, see buffers.kept. timeout_s: of this call; None:
+        operations.timeout_s."""
+        if torch.is_inference_mode_enabled():  # tensors that the call makes and keeps must be usable in any mode
             with torch.inference_mode(False):
-                return submit(call, body, async_op=async_op, signature=signature, timeout_s=timeout_s)
-        return submit(call, body, async_op=async_op, signature=signature, timeout_s=timeout_s)
+                return self.run(call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s)
+        run = (direct and call.direct) or call.run
+        if self.lane is not None:
+            run = _recorded(self.lane, call, run)
+        is_usual = not async_op and timeout_s is None and call.signature is call.text
+        if is_usual and self.operations.run_now(call.text, call.digest, run, source, destination):
+            return DONE
+
+        def body(turn: Turn) -> None:
+            run(source, destination, turn.tag, turn.deadline)
+
+        return self.operations.submit(call.text, body, async_op=async_op, signature=call.signature, timeout_s=timeout_s)
 
     def record(self, lane: Lane | None, *, with_parts: bool) -> None:
-        """Record later operations in a lane, and with_parts also the parts of programs; None stops the recording. While
-        recording, run_now always returns False, since it records nothing."""
+        """Record later operations in a lane, and with_parts also the parts of programs; None stops the recording."""
         self.lane = lane
-        self.run_now = self.operations.run_now if lane is None else not_now
-        self._transport.record(lane.program if lane is not None and with_parts else None)
+        self._transport.trace = lane.program if lane is not None and with_parts else None
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        """Return a context manager that records a part of an operation, if operations are recorded."""
-        return _NOT_RECORDED if self.lane is None else self.lane.during(name, **details)
+        """Return a context manager that records a part of a call, if calls are recorded."""
+        return nullcontext() if self.lane is None else self.lane.during(name, **details)
 
-    def _note(self, algorithm: str, nbytes: int, like: torch.Tensor) -> None:
-        """Record the algorithm, bytes and device of the running operation. like: a tensor of the operation."""
-        if self.lane is not None:
-            self.lane.note(algorithm, nbytes, "cpu" if self._via_host else like.device.type)
+    def known(self, tensor: torch.Tensor, key: Hashable) -> Any:
+        """Return what keep() was given for such a tensor and key; None if nothing was, or if the tensor needs a check or a
+        copy."""
+        if not self._calls or type(tensor) is not torch.Tensor:
+            return None
+        try:
+            if (prepared := self._calls.get((tensor.dtype, tensor.shape, tensor.device, key))) is None:
+                return None
+            is_here = tensor.is_cpu or tensor.device.index == torch.cuda.current_device()
+            return prepared if is_here and is_plain(tensor) else None
+        except RuntimeError:  # nested or sparse, or a wrapper of torch.func: no shape or address; see buffers.refusal
+            return None
 
-    def note_codec(self, codec: Codec, nbytes: int) -> None:
-        """Record the codec of the running operation, and the bytes of its message before encoding."""
-        if self.lane is not None:
-            self.lane.note_codec(codec.name, nbytes)
+    def keep(self, tensor: torch.Tensor, key: Hashable, prepared: Any) -> None:
+        """Let known() return what is prepared for later calls with a tensor of this dtype, shape and device. key: the other
+        arguments."""
+        if self.operations.usable:
+            if len(self._calls) == _KEPT_CALLS:
+                self._calls.clear()
+            self._calls[tensor.dtype, tensor.shape, tensor.device, key] = prepared
 
-    def whole(
+    def choose_by(self, chooser: Callable[[str, int], str], place: Place) -> None:
+        """See Plans.choose_by(). The choice also concerns calls that are prepared."""
+        self.plans.choose_by(chooser, place)
+        self._calls.clear()
+
+    # Preparing exchanges. Not collective; what must be compiled is compiled here, before any deadline starts.
+
+    def prepare(
         self,
         verb: str,
         algorithm: str,
@@ -132,261 +147,161 @@ class Engine:
         op: str = "sum",
         root: int = 0,
         *,
+        layout: Layout | None = None,
+        source_layout: Layout | None = None,
         lengths: tuple[Sequence[int], Sequence[int]] = ((), ()),
-    ) -> Whole | None:
-        """Let the link prepare a verb that it runs by itself or in one call, before any deadline starts. Return None for a verb
-        that the executor runs.
+    ) -> Run:
+        """Return what runs a verb by an algorithm, on a source and a destination as in Operation; reduce_scatter may overwrite
+        its source. An average is divided.
 
-        like: a tensor of the call's dtype and device. numel: elements of the source. lengths: elements to and from each rank,
-        as in Request.
-        """
+        like: a tensor of the dtype and device. numel: elements of the source. layout: the places of the ranks' blocks in the
+        destination (of reduce_scatter in the source); None if the algorithm may divide the buffer freely. source_layout: their
+        places in the source, for verbs that move blocks from one buffer to another. lengths: for alltoall, the elements to and
+        from each rank."""
+        carry = _as_bytes if like.dtype is torch.bool else _as_it_is
         like, op = carried(like, op)
-        device_type = "cpu" if self._via_host else like.device.type
-        if algorithm not in PLANNERS[_WHOLE_OF.get(verb, verb)]:
+        device_type = "cpu" if self.via_host else like.device.type
+        planned_as = _PLANNED_AS.get(verb, verb)
+        if algorithm not in PLANNERS["allreduce" if planned_as is not verb else verb]:
             outgoing, incoming = map(tuple, lengths)
-            request = Request(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
-            whole = self._transport.collective(request)._replace(algorithm=algorithm)
-            if whole.needs_meeting:
-                self.prepare_to_reduce(torch.uint8)
-            return whole
-        if device_type != "cpu":
-            return None
-        if verb != "allreduce":
-            if verb not in _MOVES:
-                self.prepare_to_reduce(like.dtype)
-            return None
-        program = self.plans.of_buffer(verb, algorithm, root, numel, like.element_size(), grouped=False)
-        follow = self._transport.follow(program, like.dtype, "sum" if op == "average" else op)
-        if follow is None:
-            return None
-        size = self.size
+            own = Operation(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
+            return carry(self._transport.prepare(own))
+        grouped, element_size = like.device.type in self.can.posts_together, like.element_size()
+        if source_layout is not None:
+            assert layout is not None
+            program = self.plans.of_move(verb, algorithm, root, source_layout, layout, grouped=grouped)
+        else:
+            where = numel if layout is None else layout
+            program = self.plans.of_buffer(planned_as, algorithm, root, where, element_size, grouped=grouped)
+        run = carry(self.follow(verb, algorithm, program, like, numel, op, root))
+        if source_layout is not None and layout is not None:
+            return _moving(run, source_layout[self.rank], layout[self.rank])
+        if verb == "allgather" and layout is not None:
+            return _gathering(run, layout[self.rank])
+        if verb == "reduce_scatter" and layout is not None:
+            return _scattering(run, layout[self.rank], op, self.size)
+        if op == "average" and (verb == "allreduce" or (verb == "reduce" and self.rank == root)):
+            return _averaging(run, self.size)
+        return run
 
-        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
-            follow(source, destination, tag, deadline)
-            if op == "average":
-                finish(plain(destination), op, size)
+    def follow(
+        self,
+        verb: str,
+        algorithm: str,
+        program: Program,
+        like: torch.Tensor,
+        numel: int,
+        op: str = "sum",
+        root: int = 0,
+    ) -> Run:
+        """Return what runs a program on buffers of like's dtype and device."""
+        device_type = "cpu" if self.via_host else like.device.type
+        sums = "sum" if op == "average" else op
+        operation = Operation(verb, algorithm, like.dtype, device_type, numel, sums, root, program=program)
+        return self._transport.prepare(operation)
 
-        return Whole(run, needs_meeting=False, algorithm=algorithm)
+    def prepare_codes(
+        self, codec: Codec, present: Codec, numel: int, algorithm: str, device: torch.device, divisor: int
+    ) -> CodesRun:
+        """Return what sums float32 numbers by exchanging codes. If the algorithm has rounds inside hosts and ranks share hosts,
+        only messages between hosts are coded. present: the codec in its form for the step. divisor: of the sum."""
+        partition = self.plans.partition(codec, numel, algorithm, device.type)
+        first, last = self._inside(partition, device, 0), self._inside(partition, device, 1)
+        payload: Codes | None = None
+        if partition.group:
+            used = effective(present, partition)
+            code_bytes, grouped = used.wire_bytes(partition.longest), device.type in self.can.posts_together
+            program = self.plans.of_codes(codec, numel, algorithm, code_bytes, device.type, grouped=grouped)
+            memory = self._scratch, self._summed
+            payload = Codes(program, used, partition, device, *memory, divisor=divisor, via_host=self.via_host)
+            run = self._transport.prepare(
+                Operation("allreduce", algorithm, torch.uint8, device.type, numel, program=program, codes=payload)
+            )
+
+        def exchange(
+            flat: torch.Tensor, feedback: Feedback | None, step: int, seed: int, tag: int, deadline: float
+        ) -> None:
+            if first is not None:
+                first(flat, flat, tag, deadline)
+            if payload is not None:  # else this rank has no part of the buffer
+                payload.begin(flat, feedback, step, seed)
+                try:
+                    run(flat, flat, tag, deadline)
+                finally:
+                    payload.end()
+            if last is not None:
+                last(flat, flat, tag, deadline)
+
+        return exchange
+
+    def _inside(self, partition: Partition, device: torch.device, which: int) -> Run | None:
+        """Return what runs the first (0) or last (1) round of the hierarchical algorithm, inside the hosts; None if codes travel
+        between all ranks."""
+        if not partition.inside_hosts:
+            return None
+        like = torch.empty(0, dtype=torch.float32, device=device)
+        grouped = not self.via_host and device.type in self.can.posts_together
+        program = self.plans.inside_hosts(which, partition.parts, like.element_size(), grouped=grouped)
+        run = self.follow("allreduce", "hierarchical", program, like, partition.numel)
+
+        def staged(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
+            buffer = self.buffer(flat)
+            run(buffer.flat, buffer.flat, tag, deadline)
+            buffer.store()
+
+        return staged
 
     def place(self, tensor: torch.Tensor) -> str:
         """Return ' on cuda', which belongs to the text of a call, for a tensor that the transport moves between GPUs; else ''."""
-        return "" if self._via_host or tensor.is_cpu else " on cuda"
+        return "" if self.via_host or tensor.is_cpu else " on cuda"
 
-    def receives_from_any(self, tensor: torch.Tensor) -> bool:
-        """Return whether a receive into such a tensor may name no sender."""
-        return self._transport.receives_from_any and (tensor.is_cpu or self._via_host)
+    def notes(self, algorithm: str, nbytes: int, like: torch.Tensor, **more: Any) -> dict[str, Any]:
+        """Return what a timeline shows of a call. like: one of its tensors."""
+        return {"device": "cpu" if self.via_host else like.device.type, "bytes": nbytes, "algorithm": algorithm, **more}
 
-    def knows_tags(self, tensor: torch.Tensor) -> bool:
-        """Return whether the transport matches messages of such a tensor by their tags."""
-        return self._via_host or not self._grouped(tensor)
+    def rehearse(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
+        """Compile a codec's kernels before any deadline starts."""
+        key = (codec, device.type, with_feedback)
+        if key not in self._rehearsed and self.operations.usable:
+            rehearse(codec, device, with_feedback=with_feedback)
+            if len(self._rehearsed) == _KEPT_CALLS:
+                self._rehearsed.clear()
+            self._rehearsed.add(key)
 
-    def takes_as_is(self, tensor: torch.Tensor, whole: Whole) -> bool:
-        """Return whether whole.run may be called with a tensor directly, without a barrier or a copy."""
-        return tensor.is_cpu and not whole.needs_meeting and tensor.dtype is not torch.bool and _is_plain(tensor)
-
-    def remember(self, tensor: torch.Tensor, key: Hashable, planned: object) -> None:
-        """Let remembered() return what is planned for later calls with a CPU tensor of this dtype and shape. key: the other
-        arguments."""
-        if tensor.is_cpu and self.operations.usable:
-            if len(self._calls) == _REMEMBERED_CALLS:
-                self._calls.clear()
-            self._calls[tensor.dtype, tensor.shape, key] = planned
-
-    def remember_whole(self, tensor: torch.Tensor, key: Hashable, call: str, whole: Whole) -> None:
-        """Let repeat() and repeat_later() run later calls of a verb that the link has prepared."""
-        if not whole.needs_meeting and tensor.dtype is not torch.bool:
-            self.remember(tensor, key, (call, digest(call), whole.run))
-
-    def repeat(self, tensor: torch.Tensor, key: Hashable) -> bool:
-        """Run a remembered allreduce of the link without the preparations, which take most of the time of a small message.
-        Return False, with nothing done, if no equal call is remembered or Operations.run_now returns False."""
-        if (known := self.remembered(tensor, key)) is None:
-            return False
-        call, call_digest, run = known
-        return self.run_now(call, call_digest, run, tensor, tensor)
-
-    def repeat_later(self, tensor: torch.Tensor, key: Hashable) -> Work | None:
-        """Queue a remembered allreduce, as repeat() runs it. Return None, with nothing done, if no equal call is remembered, or
-        while operations are recorded."""
-        if self.lane is not None or (known := self.remembered(tensor, key)) is None:
-            return None
-        call, _, run = known
-        own = kept(tensor)
-        return self.submit(call, lambda turn: run(own, own, turn.tag, turn.deadline), async_op=True)
-
-    def remembered(self, tensor: torch.Tensor, key: Hashable) -> Any:
-        """Return what remember() was given for such a call; None if nothing, or if the tensor needs a copy."""
-        if not self._calls or type(tensor) is not torch.Tensor:
-            return None
-        try:
-            known = self._calls.get((tensor.dtype, tensor.shape, key))
-            return known if known is not None and tensor.is_cpu and _is_plain(tensor) else None
-        except RuntimeError:  # nested or sparse: no shape or address; see staging.refusal
-            return None
-
-    # The parts of an operation's body
+    # The parts of a call's run
 
     def buffer(self, *tensors: torch.Tensor, fill: bool = True) -> Buffer:
         """Return the tensors, of one dtype and device, as one buffer that the transport can use."""
-        return Buffer(tensors, via_host=tensors[0].is_cuda and self._via_host, fill=fill)
+        return Buffer(tensors, via_host=tensors[0].is_cuda and self.via_host, fill=fill)
 
-    def over_buffer(
-        self,
-        turn: Turn,
-        collective: str,
-        algorithm: str,
-        buffer: torch.Tensor,
-        op: str = "sum",
-        root: int = 0,
-        *,
-        layout: Layout | None = None,
-        whole: Whole | None = None,
-        is_own: bool = False,
-    ) -> None:
-        """Run a schedule, or `whole`, in place on a buffer. layout: the places of the blocks, of which block r belongs to rank
-        r; None if the algorithm may divide the buffer freely. is_own: whether the buffer is the framework's own, which a
-        timeline does not record."""
-        if whole is not None:
-            self.run_whole(turn, whole, buffer, buffer)
-            return
-        if not is_own:
-            self._note(algorithm, buffer.nbytes, buffer)
-        buffer, op = carried(buffer, op)
-        where = buffer.numel() if layout is None else layout
-        grouped = self._grouped(buffer)
-        program = self.plans.of_buffer(collective, algorithm, root, where, buffer.element_size(), grouped=grouped)
-        self.over_program(turn, program, buffer, buffer, op)
-
-    def between(
-        self,
-        turn: Turn,
-        collective: str,
-        algorithm: str,
-        source: torch.Tensor,
-        source_layout: Layout,
-        destination: torch.Tensor,
-        layout: Layout,
-        root: int = 0,
-    ) -> None:
-        """Run a schedule that moves blocks of one buffer into another, without a reduction."""
-        self._note(algorithm, max(source.nbytes, destination.nbytes), destination)
-        kind = collective, algorithm, root
-        program = self.plans.of_move(*kind, source_layout, layout, grouped=self._grouped(destination))
-        self.over_program(turn, program, source, destination)
-
-    def plan_codes(
-        self, codec: Codec, present: Codec, numel: int, algorithm: str, device: torch.device, divisor: int
-    ) -> PlannedCodes:
-        """Plan an exchange of codes for over_codes(), which may run it any number of times. If the algorithm has rounds inside
-        hosts and ranks share hosts, only messages between hosts are coded. present: the codec in its form for the step. divisor:
-        of the sum."""
-        partition = self.plans.partition(codec, numel, algorithm, device.type)
-        if not partition.group:
-            return PlannedCodes(algorithm, partition, None, None)
-        used = effective(present, partition)
-        code_bytes, grouped = used.wire_bytes(partition.longest), device.type in self._posts_together
-        program = self.plans.of_codes(codec, numel, algorithm, code_bytes, device.type, grouped=grouped)
-        memory = self._scratch, self._summed
-        payload = Codes(program, used, partition, device, *memory, divisor=divisor, via_host=self._via_host)
-        return PlannedCodes(algorithm, partition, payload, self._transport.follow_codes(program, payload))
-
-    def over_codes(
-        self, turn: Turn, planned: PlannedCodes, flat: torch.Tensor, feedback: Feedback | None, step: int, seed: int
-    ) -> None:
-        """Sum a float32 buffer in place by exchanging codes."""
-        algorithm, partition, payload, run = planned
-        if self.lane is not None:
-            self._note(algorithm, flat.nbytes, flat)
-        if partition.inside_hosts:
-            self._inside(turn, flat, partition.parts, 0)
-        if payload is not None:
-            payload.begin(flat, feedback, step, seed)
-            try:
-                if run is None:
-                    self._step_through(turn, payload.program, payload)
-                else:
-                    run(turn.tag, turn.deadline)
-            finally:
-                payload.end()
-        if partition.inside_hosts:
-            self._inside(turn, flat, partition.parts, 1)
-
-    def wire(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def memory_for_codes(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return memory for codes that are added undecoded; valid until the next call."""
         return self._summed.take(nbytes, device)
 
-    def _inside(self, turn: Turn, flat: torch.Tensor, parts: Layout, which: int) -> None:
-        """Run the first (0) or last (1) round of the hierarchical algorithm, inside the hosts. parts: its blocks."""
-        buffer = self.buffer(flat)
-        program = self.plans.inside_hosts(which, parts, flat.element_size(), grouped=self._grouped(buffer.flat))
-        self.over_program(turn, program, buffer.flat, buffer.flat)
-        buffer.store()
-
-    def meet(self, turn: Turn, algorithm: str = "recursive_doubling") -> None:
+    def meet(self, tag: int, deadline: float) -> None:
         """Wait until every rank has called this: a barrier."""
         token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
-        self.over_buffer(turn, "barrier", algorithm, token, "max", is_own=True)
+        self.prepare("barrier", "recursive_doubling", token, 1, "max")(token, token, tag, deadline)
 
-    def table(self, turn: Turn, row: Sequence[int]) -> list[list[int]]:
+    def table(self, row: Sequence[int], tag: int, deadline: float) -> list[list[int]]:
         """Return every rank's row of integers, by rank. Rows have the same length on all ranks."""
         everything = torch.zeros(self.size, len(row), dtype=torch.int64, device=self.control_device)
-        everything[self.rank] = torch.tensor(row, dtype=torch.int64, device="cpu")
+        mine = torch.tensor(row, dtype=torch.int64, device="cpu").to(self.control_device)
         layout = consecutive([len(row)] * self.size)
-        self.over_buffer(turn, "allgather", "rsag", everything.view(-1), layout=layout, is_own=True)
+        gather = self.prepare("allgather", "rsag", mine, len(row), layout=layout)
+        gather(mine, everything.view(-1), tag, deadline)
         rows: list[list[int]] = everything.tolist()
         return rows
 
-    def choose_by(self, chooser: Callable[[str, int], str], place: Place) -> None:
-        """See Plans.choose_by(). The choice also concerns calls that repeat() remembers."""
-        self.plans.choose_by(chooser, place)
-        self._calls.clear()
+    # What a verb may ask of a tensor
 
-    def run_whole(self, turn: Turn, whole: Whole, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Run a verb that the link has prepared."""
-        if whole.needs_meeting:
-            with self.span("meet"):
-                self.meet(turn)
-        self._note(whole.algorithm, max(source.nbytes, destination.nbytes), destination)
-        with self.span("exchange"):
-            whole.run(carried(source, "sum")[0], carried(destination, "sum")[0], turn.tag, turn.deadline)
+    def receives_from_any(self, tensor: torch.Tensor) -> bool:
+        """Return whether a receive into such a tensor may name no sender."""
+        return self.can.receives_from_any and (tensor.is_cpu or self.via_host)
 
-    def prepare_to_reduce(self, dtype: torch.dtype) -> None:
-        """Let the link compile the reduction of a dtype before any deadline starts, by preparing a program that reduces. The
-        program does not run."""
-        if dtype in self._reducible:
-            return
-        program = self.plans.of_buffer("allreduce", "ring", 0, self.size, dtype.itemsize, grouped=False)
-        self._transport.follow(program, dtype, "max")
-        self._reducible.add(dtype)
-
-    def prepare_codec(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
-        """Compile a codec's kernels before any deadline starts."""
-        key = (codec, device.type, with_feedback)
-        if key in self._ready or not self.operations.usable:
-            return
-        rehearse(codec, device, with_feedback=with_feedback)
-        self.prepare_to_reduce(torch.float32)
-        if len(self._ready) == _REMEMBERED_CALLS:
-            self._ready.clear()
-        self._ready.add(key)
-
-    def _grouped(self, buffer: torch.Tensor) -> bool:
-        """Return whether both ends of a message must be posted together."""
-        return buffer.device.type in self._posts_together
-
-    def over_program(
-        self, turn: Turn, program: Program, source: torch.Tensor, destination: torch.Tensor, op: str = "sum"
-    ) -> None:
-        """Run a program that reads `source` and writes or reduces into `destination`, usually the same buffer."""
-        sums = "sum" if op == "average" else op  # the caller divides
-        if destination.is_cpu and (run := self._transport.follow(program, destination.dtype, sums)) is not None:
-            run(source, destination, turn.tag, turn.deadline)
-            return
-        numbers = Numbers(program, source, destination, COMBINE[op], self.rank, self._scratch)
-        self._step_through(turn, program, numbers)
-
-    def _step_through(self, turn: Turn, program: Program, payload: Payload) -> None:
-        execute(program, payload, self._transport, tag=turn.tag, deadline=turn.deadline)
+    def knows_tags(self, tensor: torch.Tensor) -> bool:
+        """Return whether the transport matches messages of such a tensor by their tags."""
+        return self.via_host or tensor.device.type not in self.can.posts_together
 
     def join(self) -> None:
         """Wait until the connections that operations.part() is closing are closed, and close the transport."""
@@ -394,6 +309,70 @@ class Engine:
         self._transport.close()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the numbers of a tensor lie in its memory contiguously and unnegated."""
-    return tensor.is_contiguous() and not tensor.is_neg() and bool(tensor.data_ptr())
+def _recorded(
+    lane: Lane, call: PreparedCall, run: Callable[[Any, Any, int, float], None]
+) -> Callable[[Any, Any, int, float], None]:
+    """Return a call's run that records its span, and how long it was queued."""
+    issued_ns = now_ns()
+
+    def recorded(source: Any, destination: Any, tag: int, deadline: float) -> None:
+        begin_ns = now_ns()
+        try:
+            run(source, destination, tag, deadline)
+        finally:
+            queued_us = (begin_ns - issued_ns) / 1e3
+            lane.span(call.text.partition("(")[0], begin_ns, call=call.text, queued_us=queued_us, **call.notes)
+
+    return recorded
+
+
+# How a program's run becomes that of a verb
+
+
+def _averaging(run: Run, size: int) -> Run:
+    def averaged(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+        run(source, destination, tag, deadline)
+        finish(plain(destination), "average", size)
+
+    return averaged
+
+
+def _gathering(run: Run, mine: Span) -> Run:
+    def gathered(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+        place = destination[mine.start : mine.stop]
+        if source.data_ptr() != place.data_ptr():
+            place.copy_(source)
+        run(destination, destination, tag, deadline)
+
+    return gathered
+
+
+def _scattering(run: Run, mine: Span, op: str, size: int) -> Run:
+    def scattered(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+        run(source, source, tag, deadline)
+        destination.copy_(source[mine.start : mine.stop])
+        finish(destination, op, size)
+
+    return scattered
+
+
+def _moving(run: Run, own: Span, place: Span) -> Run:
+    def moved(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+        if source.numel() and destination.numel():  # else this rank is not the root
+            destination[place.start : place.stop].copy_(source[own.start : own.stop])
+        run(source, destination, tag, deadline)
+
+    return moved
+
+
+def _as_it_is(run: Run) -> Run:
+    return run
+
+
+def _as_bytes(run: Run) -> Run:
+    """Return the run for bool tensors, which travel as uint8."""
+
+    def carried_run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+        run(source.view(torch.uint8), destination.view(torch.uint8), tag, deadline)
+
+    return carried_run

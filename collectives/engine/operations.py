@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident, main_thread
+from threading import get_ident
 from typing import NoReturn, TypeVar
 
 from gradwire.collectives.control.watch import Watch
@@ -68,9 +68,8 @@ class Operations(Supervision):
     ) -> None:
         super().__init__(transport, watch, stall_warning_s)
         self.timeout_s = timeout_s
-        self._queue = WorkQueue("gradwire", weakly(self._last_begun) if transport.interruptible else None)
+        self._queue = WorkQueue("gradwire", weakly(self._last_begun) if transport.capabilities.interruptible else None)
         self._known = self._agreement.known
-        self._beside_work = False
 
     @property
     def usable(self) -> bool:
@@ -195,9 +194,6 @@ class Operations(Supervision):
             deadline = time.monotonic() + timeout_s
             try:
                 sequence = self._queue.number  # as in _take_turn(), but inlined
-                if self._beside_work:
-                    self._beside_work = False
-                    self._transport.wait_beside_work(False)
                 self._where = turn[0]
                 self._calls[sequence % COMPARED_CALLS] = (sequence, call)
                 self._running = self._sequence = sequence
@@ -244,8 +240,6 @@ class Operations(Supervision):
                 self._agreement.take(signature)
                 is_new = False
             sequence = self._queue.number
-            if (beside_work := get_ident() != main_thread().ident) is not self._beside_work:
-                self.wait_beside_work(beside_work)
             self._where = where
             if not is_new:
                 self._calls[sequence % COMPARED_CALLS] = (sequence, call)
@@ -272,7 +266,6 @@ class Operations(Supervision):
         timeout_s = self.timeout_s
         deadline = time.monotonic() + timeout_s
         try:
-            self.wait_beside_work(get_ident() != main_thread().ident)
             self._vain_since = math.inf
             self._message = (call, peers)
             end = deadline
@@ -291,21 +284,12 @@ class Operations(Supervision):
         finally:
             self._message = None
 
-    def wait_beside_work(self, beside_work: bool) -> None:
-        """Set whether waits of the current turn leave the cores to other threads, or poll. Each turn sets this again. A thread
-        that waits for the operation needs no core; the main thread may compute meanwhile."""
-        if beside_work is not self._beside_work:
-            self._beside_work = beside_work
-            self._transport.wait_beside_work(beside_work)
-
     def _agree(self, call: str, signature: str, deadline: float) -> None:
         """Compare a new call with the calls of the other ranks, before any of its data moves."""
         sequence = self._sequence
 
         def progress() -> bool:  # other ranks may wait for these messages before they make this call
-            if is_busy := self._transport.is_busy():
-                self._transport.progress()
-            return is_busy
+            return bool(self._transport.progress())
 
         def in_vain() -> bool:
             over = self._interrupted or self._exiting or self._failure is not None or bool(self._watch.failure)

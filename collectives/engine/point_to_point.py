@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from datetime import timedelta
+from typing import cast
 
 from gradwire.collectives.engine.buffers import Buffer
 from gradwire.collectives.engine.operations import Operations
@@ -15,6 +16,7 @@ from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveTimeout, LinkError
 from gradwire.collectives.reduction import MOVED, carried
 from gradwire.collectives.transports.base import DONE_POLL_S, KIND_BITS, Pending, Transport
+from gradwire.collectives.transports.requests import FromAny
 
 MOST_TAG = 2**16 - 1
 
@@ -117,14 +119,9 @@ class MessageWork:
     # The parts of a turn, which may raise LinkError
 
     def _begin(self, deadline: float) -> None:
-        """Post the message. A receive from any rank first waits until its sender is known."""
+        """Post the message."""
         assert self._buffer is not None
-        peer = self._peer
-        if peer is None:
-            peer = self.sender = self._transport.next_sender(self._tag, deadline)
-            if peer is None:
-                raise LinkError(None, timed_out=True, detail="received nothing from any rank")
-        message = [(peer, carried(self._buffer.flat, "sum")[0])]
+        message = [(self._peer, carried(self._buffer.flat, "sum")[0])]
         sent, received = self._transport.post(message if self._sends else [], [] if self._sends else message, self._tag)
         (self._pending,) = sent or received
 
@@ -135,6 +132,8 @@ class MessageWork:
         assert self._pending is not None
         assert self._buffer is not None
         self._pending.wait(deadline)
+        if self._peer is None:
+            self.sender = cast(FromAny, self._pending).sender
         if not self._sends:
             self._buffer.store()
         self._is_over = True

@@ -1,20 +1,42 @@
-"""Operations that are checked and planned once, and run many times."""
+"""Calls that are checked and planned once, and run any number of times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.collectives.engine.buffers import kept
-from gradwire.collectives.engine.operations import Turn, digest
+from gradwire.collectives.engine.buffers import is_plain, kept
 from gradwire.collectives.engine.work import Work
-from gradwire.collectives.transports.base import Whole
 
 if TYPE_CHECKING:
     from gradwire.collectives.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCall:
+    """A call of a verb, ready to run: the first call, later ones, synchronous or not, run this object.
+
+    text: what must be equal on all ranks. signature: the part of the text that decides whether the call is known to the other
+    ranks. run: (source, destination, tag, deadline), with what the verb gives to Engine.run as source and destination; tag and
+    deadline as in transports.base.Run. direct: the same for tensors of which Engine.known() knows that they need no copy. notes:
+    what a timeline shows of the call, by name. digest: a hash of the text.
+    """
+
+    text: str
+    signature: str
+    run: Callable[[Any, Any, int, float], None]
+    direct: Callable[[Any, Any, int, float], None] | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    digest: int = -1
+
+    def __post_init__(self) -> None:
+        if self.digest < 0:
+            object.__setattr__(self, "digest", zlib.crc32(self.text.encode()))
 
 
 class PreparedOperation:
@@ -26,52 +48,39 @@ class PreparedOperation:
     2021, section 6.12: persistent collectives.)
     """
 
-    def __init__(
-        self, engine: Engine, tensor: torch.Tensor, call: str, body: Callable[[Turn], None], whole: Whole | None
-    ) -> None:
+    def __init__(self, engine: Engine, tensor: torch.Tensor, call: PreparedCall) -> None:
         self._engine = engine
         self._tensor = tensor
-        self._address = tensor.data_ptr()
-        self._numel = tensor.numel()
+        self._place = tensor.data_ptr(), tensor.numel()
         self._call = call
-        self._digest = digest(call)
-        self._body = body
-        self._whole = whole.run if whole is not None and engine.takes_as_is(tensor, whole) else None
         self._own = kept(tensor)
+        self._direct = is_plain(tensor)
         self._work: Work | None = None
 
     def __call__(self) -> None:
         """Run the operation, and wait for it. Raises RuntimeError if it is running already or the tensor has moved to
         other memory, and otherwise the errors of the verb."""
-        tensor = self._tensor
         self._check()
-        if self._whole is not None and self._engine.run_now(self._call, self._digest, self._whole, tensor, tensor):
-            return
-        self._engine.submit(self._call, self._body, async_op=False)
+        self._engine.run(self._call, self._own, self._own, direct=self._direct)
 
     def start(self) -> Work:
         """Run the operation in the background. Raises RuntimeError if it is running already, or if the tensor has
         moved to other memory."""
         self._check()
-        body = self._body if self._whole is None or self._engine.lane is not None else self._run
-        self._work = self._engine.submit(self._call, body, async_op=True)
+        self._work = self._engine.run(self._call, self._own, self._own, direct=self._direct, async_op=True)
         return self._work
-
-    def _run(self, turn: Turn) -> None:
-        assert self._whole is not None
-        self._whole(self._own, self._own, turn.tag, turn.deadline)
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Wait for the operation that start() began. timeout and errors: see Work.wait. Raises RuntimeError before start()."""
         if self._work is None:
-            raise RuntimeError(f"rank {self._engine.rank}: {self._call}: wait() before start()")
+            raise RuntimeError(f"rank {self._engine.rank}: {self._call.text}: wait() before start()")
         self._work.wait(timeout)
         self._work = None
 
     def _check(self) -> None:
         if self._work is not None and not self._work.is_completed():
-            raise RuntimeError(f"rank {self._engine.rank}: {self._call}: it is still running: call wait() first")
-        if self._tensor.data_ptr() != self._address or self._tensor.numel() != self._numel:
+            raise RuntimeError(f"rank {self._engine.rank}: {self._call.text}: it is still running: call wait() first")
+        if (self._tensor.data_ptr(), self._tensor.numel()) != self._place:
             raise RuntimeError(
-                f"rank {self._engine.rank}: {self._call}: the tensor has other memory than when it was prepared"
+                f"rank {self._engine.rank}: {self._call.text}: the tensor has other memory than when it was prepared"
             )

@@ -100,10 +100,11 @@ class Supervision:
             return where
         return whereabouts.of_call(sys._getframe() if where == get_ident() else whereabouts.frame_of(where))
 
-    def places(self, sequence: int, call: str) -> dict[int, str]:
-        """Return by rank the place in the user's code of a call that runs on all ranks, for the ranks that post theirs in
-        time."""
-        return self._agreement.places(Call(sequence, call, self._place()))
+    def running_places(self) -> tuple[str, dict[int, str]]:
+        """Return the running call, which runs on all ranks, and by rank its place in the user's code, for the ranks that post
+        theirs in time."""
+        call = self._recent_calls()[self._running]
+        return call, self._agreement.places(Call(self._running, call, self._place()))
 
     def position(self) -> Position:
         """Return this rank's current Position, with the waits of its other Communicators. Any thread may call this."""

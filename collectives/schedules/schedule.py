@@ -1,6 +1,6 @@
 """A collective algorithm as data: which rank sends which blocks to which rank, round by round. No tensors, no I/O.
 
-A planner (`gradwire.collectives.schedules.algorithms`) returns one Schedule per rank; `gradwire.collectives.engine.executor` runs
+A planner (`gradwire.collectives.schedules.algorithms`) returns one Schedule per rank; `gradwire.collectives.transports.loop` runs
 it. Because a Schedule is plain data it can also be checked symbolically, priced and drawn.
 """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -90,7 +89,6 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         self._mover = Mover()
         timeout_s = timeout.total_seconds()
         membership = Attempt(store, TORCH_BACKEND, rank, global_ranks).meet(("cpu",), host_id(), timeout_s)
-        membership = replace(membership, natively=False)
         self._own_store = membership.store  # fresh: `store` may hold keys of the processes before a restart
         try:
             self._communicator, self._messages = (

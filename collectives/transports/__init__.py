@@ -1,6 +1,6 @@
-"""The links, which move bytes between ranks, and the membership of ranks."""
+"""The data plane: transports move tensors between ranks."""
 
 from gradwire.collectives.control.membership import Membership
-from gradwire.collectives.transports.base import Message, Pending, Request, Transport, Whole
+from gradwire.collectives.transports.base import Capabilities, Message, Operation, Pending, Run, Transport
 
-__all__ = ["Membership", "Message", "Pending", "Request", "Transport", "Whole"]
+__all__ = ["Capabilities", "Membership", "Message", "Operation", "Pending", "Run", "Transport"]

@@ -1,4 +1,4 @@
-"""Programs that run in one compiled call each, over TCP and through shared memory to the ranks of the same host."""
+"""The compiled loop, which runs a Program in one call, over TCP and through shared memory to the ranks of the same host."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Program
-from gradwire.collectives.transports.base import CodedWork, CodesRun, Coding, WholeRun
+from gradwire.collectives.transports.base import CodedWork, Coding, Operation, Run, Trace, Transport
 from gradwire.collectives.transports.requests import Table
 
 
-class Programs:
-    """Runs programs. far: the connections to other hosts. near: the memory that this rank shares with the ranks `neighbours` of
-    its host; without it, all messages go over `far`. Attribute links: these Transports."""
+class CompiledLoop:
+    """Prepares programs of CPU tensors. far: the connections to other hosts. near: the memory that this rank shares with the
+    ranks `neighbours` of its host; without it, all messages go over `far`. Attribute links: these Transports."""
 
     def __init__(self, far: Table, near: Table | None = None, neighbours: tuple[int, ...] = ()) -> None:
         self._kernels = cpu_programs()
@@ -35,8 +35,19 @@ class Programs:
         memory = 0 if near is None else near.context_address
         self._addresses = far.context_address, memory, self._places.ctypes.data, self._numbers.ctypes.data
 
-    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
-        """See Transport. Compiles the arithmetic of the dtype, or loads it from the disk."""
+    def prepare(self, operation: Operation, transport: Transport) -> Run | None:
+        """Return what runs an operation, see Transport.prepare; None if this loop cannot run it. transport: has the trace in
+        which runs are recorded."""
+        if operation.device_type != "cpu" or operation.program is None:
+            return None
+        if operation.codes is None:
+            return self._numbers_run(operation.program, operation.dtype, operation.op, transport)
+        assert isinstance(operation.program, CodedProgram)
+        return self._codes_run(operation.program, operation.codes, transport) if operation.codes.compiles else None
+
+    def _numbers_run(self, program: Program, dtype: torch.dtype, op: str, transport: Transport) -> Run:
+        """Compile the arithmetic of the dtype, or load it from the disk. Either all ranks compile a program that reduces, or none
+        does: the sign of a minimum of zeros and the bits of a NaN depend on the loop."""
         arithmetic = cpu_arithmetic(dtype).address if program.scratch else 0
         request = self._request(dtype.itemsize, arithmetic, self._kernels.OPS[op], 0)
         address = request.ctypes.data
@@ -45,26 +56,31 @@ class Programs:
         def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
             if self._scratch.numel() < scratch_bytes:
                 self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device="cpu")
-            buffers = (source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
-            self._run(request, address, program.tables(), (tag, *buffers), deadline, dtype.itemsize)
+            arguments = (tag, source.data_ptr(), destination.data_ptr(), self._scratch.data_ptr())
+            if transport.trace is None:
+                self._run(request, address, program.tables(), arguments, deadline)
+            else:
+                self._record(transport.trace, request, address, program.tables(), arguments, deadline, dtype.itemsize)
 
         return run
 
-    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
-        """See Transport."""
-        if not work.compiles:
-            return None
+    def _codes_run(self, program: CodedProgram, codes: CodedWork, transport: Transport) -> Run:
         words = np.zeros(self._kernels.CODING_FIELDS, dtype=np.int64)
         # Offsets in scratch memory and lengths of messages count bytes.
         request = self._request(1, 0, 0, words.ctypes.data)
         address, fields = request.ctypes.data, len(Coding._fields)
-        kept = program.tables_for(work.wire_bytes)
+        kept = program.tables_for(codes.wire_bytes)
 
-        def run(tag: int, deadline: float) -> None:
-            coding = work.coding()
+        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            """Raises ValueError, too, if a code is invalid."""
+            coding = codes.coding()
             words[:fields] = coding
-            tables = kept if isinstance(kept, list) else program.tables_for(work.wire_bytes)
-            self._run(request, address, tables, (tag, 0, 0, coding.codes), deadline)
+            tables = kept if isinstance(kept, list) else program.tables_for(codes.wire_bytes)
+            arguments = (tag, 0, 0, coding.codes)
+            if transport.trace is None:
+                self._run(request, address, tables, arguments, deadline)
+            else:
+                self._record(transport.trace, request, address, tables, arguments, deadline, 1)
 
         return run
 
@@ -73,6 +89,33 @@ class Programs:
         unset = (0,) * (self._kernels.REQUEST_FIELDS - len(self._addresses) - len(words))
         return np.array((*self._addresses, *words, *unset), dtype=np.int64)
 
+    def _record(
+        self,
+        trace: Trace,
+        request: np.ndarray,
+        address: int,
+        tables: Iterable[array[int]],
+        arguments: tuple[int, ...],
+        deadline: float,
+        itemsize: int,
+    ) -> None:
+        """Run the tables of a program as _run() does, and record the times of its instructions. itemsize: the bytes of an element
+        of a message."""
+        traced: list[list[int]] = []
+        ends: list[int] = []
+        began_ns = time.perf_counter_ns()
+        for table in tables:
+            rows = np.frombuffer(table, dtype=np.int64).reshape(-1, self._kernels.INSTRUCTION_FIELDS)
+            times = np.zeros(len(rows), dtype=np.int64)
+            request[self._kernels.TRACE] = times.ctypes.data
+            try:
+                self._run(request, address, [table], arguments, deadline)
+            finally:
+                request[self._kernels.TRACE] = 0
+            traced += rows.tolist()
+            ends += times.tolist()
+        trace(traced, itemsize.__mul__, began_ns, ends)
+
     def _run(
         self,
         request: np.ndarray,
@@ -80,25 +123,17 @@ class Programs:
         tables: Iterable[array[int]],
         arguments: tuple[int, ...],
         deadline: float,
-        itemsize: int = 1,
     ) -> None:
-        """Run the tables of a program. address: of the request. arguments: the last ones of kernels.follow. itemsize: the
-        bytes of an element of a message."""
-        kernels, trace = self._kernels, self._far.trace
-        traced: list[list[int]] = []
-        ends: list[int] = []
-        began_ns = time.perf_counter_ns()
+        """Run the tables of a program. address: of the request. arguments: the last ones of kernels.follow."""
+        kernels = self._kernels
         lost: set[int] = set()
         with self._far.running, self._near_running:
             for link in self.links:
                 link.begin()
-            request[kernels.NEXT] = request[kernels.TRACE] = 0
+            request[kernels.NEXT] = 0
             for table in tables:
                 instructions, words = table.buffer_info()
                 count = words // kernels.INSTRUCTION_FIELDS
-                if trace is not None:
-                    times = np.zeros(count, dtype=np.int64)
-                    request[kernels.TRACE] = times.ctypes.data
                 while (status := kernels.follow(address, instructions, count, *arguments)) != kernels.FINISHED:
                     link = self.links[int(request[kernels.AT_NEAR])]
                     if status == kernels.FULL:
@@ -111,8 +146,3 @@ class Programs:
                         raise ValueError("a code holds indices that are too large: it was encoded from more numbers")
                     else:
                         lost = link.check(status, deadline, set() if request[kernels.HAS_MOVED] else lost)
-                if trace is not None:
-                    traced += np.frombuffer(table, dtype=np.int64).reshape(count, -1).tolist()
-                    ends += times.tolist()
-        if trace is not None:
-            trace(traced, itemsize.__mul__, began_ns, ends)

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -22,23 +22,29 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gradwire.collectives import torch_internals
+from gradwire.collectives.control.asking import Asking
 from gradwire.collectives.control.membership import ROUNDING_S, Membership
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.environment import GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.reduction import finish
-from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.algorithms import PLANNERS, recursive_doubling
+from gradwire.collectives.schedules.program import Program
+from gradwire.collectives.schedules.schedule import Place
+from gradwire.collectives.schedules.spans import segments_of_buffer
 from gradwire.collectives.torch_internals import Backend
 from gradwire.collectives.transports.base import (
     DONE_POLL_S,
     KIND_BITS,
+    Capabilities,
     Message,
+    Operation,
     Pending,
     Posted,
-    Request,
+    Run,
     Transport,
-    Whole,
 )
+from gradwire.collectives.transports.loop import flat
 from gradwire.collectives.transports.nccl import NEVER, NcclConnections
 
 #: A tag that no operation uses, for a receive that no rank answers.
@@ -74,30 +80,21 @@ _WIDENED = {torch.int16: torch.int32}
 
 
 def process_group(membership: Membership, timeout_s: float) -> ProcessGroupTransport:
-    """Build separate backends for the members, so that no message mixes with the user's traffic.
+    """Connect the members by separate backends, so that no message mixes with the user's traffic.
 
     Raises RuntimeError or LinkError if they do not connect within timeout_s seconds.
     """
-    rank, size, timeout = membership.rank, membership.size, timedelta(seconds=timeout_s)
-    backends: dict[str, Backend] = {}
+    transport = ProcessGroupTransport(membership, timeout_s)
     if "cpu" in membership.device_types:
-        gloo_store = PrefixStore("gloo", membership.store)
-        deadline = time.monotonic() + timeout_s
-        address = None if os.environ.get(GLOO_INTERFACE) else membership.address
-        backends["cpu"] = membership.ask(
-            lambda: torch_internals.gloo_backend(gloo_store, rank, size, timeout, address), deadline
-        )
-    if "cuda" in membership.device_types:
-        store = PrefixStore("nccl", membership.store)
-        backends["cuda"] = torch_internals.nccl_backend(store, rank, size, NEVER)
-    return ProcessGroupTransport(backends, timeout_s)
+        transport.connect(time.monotonic() + timeout_s)
+    return transport
 
 
-def gloo_key(rank: int) -> str:
+def _gloo_key(rank: int) -> str:
     """Return the key under which gloo stores a rank's address, which no rank needs once all are connected. The name is that
     of gloo's store in torch 2.9 to 2.13; tests/ranks/test_growth.py counts the keys, which grow if another version has another
     name."""
-    return f"gloo/0/{rank}"
+    return f"0/{rank}"
 
 
 @contextmanager
@@ -181,28 +178,80 @@ class _StreamPending:
 
 
 class ProcessGroupTransport(Transport):
-    """A Transport over backends that nothing else uses. backends: by device type. timeout_s: for which the first operation on
-    each CUDA device may connect NCCL.
+    """A Transport over backends of torch.distributed that nothing else uses. timeout_s: for which the first operation on each
+    CUDA device may connect NCCL.
 
-    Operations have their own deadlines. The backends' timeouts, which end the whole process with NCCL, never come first."""
+    gloo is connected by connect(), or else in the first operation that uses it. Operations have their own deadlines. The
+    backends' timeouts, which end the whole process with NCCL, never come first."""
 
-    algorithms = dict.fromkeys(PLANNERS, ("native",))
-
-    def __init__(self, backends: dict[str, Backend], timeout_s: float) -> None:
-        self._backends = backends
+    def __init__(self, membership: Membership, timeout_s: float) -> None:
+        self.rank, self.size = membership.rank, membership.size
+        self._membership = membership
         self._timeout_s = timeout_s
+        self._backends: dict[str, Backend] = {}
         self._is_aborted = False
         self._waits: set[Future[bool]] = set()
-        any_backend = next(iter(backends.values()))
-        self.rank, self.size = any_backend.rank(), any_backend.size()
-        self.device_types = tuple(backends)
-        if "cuda" in backends:
-            self._nccl = NcclConnections(backends["cuda"], lambda: self._is_aborted)
-            self.posts_together = ("cuda",)
-            # NCCL needs one kernel; the executor launches kernels for each message.
-            self.preferred_on_gpu = {"allreduce": "native"}
+        self._process = os.getpid()
+        device_types = membership.device_types
+        has_nccl = "cuda" in device_types
+        if has_nccl:
+            store = PrefixStore("nccl", membership.store)
+            backend = self._backends["cuda"] = torch_internals.nccl_backend(store, self.rank, self.size, NEVER)
+            self._nccl = NcclConnections(backend, lambda: self._is_aborted)
+        self.capabilities = Capabilities(
+            device_types=device_types,
+            posts_together=("cuda",) if has_nccl else (),
+            algorithms=dict.fromkeys(PLANNERS, ("native",)),
+            # NCCL needs one kernel; the general loop launches kernels for each message.
+            preferred_on_gpu={"allreduce": "native"} if has_nccl else {},
+        )
         names = {"cpu": "CPU tensors: gloo", "cuda": "CUDA tensors: NCCL"}
-        self.routes = tuple(names[device] for device in backends)
+        self.routes = tuple(names[device] for device in device_types)
+
+    def connect(self, deadline: float) -> None:
+        """Connect gloo, once. Collective. Raises RuntimeError or LinkError if the ranks do not connect by the deadline
+        (time.monotonic())."""
+        if "cpu" in self._backends:
+            return
+        membership, rank = self._membership, self.rank
+        store, timeout = PrefixStore("gloo", membership.store), timedelta(seconds=self._timeout_s)
+        address = None if os.environ.get(GLOO_INTERFACE) else membership.address
+
+        def check() -> None:
+            if self._is_aborted:
+                raise LinkError(None, timed_out=False, detail="the wait was ended")
+
+        with closing(Asking(membership.store, check, membership.keepers)) as asking:
+            gloo = asking.ask(lambda: torch_internals.gloo_backend(store, rank, self.size, timeout, address), deadline)
+            with _link_errors(None, deadline):
+                _GlooPending(gloo.barrier(dist.BarrierOptions()), None, None).wait(deadline)
+            with suppress(LinkError, RuntimeError):  # all ranks have read this address
+                asking.ask(lambda: store.delete_key(_gloo_key(rank)), deadline)
+        self._backends["cpu"] = gloo
+
+    def prepare(self, operation: Operation) -> Run:
+        return self.native(operation, meets_over=self) if operation.program is None else super().prepare(operation)
+
+    def native(self, operation: Operation, *, meets_over: Transport) -> Run:
+        """Return what runs a backend's own collective. gloo's need a barrier before, over messages of `meets_over`: a longer
+        message than expected ends the process."""
+        if operation.device_type == "cuda":
+
+            def run_nccl(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+                self._nccl.connect(source.device, deadline)
+                _perform(operation, self._backends["cuda"], flat(source), flat(destination), deadline)
+
+            return run_nccl
+        meet = _meeting(meets_over)
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+        def run_gloo(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            meet(token, token, tag, deadline)
+            with _link_errors(None, deadline):
+                self.connect(deadline)
+            _perform(operation, self._backends["cpu"], flat(source), flat(destination), deadline)
+
+        return run_gloo
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """See Transport. All messages of a call are on the same kind of device."""
@@ -214,13 +263,14 @@ class ProcessGroupTransport(Transport):
         kind, tag = divmod(tag, 1 << KIND_BITS)
         gloo = self._backends["cpu"]
 
-        def posted(start: Callable[..., dist.Work], peer: int, tensor: torch.Tensor, sent_kind: int) -> Pending:
+        def posted(start: Callable[..., dist.Work], peer: int | None, tensor: torch.Tensor, sent_kind: int) -> Pending:
             with _link_errors(peer):
                 message = _GlooPending(start([tensor.view(torch.uint8)], peer, tag), peer, tensor, self._waits)
                 if not kind:
                     return message
                 after = torch.tensor([sent_kind], dtype=torch.int64, device="cpu")
                 pending = _GlooPending(start([after], peer, tag), peer, after, self._waits)
+            assert peer is not None  # see Capabilities.receives_from_any
             return _Checked((message, pending), after, kind, peer, tensor.nbytes)
 
         received = [posted(gloo.recv, peer, tensor, 0) for peer, tensor in receives]
@@ -242,16 +292,6 @@ class ProcessGroupTransport(Transport):
                 work = torch_internals.end_coalescing(nccl)
         return _StreamPending(work)
 
-    def collective(self, request: Request) -> Whole:
-        """See Transport. gloo's collectives need a barrier before: a longer message than expected ends the process."""
-
-        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
-            if request.device_type == "cuda":
-                self._nccl.connect(source.device, deadline)
-            _perform(request, self._backends[request.device_type], source, destination, deadline)
-
-        return Whole(run, needs_meeting=request.device_type != "cuda")
-
     def abort(self) -> None:
         """Let a gloo receive time out: gloo then closes every connection of the group, and the peers detect it at
         once. One such receive is enough, unless the connection to its peer is closed already."""
@@ -268,8 +308,10 @@ class ProcessGroupTransport(Transport):
                         )
 
     def close(self) -> None:
-        """Release the backends. gloo's connections close when their last user, such as a work in flight, releases them
-        too. NCCL's backend is shut down, because it would otherwise warn at the end of the process."""
+        """See Transport. gloo's connections close when their last user, such as a work in flight, releases them, too. NCCL's
+        backend is shut down, because it would otherwise warn at the end of the process."""
+        if os.getpid() != self._process:
+            return
         if self._waits:  # for messages that never arrived
             self.abort()
         if "cuda" in self._backends:
@@ -277,27 +319,34 @@ class ProcessGroupTransport(Transport):
         self._backends = {}
 
 
+def _meeting(transport: Transport) -> Run:
+    """Return a barrier over a transport's messages."""
+    schedule = recursive_doubling.allreduce(Place(transport.rank, transport.size))
+    program = Program(schedule, segments_of_buffer(1, schedule.blocks, 1))
+    return transport.prepare(Operation("barrier", "recursive_doubling", torch.uint8, "cpu", 1, "max", program=program))
+
+
 def _perform(
-    request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor, deadline: float
+    operation: Operation, backend: Backend, source: torch.Tensor, destination: torch.Tensor, deadline: float
 ) -> None:
-    """Run a verb of the backend. source, destination: as in Whole.run."""
+    """Run a verb of the backend. source, destination: see Operation."""
 
     def complete(moved: torch.Tensor, landed: torch.Tensor) -> None:
         with _link_errors():
-            work = _start(request, backend, moved, landed, deadline)
+            work = _start(operation, backend, moved, landed, deadline)
         if work is not None:
-            on_cuda = request.device_type == "cuda"
+            on_cuda = operation.device_type == "cuda"
             (_StreamPending(work) if on_cuda else _GlooPending(work, None, None)).wait(deadline)
 
-    if request.verb not in ("allreduce", "reduce", "reduce_scatter"):
+    if operation.verb not in ("allreduce", "reduce", "reduce_scatter"):
         complete(source.view(torch.uint8), destination.view(torch.uint8))
         return
-    landed = moved = _reducible(source, request.op)
-    if request.verb == "reduce_scatter":
+    landed = moved = _reducible(source, operation.op)
+    if operation.verb == "reduce_scatter":
         landed = torch.empty(destination.numel(), dtype=moved.dtype, device=moved.device)
     complete(moved, landed)
     _settle(destination, landed)
-    finish(destination, request.op, backend.size())
+    finish(destination, operation.op, backend.size())
 
 
 def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -328,21 +377,23 @@ def _reordered(bits: torch.Tensor) -> torch.Tensor:
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
-def _start(request: Request, backend: Backend, source: torch.Tensor, destination: torch.Tensor, deadline: float) -> Any:
+def _start(
+    operation: Operation, backend: Backend, source: torch.Tensor, destination: torch.Tensor, deadline: float
+) -> Any:
     """Start a verb; return its Work."""
-    options: Any = _OPTIONS[request.verb]()
-    if request.device_type != "cuda":  # gloo would end it at the group's timeout, before or after the deadline
+    options: Any = _OPTIONS[operation.verb]()
+    if operation.device_type != "cuda":  # gloo would end it at the group's timeout, before or after the deadline
         options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    for name, value in (("reduceOp", _OPS[request.op]), ("rootRank", request.root)):
+    for name, value in (("reduceOp", _OPS[operation.op]), ("rootRank", operation.root)):
         if hasattr(options, name):
             setattr(options, name, value)
 
     def parts(buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        return [list(buffer.view(backend.size(), -1))] if backend.rank() == request.root else []
+        return [list(buffer.view(backend.size(), -1))] if backend.rank() == operation.root else []
 
-    match request.verb:
+    match operation.verb:
         case "allreduce" | "broadcast" | "reduce":
-            return getattr(backend, request.verb)([destination], options)
+            return getattr(backend, operation.verb)([destination], options)
         case "reduce_scatter":
             return torch_internals.reduce_scatter(backend, destination, source, options)
         case "allgather":
@@ -352,8 +403,8 @@ def _start(request: Request, backend: Backend, source: torch.Tensor, destination
         case "scatter":
             return backend.scatter([destination], parts(source), options)
         case "alltoall":
-            incoming = [length * request.dtype.itemsize for length in request.destination_lengths]
-            outgoing = [length * request.dtype.itemsize for length in request.source_lengths]
+            incoming = [length * operation.dtype.itemsize for length in operation.incoming]
+            outgoing = [length * operation.dtype.itemsize for length in operation.outgoing]
             return backend.alltoall_base(destination, source, incoming, outgoing, options)
         case _:
             return backend.barrier(options)

@@ -17,7 +17,7 @@ from gradwire.collectives.errors import CollectiveError, by_value, ranks_text
 from gradwire.collectives.parsing import check_name
 from gradwire.collectives.schedules.topology import Machine
 from gradwire.collectives.transports.base import Transport
-from gradwire.collectives.transports.process_group import gloo_key, process_group
+from gradwire.collectives.transports.process_group import process_group
 from gradwire.collectives.transports.routing import COMPILE_S, auto, offered
 from gradwire.collectives.transports.shared_memory.group import Unshared
 from gradwire.collectives.transports.tcp import tcp
@@ -136,8 +136,7 @@ def _connect(
             except Unshared as error:
                 ready["why"] = str(error)
             # No rank raises an error and leaves while others still connect.
-            spent = [gloo_key(each) for each in range(size)]
-            answers = watched.exchange(connected, ready, time.monotonic() + timeout_s, spent=spent)
+            answers = watched.exchange(connected, ready, time.monotonic() + timeout_s)
             if problems := {r: answer["why"] for r, answer in enumerate(answers) if answer}:
                 watch.report_leaving(0)
                 return None, problems
@@ -154,8 +153,9 @@ def _check(transport: Transport, rank: int, size: int, link: str) -> None:
     if (transport.rank, transport.size) != (rank, size):
         given = f"a Transport of rank {transport.rank} of {transport.size}"
         raise ValueError(f"rank {rank}: link {link!r} returned {given}; one of rank {rank} of {size} is needed")
-    for verb, name in (*transport.preferred.items(), *transport.preferred_on_gpu.items()):
-        if name not in (known := transport.algorithms.get(verb, ())):
+    can = transport.capabilities
+    for verb, name in (*can.preferred.items(), *can.preferred_on_gpu.items()):
+        if name not in (known := can.algorithms.get(verb, ())):
             prefers = f"link {link!r} prefers {verb}'s {name!r}"
             raise ValueError(f"rank {rank}: {prefers}; it offers {', '.join(known)}")
 

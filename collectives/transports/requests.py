@@ -1,22 +1,70 @@
-"""A table of posted messages, which kernels move, and handles that wait for messages and keep their tensors alive."""
+"""A table of requests, the posted messages that kernels move, and handles that wait for them and keep their tensors alive."""
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from gradwire.collectives.errors import LinkError
 from gradwire.collectives.transports.base import Message, Pending, Posted, Transport
 
 _FIRST_ROWS = 256
 
 #: After how many messages, at the earliest, the unfinished ones are renumbered.
 FIRST_LOOK = 256
+
+
+class Unfinished(IntEnum):
+    """What is unfinished of the messages that move only while this rank calls its transport."""
+
+    NOTHING = 0
+    RECEIVES = 1
+    SENDS = 2
+
+
+class Listening(Protocol):
+    """The part of a Transport that a receive from any rank needs."""
+
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        """Wait until the next message of some rank has this tag, and return that rank; None when the deadline passes. The
+        message is not received yet. The rank that was returned last is checked last. Raises LinkError."""
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
+        """See Transport."""
+
+
+class FromAny:
+    """A receive from any rank. sender: the rank whose message fills the tensor; None until it is known."""
+
+    def __init__(self, transport: Listening, tensor: torch.Tensor, tag: int) -> None:
+        self._transport, self._tensor, self._tag = transport, tensor, tag
+        self.sender: int | None = None
+        self._pending: Pending | None = None
+
+    def wait(self, deadline: float) -> None:
+        if not self._look(deadline):
+            raise LinkError(None, timed_out=True, detail="received nothing from any rank")
+        assert self._pending is not None
+        self._pending.wait(deadline)
+
+    def is_done(self) -> bool:
+        return self._look(time.monotonic()) and self._pending is not None and self._pending.is_done()
+
+    def _look(self, deadline: float) -> bool:
+        """Return whether the sender is known by the deadline."""
+        if self._pending is None and (peer := self._transport.next_sender(self._tag, deadline)) is not None:
+            (self._pending,) = self._transport.post([], [(peer, self._tensor)], self._tag)[1]
+            self.sender = peer
+        return self._pending is not None
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +80,7 @@ class RowPending:
         self.table.pending.pop(self.number, None)
 
     def is_done(self) -> bool:
-        self.table.progress()
+        self.table.move()
         if is_done := self.table.is_done(self.number):
             self.table.pending.pop(self.number, None)
         return is_done
@@ -73,25 +121,35 @@ class Table(Transport):
     def place(self, peer: int) -> int:
         """Return the number that a rank has in the link."""
 
+    @abstractmethod
+    def move(self) -> None:
+        """Move posted messages as far as possible without waiting. Raises LinkError."""
+
+    @abstractmethod
+    def next_sender(self, tag: int, deadline: float) -> int | None:
+        """See Listening."""
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
-        received = [self._hold(0, peer, tensor, tag) for peer, tensor in receives]
-        sent = [self._hold(1, peer, tensor, tag) for peer, tensor in sends]
+        received = [self._received(peer, tensor, tag) for peer, tensor in receives]
+        sent = [self._hold(1, peer, tensor, tag) for peer, tensor in sends if peer is not None]
         if sent:
-            self.progress()
+            self.move()
         return sent, received
+
+    def progress(self) -> Unfinished:
+        """Move posted messages as far as possible without waiting, and return what is unfinished then. Raises LinkError."""
+        self.move()
+        kernels, rows = self.kernels, self._rows[self._unfinished() % len(self._rows)]
+        if not len(rows):
+            return Unfinished.NOTHING
+        unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
+        is_sending = np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent)
+        return Unfinished.SENDS if is_sending else Unfinished.RECEIVES
 
     def is_done(self, number: int) -> bool:
         """Return whether a message is done."""
         kernels = self.kernels
         return number < self.context[kernels.FIRST] or bool(self._rows[number % len(self._rows), kernels.ROW_DONE])
-
-    def has_unfinished_send(self) -> bool:
-        kernels, rows = self.kernels, self._rows[self._unfinished() % len(self._rows)]
-        unsent = rows[:, kernels.ROW_MOVED] < rows[:, kernels.ROW_NBYTES]
-        return bool(np.any((rows[:, kernels.ROW_SENDS] == 1) & unsent))
-
-    def is_busy(self) -> bool:
-        return len(self._unfinished()) > 0
 
     def tidy(self) -> None:
         """Give unfinished messages new numbers, from time to time. The calling thread must hold `running`."""
@@ -116,6 +174,9 @@ class Table(Transport):
         self._rows = np.zeros((2 * len(old), kernels.ROW_FIELDS), dtype=np.int64)
         self._rows[numbers % len(self._rows)] = old[numbers % len(old)]
         context[kernels.ROWS], context[kernels.CAPACITY] = self._rows.ctypes.data, len(self._rows)
+
+    def _received(self, peer: int | None, tensor: torch.Tensor, tag: int) -> Pending:
+        return FromAny(self, tensor, tag) if peer is None else self._hold(0, peer, tensor, tag)
 
     def _hold(self, sends: int, peer: int, tensor: torch.Tensor, tag: int) -> Pending:
         kernels, nbytes = self.kernels, tensor.numel() * tensor.element_size()

@@ -17,23 +17,10 @@ from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import compiles_links, cpu_kernels, cpu_sockets
-from gradwire.collectives.schedules.coded import CodedProgram
-from gradwire.collectives.schedules.program import Program
-from gradwire.collectives.transports.base import (
-    CodedWork,
-    CodesRun,
-    Message,
-    Pending,
-    Posted,
-    Request,
-    Trace,
-    Transport,
-    Whole,
-    WholeRun,
-)
-from gradwire.collectives.transports.compiled import Programs
-from gradwire.collectives.transports.process_group import process_group
-from gradwire.collectives.transports.requests import Table
+from gradwire.collectives.transports.base import Message, Operation, Pending, Posted, Run, Transport
+from gradwire.collectives.transports.compiled import CompiledLoop
+from gradwire.collectives.transports.process_group import ProcessGroupTransport
+from gradwire.collectives.transports.requests import FromAny, Table, Unfinished
 from gradwire.collectives.transports.shared_memory.group import join_host, offer_host, sharing
 from gradwire.collectives.transports.shared_memory.transport import SharedMemory, SharedMemoryTransport
 from gradwire.collectives.transports.tcp import TcpTransport, tcp
@@ -69,26 +56,22 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
 def _auto(membership: Membership, timeout_s: float) -> Transport:
     rank, size, cards = membership.rank, membership.size, membership.cards
     with ExitStack() as made:
-
-        def backends() -> Transport:
-            return made.enter_context(closing(process_group(membership, timeout_s)))
-
-        is_needed = membership.natively or size == 1 or "cuda" in membership.device_types
-        group: Transport = backends() if is_needed else _Nowhere(rank, size)
-        transport = group
+        group = ProcessGroupTransport(membership, timeout_s)
+        made.callback(group.close)
+        transport: Transport = group
         if "cpu" in membership.device_types and size > 1:
             hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
             refusing = [each for each, card in enumerate(cards) if not card["memory"]]
             if hosts_are_shared and rank == 0 and 0 < len(refusing) < size:
                 _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
             neighbours = sharing(membership) if hosts_are_shared and not refusing else ()
-            far = group
+            far: Transport = group
             without = {each: card["sockets"] for each, card in enumerate(cards) if card["sockets"]}
             if len(neighbours) < size:
                 if not without:
                     far = made.enter_context(closing(tcp(membership, timeout_s, but=neighbours)))
-                elif not is_needed:
-                    transport = far = group = backends()
+                else:
+                    group.connect(time.monotonic() + timeout_s)
                 if without and rank == 0:
                     message = "gradwire: ranks use gloo instead of gradwire's TCP connections: rank %d: %s"
                     _log.warning(message, *min(without.items()))
@@ -101,12 +84,12 @@ def _auto(membership: Membership, timeout_s: float) -> Transport:
                 reduces = local.size == size and "cuda" not in membership.device_types
                 near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
                 made.enter_context(closing(near))
+            compiled: CompiledLoop | None = None
+            if not without:
+                connections = far if isinstance(far, Table) else TcpTransport(rank, size, {})
+                compiled = CompiledLoop(connections, near, neighbours)
             if near is not None or far is not group:
-                programs = None
-                if near is not None and not without:
-                    connections = far if isinstance(far, Table) else TcpTransport(rank, size, {})
-                    programs = Programs(connections, near, neighbours)
-                transport = RoutingTransport(group, far, near, neighbours, programs)
+                transport = RoutingTransport(group, far, near, neighbours, compiled)
         made.pop_all()
     return transport
 
@@ -133,23 +116,6 @@ def offered(membership: Membership, name: str, timeout_s: float) -> Iterator[dic
         yield card | host
 
 
-class _Nowhere(Transport):
-    """A Transport that gets no messages, in place of a process group that is not needed."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
-        assert not [*sends, *receives]
-        return [], []
-
-    def abort(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 @dataclass(eq=False, slots=True)
 class _SharedPending:
     """A message through one part of a RoutingTransport. Waiting for it also moves the messages of the other part.
@@ -160,22 +126,21 @@ class _SharedPending:
 
     pending: Pending
     part: Transport
-    other: Transport
+    other: Table
 
     def wait(self, deadline: float) -> None:
-        while self.other.is_busy() and time.monotonic() < deadline:
-            if self.other.has_unfinished_send():
-                if self.is_done():
+        while (unfinished := self.other.progress()) and time.monotonic() < deadline:
+            if unfinished is Unfinished.SENDS:
+                if self.pending.is_done():
                     break
                 time.sleep(_POLL_S)
-            elif self.part.waits_again:
+            elif self.part.capabilities.waits_again:
                 try:
                     self.pending.wait(min(deadline, time.monotonic() + _SLICE_S))
                     return
                 except LinkError as error:
                     if not error.timed_out:
                         raise
-                self.other.progress()
             else:
                 break
         self.pending.wait(deadline)
@@ -188,40 +153,56 @@ class _SharedPending:
 class RoutingTransport(Transport):
     """Routes each message to one of several Transports. group: for CUDA tensors if it carries them, and for algorithm
     'native'. near: for CPU tensors between `neighbours`, this rank and those that share memory with it; None if no rank
-    does. far: for all other messages; it may be `group`. programs: runs programs with messages through `near`, if it can."""
+    does. far: for all other messages; it may be `group`. compiled: runs programs with messages through `near`, if it can."""
 
     def __init__(
         self,
-        group: Transport,
+        group: ProcessGroupTransport,
         far: Transport,
         near: SharedMemoryTransport | None,
         neighbours: Sequence[int],
-        programs: Programs | None = None,
+        compiled: CompiledLoop | None = None,
     ) -> None:
         self.rank, self.size = group.rank, group.size
-        self.device_types, self.posts_together = group.device_types, group.posts_together
-        self.preferred_on_gpu = group.preferred_on_gpu
-        self.quick, self.eager = far.quick, far.eager
         is_one_host = len(neighbours) == group.size
-        self.interruptible = far.interruptible or is_one_host
-        self.receives_from_any = far.receives_from_any or is_one_host
-        self.algorithms = group.algorithms
+        own, between = group.capabilities, far.capabilities
+        self.capabilities = replace(
+            own,
+            quick=between.quick,
+            eager=between.eager,
+            interruptible=between.interruptible or is_one_host,
+            receives_from_any=between.receives_from_any or is_one_host,
+        )
         if near is not None:
-            self.shares_memory = True
-            self.preferred, self.share_alignment_bytes = near.preferred, near.share_alignment_bytes
-            self.algorithms = {
-                verb: (*near.algorithms.get(verb, ()), *group.algorithms.get(verb, ()))
-                for verb in {**near.algorithms, **group.algorithms}
-            }
+            inside = near.capabilities
+            verbs = {**inside.algorithms, **own.algorithms}
+            self.capabilities = replace(
+                self.capabilities,
+                shares_memory=True,
+                preferred=inside.preferred,
+                share_alignment_bytes=inside.share_alignment_bytes,
+                algorithms={verb: (*inside.algorithms.get(verb, ()), *own.algorithms.get(verb, ())) for verb in verbs},
+            )
         self.routes = _routes(group, far, set(neighbours) - {group.rank})
         self._group = group
         self._far = far
         self._near = near
-        parts = (near, far, group, *(programs.links if programs is not None else ()))
+        parts = (near, far, group, *(compiled.links if compiled is not None else ()))
         self._parts: list[Transport] = [part for part in dict.fromkeys(parts) if part is not None]
         self._neighbours = frozenset(neighbours)
-        self._programs = programs
+        self._compiled = compiled
         self._last_sender_is_near = False
+
+    def prepare(self, operation: Operation) -> Run:
+        near = self._near
+        if operation.program is not None:
+            run = None if self._compiled is None else self._compiled.prepare(operation, self)
+            return run or super().prepare(operation)
+        if near is not None:
+            inside = near.capabilities  # the halves of an allreduce are not among its verbs
+            if operation.algorithm in inside.algorithms.get(operation.verb, inside.share_alignment_bytes):
+                return near.prepare(operation)
+        return self._group.native(operation, meets_over=self)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """See Transport. All messages of a call are on the same kind of device."""
@@ -229,69 +210,51 @@ class RoutingTransport(Transport):
             return [], []
         if (receives or sends)[0][1].is_cuda:
             return self._group.post(sends, receives, tag)
-        if self._near is None:
-            return self._far.post(sends, receives, tag)
+        near, far = self._near, self._far
+        if near is None:
+            return far.post(sends, receives, tag)
+        if any(peer is None for peer, _ in receives):
+            return [], [FromAny(self, tensor, tag) for _, tensor in receives]
         sent: dict[bool, Iterator[Pending]] = {}
         received: dict[bool, Iterator[Pending]] = {}
-        for part, other, is_near in ((self._far, self._near, False), (self._near, self._far, True)):
+        for part, is_near in ((far, False), (near, True)):
             outgoing, incoming = (
                 [message for message in messages if (message[0] in self._neighbours) is is_near]
                 for messages in (sends, receives)
             )
             for made, pendings in zip((sent, received), part.post(outgoing, incoming, tag), strict=True):
-                made[is_near] = iter([_SharedPending(each, part, other) for each in pendings])
+                other = far if is_near else near
+                shared = (
+                    pendings if not isinstance(other, Table) else [_SharedPending(p, part, other) for p in pendings]
+                )
+                made[is_near] = iter(shared)
         return (
             [next(sent[peer in self._neighbours]) for peer, _ in sends],
             [next(received[peer in self._neighbours]) for peer, _ in receives],
         )
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
-        if self._near is None:
-            return self._far.next_sender(tag, deadline)
+        """See requests.Listening."""
+        near, far = self._near, self._far
+        assert near is not None
         if len(self._neighbours) == self.size:
-            return self._near.next_sender(tag, deadline)
+            return near.next_sender(tag, deadline)
+        assert isinstance(far, Table)
         while True:
             now = time.monotonic()
-            looks = [(self._near, now), (self._far, min(deadline, now + _FAR_SLICE_S))]
+            looks: list[tuple[Table, float]] = [(near, now), (far, min(deadline, now + _FAR_SLICE_S))]
             for part, until in reversed(looks) if self._last_sender_is_near else looks:
                 if (sender := part.next_sender(tag, until)) is not None:
-                    self._last_sender_is_near = part is self._near
+                    self._last_sender_is_near = part is near
                     return sender
             if now >= deadline:
                 return None
 
-    def is_busy(self) -> bool:
-        return any(part.is_busy() for part in self._parts)
-
-    def progress(self) -> None:
-        for part in self._parts:
-            part.progress()
-
-    def collective(self, request: Request) -> Whole:
-        near = self._near
-        if near is not None and request.algorithm in near.algorithms.get(request.verb, near.share_alignment_bytes):
-            return near.collective(request)
-        return self._group.collective(request)
-
-    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun | None:
-        """See Transport. Either all ranks compile a program that reduces, or none does: the sign of a minimum of zeros and the
-        bits of a NaN depend on the loop."""
-        return (self._programs or self._far).follow(program, dtype, op)
-
-    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
-        return (self._programs or self._far).follow_codes(program, work)
+    def progress(self) -> int:
+        return max(part.progress() for part in self._parts)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (self._near or self._far).empty(shape, dtype)
-
-    def record(self, trace: Trace | None) -> None:
-        super().record(trace)
-        for part in self._parts:
-            part.record(trace)
-
-    def wait_beside_work(self, beside_work: bool) -> None:
-        for part in self._parts:
-            part.wait_beside_work(beside_work)
 
     def lossy_paths(self) -> Mapping[int, str]:
         return self._far.lossy_paths()
@@ -301,9 +264,6 @@ class RoutingTransport(Transport):
 
     def close(self) -> None:
         _call_all([part.close for part in self._parts])
-
-    def disown(self) -> None:
-        _call_all([part.disown for part in self._parts])
 
 
 def _call_all(calls: Sequence[Callable[[], object]]) -> None:

@@ -10,20 +10,18 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from threading import get_ident
 from typing import Any
 
 import numpy as np
-import torch
 
 from gradwire.collectives.control.listener import Listener
 from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.control.paths import check_paths, lossy_paths
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
-from gradwire.collectives.schedules.coded import CodedProgram
-from gradwire.collectives.schedules.program import Program
-from gradwire.collectives.transports.base import KIND_BITS, CodedWork, CodesRun, Transport, WholeRun
-from gradwire.collectives.transports.compiled import Programs
+from gradwire.collectives.transports.base import KIND_BITS, Capabilities, Operation, Run, Transport
+from gradwire.collectives.transports.compiled import CompiledLoop
 from gradwire.collectives.transports.requests import Table
 
 #: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
@@ -71,11 +69,7 @@ class TcpTransport(Table):
     A wait for any message moves all messages that this rank has posted.
     """
 
-    quick = True
-    eager = True
-    interruptible = True
-    receives_from_any = True
-    waits_again = True
+    capabilities = Capabilities(quick=True, eager=True, interruptible=True, receives_from_any=True, waits_again=True)
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         kernels = cpu_sockets()
@@ -103,13 +97,14 @@ class TcpTransport(Table):
             kernels.POLLS: self._polls.ctypes.data,
         }
         self.context[list(context)] = list(context.values())
-        self._programs: Programs | None = None
-        self.wait_beside_work(False)
+        self._compiled: CompiledLoop | None = None
+        self._process = os.getpid()
+        self._waiting_thread = 0
 
     def finish(self, number: int, deadline: float) -> None:
         self._run(self.kernels.wait_for, (self.context_address, number), deadline)
 
-    def progress(self) -> None:
+    def move(self) -> None:
         self._run(self.kernels.wait_for, (self.context_address, -1), time.monotonic())
 
     def next_sender(self, tag: int, deadline: float) -> int | None:
@@ -126,15 +121,10 @@ class TcpTransport(Table):
             if left_s <= 0:
                 return None
 
-    def follow(self, program: Program, dtype: torch.dtype, op: str) -> WholeRun:
-        return self._own_programs().follow(program, dtype, op)
-
-    def follow_codes(self, program: CodedProgram, work: CodedWork) -> CodesRun | None:
-        return self._own_programs().follow_codes(program, work)
-
-    def wait_beside_work(self, beside_work: bool) -> None:
-        tries = _TRIES_BESIDE_WORK if beside_work else _TRIES
-        self.context[[self.kernels.MOST_TRIES, self.kernels.TRIES]] = tries
+    def prepare(self, operation: Operation) -> Run:
+        if self._compiled is None:
+            self._compiled = CompiledLoop(weakref.proxy(self))  # which does not keep this object alive
+        return self._compiled.prepare(operation, self) or super().prepare(operation)
 
     def lossy_paths(self) -> Mapping[int, str]:
         return lossy_paths(self.rank, self._sockets)
@@ -147,16 +137,15 @@ class TcpTransport(Table):
 
     def close(self) -> None:
         """See Transport. If a kernel still uses the connections, they stay open until the process ends."""
-        if self.running.acquire(timeout=_LEAVE_S):
+        if os.getpid() != self._process:
+            for connection in self._sockets.values():
+                connection.close()
+        elif self.running.acquire(timeout=_LEAVE_S):
             self._closed = True
             for connection in self._sockets.values():
                 connection.close()
             self.pending.clear()
             self.running.release()
-
-    def disown(self) -> None:
-        for connection in self._sockets.values():
-            connection.close()
 
     def begin(self) -> None:
         self._ensure_open()
@@ -181,15 +170,14 @@ class TcpTransport(Table):
     def place(self, peer: int) -> int:
         return peer
 
-    def _own_programs(self) -> Programs:
-        """Return the programs of this link alone. They do not keep it alive."""
-        if self._programs is None:
-            self._programs = Programs(weakref.proxy(self))
-        return self._programs
-
     def _ensure_open(self) -> None:
         if self._closed:
             raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+        if (thread := get_ident()) != self._waiting_thread:
+            self._waiting_thread = thread
+            # The main thread waits in place of its own work. Another one leaves the core to the work of the main thread.
+            tries = _TRIES if thread == threading.main_thread().ident else _TRIES_BESIDE_WORK
+            self.context[[self.kernels.MOST_TRIES, self.kernels.TRIES]] = tries
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:
         """Call a kernel until it has finished. Raises LinkError if it fails or the deadline passes."""

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.engine.engine import Engine
-from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.tuning.cost_model import CodecCost
 
 #: How many numbers are encoded, more than a core's cache holds, and how often.
@@ -21,18 +21,21 @@ def codec_costs(engine: Engine, codecs: Sequence[Codec], device: torch.device) -
     """Measure codecs on all ranks at once, and return their costs on the median rank, to which Costs.slowness refers. A
     collective call; raises the errors of an operation."""
     for codec in codecs:
-        engine.prepare_codec(codec, device, with_feedback=codec.needs_feedback)
+        engine.rehearse(codec, device, with_feedback=codec.needs_feedback)
     costs = []
 
-    def body(turn: Turn) -> None:
+    def run(_: object, __: object, tag: int, deadline: float) -> None:
         for codec in codecs:
-            engine.meet(turn)
+            engine.meet(tag, deadline)
             mine = speed_of(codec, device)
-            table = engine.table(turn, [round(1e18 * each) for each in (mine.encode_byte_s, mine.decode_byte_s)])
+            table = engine.table(
+                [round(1e18 * each) for each in (mine.encode_byte_s, mine.decode_byte_s)], tag, deadline
+            )
             encode_s, decode_s = (median_low(column) / 1e18 for column in zip(*table, strict=True))
             costs.append(CodecCost(codec.identity, encode_s, decode_s))
 
-    engine.submit(", ".join(["tune", *(codec.identity for codec in codecs)]), body, async_op=False)
+    text = ", ".join(["tune", *(codec.identity for codec in codecs)])
+    engine.run(PreparedCall(text, text, run), None, None)
     return costs
 
 

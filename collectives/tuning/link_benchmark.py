@@ -10,11 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from gradwire.collectives.engine.engine import Engine
-from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.schedules.algorithms import PLANNERS, hierarchical
 from gradwire.collectives.schedules.program import Program
@@ -66,21 +67,26 @@ _CLOCK = time.perf_counter_ns
 def measure_links(engine: Engine, topology: Topology, machines: Sequence[Machine]) -> Costs | None:
     """Measure the links. Return the costs on rank 0, and None on the other ranks. A collective call; raises the errors of an
     operation."""
-    engine.prepare_to_reduce(torch.float32)
-    engine.prepare_to_reduce(torch.uint8)
+    engine.prepare(
+        "allreduce", "ring", torch.empty(1, dtype=torch.float32, device="cpu"), 1
+    )  # which compiles what adds
     costs: list[Costs | None] = []
-    engine.submit(
-        "tune", lambda turn: costs.append(_Measurement(engine, topology, machines, turn).costs()), async_op=False
-    )
+
+    def run(_: object, __: object, tag: int, deadline: float) -> None:
+        costs.append(_Measurement(engine, topology, machines, tag, deadline).costs())
+
+    engine.run(PreparedCall("tune", "tune", run), None, None)
     return costs[0]
 
 
 class _Measurement:
-    """The measurement on one rank. turn: of the operation."""
+    """The measurement on one rank. tag, deadline: of the operation."""
 
-    def __init__(self, engine: Engine, topology: Topology, machines: Sequence[Machine], turn: Turn) -> None:
+    def __init__(
+        self, engine: Engine, topology: Topology, machines: Sequence[Machine], tag: int, deadline: float
+    ) -> None:
         self._engine = engine
-        self._turn = turn
+        self._tag, self._deadline = tag, deadline
         self._machines = machines
         self._hosts = topology.hosts
         self._rank, self._size = engine.rank, engine.size
@@ -109,7 +115,8 @@ class _Measurement:
         block = self._buffer[: _LEAST_BYTES // 4]
         adding_s = min(_seconds(lambda: COMBINE["sum"](block, block, out=block), time.thread_time_ns) for _ in range(9))
         nothing = Program(Schedule(self._rank, self._size, 1, ()), [(Span(0, 0),)])
-        calls = self._everyones(min(_seconds(lambda: self._follow(nothing)) for _ in range(9)))
+        call = self._prepared(nothing)
+        calls = self._everyones(min(_seconds(call) for _ in range(9)))
         adding = self._everyones(adding_s)
         usual_byte_s = statistics.median_low(adding) / _LEAST_BYTES
         copying = LinkCost(0.0, 0.0, 0.0, usual_byte_s)
@@ -132,20 +139,23 @@ class _Measurement:
 
     def _everyones(self, seconds: float) -> list[float]:
         """Return the seconds that each rank has measured, by rank."""
-        return [row[0] / 1e9 for row in self._engine.table(self._turn, [round(seconds * 1e9)])]
+        return [row[0] / 1e9 for row in self._engine.table([round(seconds * 1e9)], self._tag, self._deadline)]
 
-    def _follow(self, program: Program, calls: int = 1) -> None:
-        for _ in range(calls):
-            self._engine.over_program(self._turn, program, self._buffer, self._buffer)
+    def _prepared(self, program: Program) -> Callable[[], None]:
+        """Return what runs a program once."""
+        run = self._engine.follow("tune", "of a pair", program, self._buffer, self._buffer.numel())
+        return lambda: run(self._buffer, self._buffer, self._tag, self._deadline)
 
     def _timed(self, programs: Programs, times: int = _TIMES, calls: int = 1) -> float:
         """Return the seconds that one call of the programs takes on the slowest rank: the lower quartile of `times`
         measurements, or of at least three if they take long. times=1 measures once. calls: how many calls in a row each
         measurement makes."""
 
+        call = self._prepared(programs[self._rank])
+
         def once() -> float:
-            self._engine.meet(self._turn)
-            return _seconds(lambda: self._follow(programs[self._rank], calls))
+            self._engine.meet(self._tag, self._deadline)
+            return _seconds(lambda: _repeat(call, calls))
 
         taken = [once()]
         first = max(self._everyones(taken[0]))
@@ -161,16 +171,17 @@ class _Measurement:
         pause_s, and the mean seconds of `following` calls right after it. Both come from each rank's minimum of `times`
         measurements. The time of the first call is subtracted from that of all calls: timed alone, a second call would seem
         too fast on a rank that wakes up late after the first, since the other ranks have already begun it."""
+        call = self._prepared(programs[self._rank])
         first, all_of_them = [], []
         for _ in range(times):
             time.sleep(pause_s)
-            self._engine.meet(self._turn)
+            self._engine.meet(self._tag, self._deadline)
             began = _CLOCK()
-            self._follow(programs[self._rank])
+            call()
             first.append(_CLOCK() - began)
-            self._follow(programs[self._rank], following)
+            _repeat(call, following)
             all_of_them.append(_CLOCK() - began)
-        table = self._engine.table(self._turn, [min(first), min(all_of_them)])
+        table = self._engine.table([min(first), min(all_of_them)], self._tag, self._deadline)
 
         def seconds(ranks: Iterable[int]) -> tuple[float, float]:
             first_ns, all_ns = (max(column) for column in zip(*(table[rank] for rank in ranks), strict=True))
@@ -244,11 +255,11 @@ class _Measurement:
         """Return the processor's seconds to send or to receive a byte, by the thread's CPU clock while waits sleep instead of
         polling. The time of a message does not show these seconds if the link is slower than the processor, but predictions
         need them for ranks that share cores or encode."""
-        wait_beside_work = self._engine.operations.wait_beside_work
-        self._engine.meet(self._turn)
-        wait_beside_work(True)
-        taken = self._everyones(_seconds(lambda: self._follow(bulk[self._rank], 2), time.thread_time_ns))
-        wait_beside_work(False)  # the next turn does the same
+        call = self._prepared(bulk[self._rank])
+        self._engine.meet(self._tag, self._deadline)
+        with ThreadPoolExecutor(1) as beside:  # only the main thread polls while it waits
+            mine = beside.submit(lambda: _seconds(lambda: _repeat(call, 2), time.thread_time_ns)).result()
+        taken = self._everyones(mine)
         return min(taken[rank] for rank in pair) / (4 * nbytes)
 
     # All ranks
@@ -321,3 +332,8 @@ def _tournament(count: int) -> list[dict[int, int]]:
         rounds.append({a: b for pair in pairs if -1 not in pair for a, b in (pair, pair[::-1])})
         places = [places[0], places[-1], *places[1:-1]]
     return rounds
+
+
+def _repeat(call: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        call()

@@ -10,12 +10,12 @@ from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.engine.buffers import Buffer, kept, plain
-from gradwire.collectives.engine.engine import Engine, PlannedCodes
-from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.buffers import Buffer, kept
+from gradwire.collectives.engine.engine import CodesRun, Engine
+from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import Op, Reduction
-from gradwire.collectives.transports.base import Whole
+from gradwire.collectives.torch_internals import plain
 
 
 def named_codec(
@@ -49,8 +49,8 @@ def allreduce_compressed(
     async_op: bool,
 ) -> Work:
     """Allreduce a tensor by codes; see Communicator.allreduce. codec: other than 'none'."""
-    key = op, prescale, postscale, codec, algorithm, feedback is not None
-    planned: CompressedCall | None = engine.remembered(tensor, key)
+    key = "allreduce", op, prescale, postscale, codec, algorithm, feedback is not None
+    planned: CompressedCall | None = engine.known(tensor, key)
     reduction = None if planned is None else planned.reduction
     if reduction is None:
         reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
@@ -65,7 +65,7 @@ def allreduce_compressed(
     present = codec.at(step)
     if planned is None or planned.present != present:
         planned = CompressedCall(engine, tensor, reduction, codec, present, algorithm, feedback is not None)
-        engine.remember(tensor, key, planned)
+        engine.keep(tensor, key, planned)
     work = planned.submit(tensor, feedback, step, seed, async_op=async_op)
     if feedback is not None:
         feedback.step = step + 1
@@ -92,67 +92,70 @@ class CompressedCall:
         chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=on_gpu)
         corrected = ", error feedback" if with_feedback else ""
         place = " on cuda" if on_gpu else ""  # which decides how the buffer is cut into chunks
-        self._text, self._signature = (
+        # For a codec that draws by the step, every step would be a new call, if its signature named the step.
+        self._text, signature = (
             f"allreduce({arguments.described(like)}{place}, {reduction}, {chosen}, {each.identity}{corrected}"
-            for each in (present, codec)  # for a codec that draws by the step, every step would be a new call
+            for each in (present, codec)
         )
-        engine.prepare_codec(codec, like.device, with_feedback=with_feedback)
-        self._divisor = engine.size if reduction.op == "average" else 1
-        self._chosen = chosen
-        self._whole: Whole | None = None
-        self._codes: PlannedCodes | None = None
-        if codec.summable and chosen != shot_of(codec):  # codes are added as they are
-            codes = torch.empty(0, dtype=codec.wire_dtype, device=like.device)
-            self._whole = engine.whole("allreduce", chosen, codes, nbytes // codes.element_size())
+        text = f"{self._text})"
+        notes = engine.notes(chosen, 4 * numel, like, codec=codec.name)
+        self._call = PreparedCall(text, signature if present.draws else text, self._run, notes=notes)
+        engine.rehearse(codec, like.device, with_feedback=with_feedback)
+        divisor = engine.size if reduction.op == "average" else 1
+        if codec.summable and chosen != shot_of(codec):
+            self._exchange = _adding_codes(engine, present, numel, chosen, like, divisor)
         else:
-            self._codes = engine.plan_codes(codec, present, numel, chosen, like.device, self._divisor)
+            self._exchange = engine.prepare_codes(codec, present, numel, chosen, like.device, divisor)
 
     def submit(self, tensor: Tensor, feedback: Feedback | None, step: int, seed: int, *, async_op: bool) -> Work:
         """Submit the operation for one tensor."""
-        engine, reduction, codes = self._engine, self.reduction, self._codes
-        text = f"{self._text}, step={step})" if self.present.draws else f"{self._text})"
+        call = self._call
+        if self.present.draws:
+            text = f"{self._text}, step={step})"
+            call = PreparedCall(text, call.signature, call.run, notes=call.notes)
         held = kept(tensor) if async_op else tensor
+        return self._engine.run(call, held, (feedback, step, seed), async_op=async_op)
 
-        def body(turn: Turn) -> None:
-            own = plain(held)  # here, since the call may be in inference mode, which the body never is
-            needs_copy = own.dtype is not torch.float32 or not own.is_contiguous() or own.is_neg()
-            buffer = Buffer([own], via_host=False) if needs_copy else None
-            flat = own.as_strided((own.numel(),), (1,)) if buffer is None else buffer.flat.to(torch.float32)
-            if reduction.prescale != 1.0:
-                reduction.begin(flat)
-            if codes is not None:
-                engine.over_codes(turn, codes, flat, feedback, step, seed)
-            else:
-                self._add_codes(turn, flat, feedback)
-            if engine.lane is not None:
-                engine.note_codec(self._codec, flat.nbytes)
-            if reduction.postscale != 1.0:
-                reduction.end(flat, engine.size, is_average=True)
-            if buffer is not None:
-                if flat.dtype is not buffer.flat.dtype:
-                    buffer.flat.copy_(flat)
-                buffer.store()
+    def _run(self, tensor: Tensor, options: tuple[Feedback | None, int, int], tag: int, deadline: float) -> None:
+        reduction, own = self.reduction, plain(tensor)
+        needs_copy = own.dtype is not torch.float32 or not own.is_contiguous() or own.is_neg()
+        buffer = Buffer([own], via_host=False) if needs_copy else None
+        flat = own.as_strided((own.numel(),), (1,)) if buffer is None else buffer.flat.to(torch.float32)
+        if reduction.prescale != 1.0:
+            reduction.begin(flat)
+        self._exchange(flat, *options, tag, deadline)
+        if reduction.postscale != 1.0:
+            reduction.end(flat)
+        if buffer is not None:
+            if flat.dtype is not buffer.flat.dtype:
+                buffer.flat.copy_(flat)
+            buffer.store()
 
-        return engine.submit(text, body, async_op=async_op, signature=self._signature)
 
-    def _add_codes(self, turn: Turn, flat: Tensor, feedback: Feedback | None) -> None:
-        """Add the codes of all ranks as they are, with the codec's headroom."""
-        engine, codec = self._engine, self.present
-        shrink = codec.headroom(engine.size)
+def _adding_codes(engine: Engine, codec: Codec, numel: int, algorithm: str, like: Tensor, divisor: int) -> CodesRun:
+    """Return what adds the codes of all ranks as they are, with the codec's headroom. codec: in its form for the step."""
+    nbytes = codec.wire_bytes(numel)
+    codes_like = torch.empty(0, dtype=codec.wire_dtype, device=like.device)
+    exchange = engine.prepare("allreduce", algorithm, codes_like, nbytes // codes_like.element_size())
+    shrink = codec.headroom(engine.size)
+
+    def run(flat: Tensor, feedback: Feedback | None, step: int, seed: int, tag: int, deadline: float) -> None:
         residual = feedback.worker if feedback is not None else None
         scaled = [tensor for tensor in (flat, residual) if tensor is not None and shrink != 1.0]
         for tensor in scaled:
             tensor.mul_(shrink)
-        wire = engine.wire(codec.wire_bytes(flat.numel()), flat.device)
-        with engine.span("encode", elements=flat.numel()):
+        wire = engine.memory_for_codes(nbytes, flat.device)
+        with engine.span("encode", elements=numel):
             codec.encode(flat, wire, residual=residual)
         for tensor in scaled[1:]:
             tensor.div_(shrink)
         codes = engine.buffer(wire.view(codec.wire_dtype))
-        engine.over_buffer(turn, "allreduce", self._chosen, codes.flat, whole=self._whole)
+        exchange(codes.flat, codes.flat, tag, deadline)
         codes.store()
-        with engine.span("decode", elements=flat.numel()):
-            codec.decode(wire, flat, scale=1 / (shrink * self._divisor))
+        with engine.span("decode", elements=numel):
+            codec.decode(wire, flat, scale=1 / (shrink * divisor))
+
+    return run
 
 
 def _step_and_seed(

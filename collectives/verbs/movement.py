@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import arguments
-from gradwire.collectives.engine.buffers import apart
+from gradwire.collectives.engine.buffers import apart, kept
 from gradwire.collectives.engine.engine import Engine
-from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import Mismatch
-from gradwire.collectives.schedules.spans import Layout, consecutive, only
-from gradwire.collectives.transports.base import Whole
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.spans import consecutive, only
+from gradwire.collectives.transports.base import Run
 from gradwire.collectives.verbs.base import Ranks
 
 
@@ -42,25 +43,22 @@ class Movement(Ranks):
         chosen = engine.plans.choose_for_parts(
             "allgather", algorithm, lengths, input.element_size(), on_gpu=input.is_cuda
         )
-        whole = engine.whole("allgather", chosen, input, input.numel())
+        layout = consecutive(lengths)
+        exchange = engine.prepare("allgather", chosen, input, input.numel(), layout=layout)
         text = f"allgather({arguments.dtype_name(input)}{lengths}{engine.place(input)}, {chosen})"
         mine, *theirs = arguments.held([input, *parts], async_op)
 
-        def body(turn: Turn) -> None:
-            source = engine.buffer(mine).flat
-            result = engine.buffer(*theirs, fill=False)
-            layout = consecutive(lengths)
+        def run(source: Tensor, destinations: list[Tensor], tag: int, deadline: float) -> None:
+            own, result = engine.buffer(source).flat, engine.buffer(*destinations, fill=False)
             place = result.flat[layout[engine.rank].start : layout[engine.rank].stop]
-            if source.data_ptr() != place.data_ptr():
-                source = apart(source, result.flat)
-            if whole is not None:
-                engine.run_whole(turn, whole, source, result.flat)
-            else:
-                place.copy_(source)
-                engine.over_buffer(turn, "allgather", chosen, result.flat, layout=layout)
+            if own.data_ptr() != place.data_ptr():
+                own = apart(own, result.flat)
+            exchange(own, result.flat, tag, deadline)
             result.store()
 
-        return engine.submit(text, body, async_op=async_op, signature=arguments.signature(text, lengths))
+        notes = engine.notes(chosen, sum(part.nbytes for part in parts), input)
+        prepared = PreparedCall(text, arguments.signature(text, lengths), run, notes=notes)
+        return engine.run(prepared, mine, theirs, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, algorithm: str = "auto", async_op: bool = False) -> Work:
         """Copy rank src's `tensor` into that of every other rank, in place."""
@@ -68,16 +66,17 @@ class Movement(Ranks):
         arguments.check_written(engine, tensor)
         arguments.check_root(engine, "src", src)
         chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
-        whole = engine.whole("broadcast", chosen, tensor, tensor.numel(), root=src)
+        exchange = engine.prepare("broadcast", chosen, tensor, tensor.numel(), root=src)
         text = f"broadcast({arguments.described(tensor)}{engine.place(tensor)}, src={src}, {chosen})"
-        (held,) = arguments.held([tensor], async_op)
+        held = kept(tensor) if async_op else tensor
 
-        def body(turn: Turn) -> None:
-            buffer = engine.buffer(held)
-            engine.over_buffer(turn, "broadcast", chosen, buffer.flat, root=src, whole=whole)
+        def run(source: Tensor, destination: Tensor, tag: int, deadline: float) -> None:
+            buffer = engine.buffer(source)
+            exchange(buffer.flat, buffer.flat, tag, deadline)
             buffer.store()
 
-        return engine.submit(text, body, async_op=async_op)
+        prepared = PreparedCall(text, text, run, notes=engine.notes(chosen, tensor.nbytes, tensor))
+        return engine.run(prepared, held, held, async_op=async_op)
 
     def gather(
         self,
@@ -118,20 +117,20 @@ class Movement(Ranks):
         parts = arguments.rooted_list(engine, many_name, many, one, root_name, root)
         arguments.check_written(engine, *(parts if gathers else [one]))
         chosen = engine.plans.choose(verb, algorithm, one.nbytes * engine.size, on_gpu=one.is_cuda)
-        whole = engine.whole(verb, chosen, one, one.numel() * (1 if gathers else len(parts)), root=root)
+        own = only(engine.rank, engine.size, one.numel())
+        every = consecutive([one.numel()] * engine.size) if parts else own
+        layouts = (own, every) if gathers else (every, own)
+        numel = one.numel() * (1 if gathers else len(parts))
+        exchange = engine.prepare(verb, chosen, one, numel, root=root, layout=layouts[1], source_layout=layouts[0])
         text = f"{verb}({arguments.described(one)}{engine.place(one)}, {root_name}={root}, {chosen})"
         mine, *theirs = arguments.held([one, *parts], async_op)
         tensors = ([mine], theirs) if gathers else (theirs, [mine])
 
-        def layouts() -> tuple[Layout, Layout]:
-            own = only(engine.rank, engine.size, mine.numel())
-            every = consecutive([mine.numel()] * engine.size) if theirs else own
-            return (own, every) if gathers else (every, own)
+        def run(sources: list[Tensor], destinations: list[Tensor], tag: int, deadline: float) -> None:
+            _move(engine, exchange, (sources, destinations), tag, deadline)
 
-        def body(turn: Turn) -> None:
-            _move(engine, turn, verb, chosen, whole, tensors, layouts, root)
-
-        return engine.submit(text, body, async_op=async_op)
+        notes = engine.notes(chosen, one.nbytes * max(1, len(parts)), one)
+        return engine.run(PreparedCall(text, text, run, notes=notes), *tensors, async_op=async_op)
 
     def alltoall(
         self,
@@ -161,9 +160,19 @@ class Movement(Ranks):
         incoming = arguments.split_lengths(engine, "output", output, output_splits)
         outgoing = arguments.split_lengths(engine, "input", input, input_splits)
 
-        def planned(nbytes: int) -> tuple[str, Whole | None]:
+        sent, landed = consecutive(outgoing), consecutive(incoming)
+
+        def planned(nbytes: int) -> tuple[str, Run]:
             chosen = engine.plans.choose("alltoall", algorithm, nbytes, on_gpu=input.is_cuda)
-            return chosen, engine.whole("alltoall", chosen, input, input.numel(), lengths=(outgoing, incoming))
+            return chosen, engine.prepare(
+                "alltoall",
+                chosen,
+                input,
+                input.numel(),
+                layout=landed,
+                source_layout=sent,
+                lengths=(outgoing, incoming),
+            )
 
         plan = planned(input.nbytes)
         # With splits, ranks may send different numbers of bytes, so they choose when they know those of all ranks.
@@ -171,17 +180,15 @@ class Movement(Ranks):
         text = f"alltoall({arguments.dtype_name(input)}, {shape}{engine.place(input)}, {named})"
         mine, theirs = arguments.held([input, output], async_op)
 
-        def layouts() -> tuple[Layout, Layout]:
-            return consecutive(outgoing), consecutive(incoming)
-
-        def body(turn: Turn) -> None:
-            chosen, whole = plan
+        def run(source: list[Tensor], destination: list[Tensor], tag: int, deadline: float) -> None:
+            _, exchange = plan
             if input_splits is not None:
-                most = _check_splits(engine, turn, outgoing, incoming)
-                chosen, whole = planned(most * mine.element_size())
-            _move(engine, turn, "alltoall", chosen, whole, ([mine], [theirs]), layouts)
+                most = _check_splits(engine, outgoing, incoming, tag, deadline)
+                _, exchange = planned(most * input.element_size())
+            _move(engine, exchange, (source, destination), tag, deadline)
 
-        return engine.submit(text, body, async_op=async_op)
+        notes = engine.notes(named, max(input.nbytes, output.nbytes), input)
+        return engine.run(PreparedCall(text, text, run, notes=notes), [mine], [theirs], async_op=async_op)
 
     def barrier(self, *, timeout_s: float | None = None, algorithm: str = "auto", async_op: bool = False) -> Work:
         """Wait until every rank has called this. timeout_s: seconds that this barrier may take from its start; None: the
@@ -191,48 +198,34 @@ class Movement(Ranks):
             arguments.check_seconds(engine.rank, "barrier: timeout_s", timeout_s)
         chosen = engine.plans.choose("barrier", algorithm, 1, on_gpu=False)
         nothing = torch.empty(0, dtype=torch.uint8, device=engine.control_device)
-        whole = engine.whole("barrier", chosen, nothing, 0)
-
-        def body(turn: Turn) -> None:
-            if whole is not None:
-                engine.run_whole(turn, whole, nothing, nothing)
-            else:
-                engine.meet(turn, chosen)
-
-        return engine.submit(f"barrier({chosen})", body, async_op=async_op, timeout_s=timeout_s)
+        numel = 0 if chosen not in PLANNERS["barrier"] else 1
+        token = nothing.new_zeros(numel)
+        exchange = engine.prepare("barrier", chosen, token, numel, "max" if numel else "sum")
+        text = f"barrier({chosen})"
+        prepared = PreparedCall(text, text, exchange)
+        return engine.run(prepared, token, token, async_op=async_op, timeout_s=timeout_s)
 
 
 def _move(
     engine: Engine,
-    turn: Turn,
-    verb: str,
-    algorithm: str,
-    whole: Whole | None,
+    exchange: Run,
     tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
-    layouts: Callable[[], tuple[Layout, Layout]],
-    root: int = 0,
+    tag: int,
+    deadline: float,
 ) -> None:
-    """Move blocks between two buffers. tensors, layouts: of the source and of the destination; a rank other than the root may
-    have no tensors in one of them."""
+    """Move blocks between two buffers. tensors: of the source and of the destination; a rank other than the root may have no
+    tensors in one of them."""
     sources, destinations = (each or [other[0].new_empty(0)] for each, other in (tensors, tensors[::-1]))
     result = engine.buffer(*destinations, fill=False)
-    source = apart(engine.buffer(*sources).flat, result.flat)
-    if whole is not None:
-        engine.run_whole(turn, whole, source, result.flat)
-    else:
-        sent, landed = layouts()
-        if all(tensors):
-            own, place = sent[engine.rank], landed[engine.rank]
-            result.flat[place.start : place.stop].copy_(source[own.start : own.stop])
-        engine.between(turn, verb, algorithm, source, sent, result.flat, landed, root)
+    exchange(apart(engine.buffer(*sources).flat, result.flat), result.flat, tag, deadline)
     result.store()
 
 
-def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: list[int]) -> int:
+def _check_splits(engine: Engine, outgoing: list[int], incoming: list[int], tag: int, deadline: float) -> int:
     """Compare what every rank sends with what every rank expects; the same verdict on all ranks, nothing sent yet. Return the
     most elements that a rank sends."""
     size = engine.size
-    rows = engine.table(turn, outgoing + incoming)
+    rows = engine.table(outgoing + incoming, tag, deadline)
     wrong = {
         rank: f"alltoall with input splits {row[:size]} and output splits {row[size:]} (elements)"
         for rank, row in enumerate(rows)
@@ -240,7 +233,6 @@ def _check_splits(engine: Engine, turn: Turn, outgoing: list[int], incoming: lis
         or any(row[size + other] != rows[other][rank] for other in range(size))
     }
     if wrong:
-        raise Mismatch(
-            wrong, rank=engine.rank, operation=turn.call, places=engine.operations.places(turn.sequence, turn.call)
-        )
+        operation, places = engine.operations.running_places()
+        raise Mismatch(wrong, rank=engine.rank, operation=operation, places=places)
     return max(sum(row[:size]) for row in rows)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,22 +12,16 @@ from gradwire.collectives import arguments
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.engine.operations import Turn
-from gradwire.collectives.engine.prepared import PreparedOperation
-from gradwire.collectives.engine.work import DONE, Work
-from gradwire.collectives.reduction import Op, finish
-from gradwire.collectives.schedules.spans import Layout, consecutive
-from gradwire.collectives.transports.base import Whole
+from gradwire.collectives.engine.buffers import kept
+from gradwire.collectives.engine.engine import Engine
+from gradwire.collectives.engine.prepared import PreparedCall, PreparedOperation
+from gradwire.collectives.engine.work import Work
+from gradwire.collectives.reduction import Op
+from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.spans import consecutive
+from gradwire.collectives.transports.base import Run
 from gradwire.collectives.verbs.base import Ranks
 from gradwire.collectives.verbs.compressed import allreduce_compressed, named_codec
-
-
-class Planned(NamedTuple):
-    """A checked and planned allreduce. whole: the verb that the link has prepared, if it runs the allreduce by itself."""
-
-    text: str
-    body: Callable[[Turn], None]
-    whole: Whole | None
 
 
 class Reductions(Ranks):
@@ -75,16 +69,13 @@ class Reductions(Ranks):
             if made is not None:
                 numbers = op, prescale, postscale
                 return allreduce_compressed(engine, tensor, *numbers, made, feedback, step, seed, algorithm, async_op)
-        key = op, algorithm, prescale, postscale
-        if async_op:
-            if (work := engine.repeat_later(tensor, key)) is not None:
-                return work
-        elif engine.repeat(tensor, key):
-            return DONE
-        call, body, whole = self._planned([tensor], op, prescale, postscale, algorithm, async_op)
-        if whole is not None:
-            engine.remember_whole(tensor, key, call, whole)
-        return engine.submit(call, body, async_op=async_op)
+        key = "allreduce", op, algorithm, prescale, postscale
+        known: PreparedCall | None = engine.known(tensor, key)
+        call = known or prepared(engine, tensor, op, prescale, postscale, algorithm)
+        if known is None:
+            engine.keep(tensor, key, call)
+        held = kept(tensor) if async_op else tensor
+        return engine.run(call, held, held, direct=known is not None, async_op=async_op)
 
     def new_feedback(
         self, compression: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0
@@ -117,8 +108,9 @@ class Reductions(Ranks):
 
         The tensor must keep its memory. The arguments are those of allreduce; there is no prepared form with a codec.
         """
-        planned = self._planned([tensor], op, prescale, postscale, algorithm, True)
-        return PreparedOperation(self._engine, tensor, *planned)
+        return PreparedOperation(
+            self._engine, tensor, prepared(self._engine, tensor, op, prescale, postscale, algorithm)
+        )
 
     def grouped_allreduce(
         self,
@@ -131,8 +123,8 @@ class Reductions(Ranks):
         async_op: bool = False,
     ) -> Work:
         """Allreduce several tensors as one operation. Tensors of one dtype and device are joined in one buffer."""
-        call, body, _ = self._planned(tensors, op, prescale, postscale, algorithm, async_op)
-        return self._engine.submit(call, body, async_op=async_op)
+        call = grouped(self._engine, tensors, op, prescale, postscale, algorithm)
+        return self._engine.run(call, arguments.held(tensors, async_op), None, async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -157,7 +149,9 @@ class Reductions(Ranks):
         chosen = engine.plans.choose_for_parts(
             "reduce_scatter", algorithm, lengths, output.element_size(), on_gpu=output.is_cuda
         )
-        whole = engine.whole("reduce_scatter", chosen, output, sum(lengths), name)
+        layout = consecutive(lengths)
+        exchange = engine.prepare("reduce_scatter", chosen, output, sum(lengths), name, layout=layout)
+        overwrites = chosen in PLANNERS["reduce_scatter"]
         first = [lengths[0]] if isinstance(input, Tensor) else list(parts[0].shape)
         row = ", ".join(map(str, first[1:]))  # with which the lengths say what shape all parts have
         shape = f"shape=[..., {row}], " if row else ""
@@ -165,20 +159,14 @@ class Reductions(Ranks):
         text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}{place}, {shape}{name}, {chosen})"
         mine, *theirs = arguments.held([output, *parts], async_op)
 
-        def body(turn: Turn) -> None:
-            source = engine.buffer(*theirs)
-            result = engine.buffer(mine, fill=False)
-            if whole is not None:
-                engine.run_whole(turn, whole, source.flat, result.flat)
-            else:
-                layout = consecutive(lengths)
-                every = source.expendable()
-                engine.over_buffer(turn, "reduce_scatter", chosen, every, name, layout=layout)
-                result.flat.copy_(every[layout[engine.rank].start : layout[engine.rank].stop])
-                finish(result.flat, name, engine.size)
+        def run(sources: list[Tensor], destination: Tensor, tag: int, deadline: float) -> None:
+            source, result = engine.buffer(*sources), engine.buffer(destination, fill=False)
+            exchange(source.expendable() if overwrites else source.flat, result.flat, tag, deadline)
             result.store()
 
-        return engine.submit(text, body, async_op=async_op, signature=arguments.signature(text, lengths))
+        notes = engine.notes(chosen, sum(part.nbytes for part in parts), output)
+        prepared_call = PreparedCall(text, arguments.signature(text, lengths), run, notes=notes)
+        return engine.run(prepared_call, theirs, mine, async_op=async_op)
 
     def reduce(
         self, tensor: Tensor, dst: int = 0, op: Op = "sum", *, algorithm: str = "auto", async_op: bool = False
@@ -188,61 +176,58 @@ class Reductions(Ranks):
         name = arguments.reduction_of(engine, [tensor], op).op
         arguments.check_root(engine, "dst", dst)
         chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
-        whole = engine.whole("reduce", chosen, tensor, tensor.numel(), name, dst)
+        exchange = engine.prepare("reduce", chosen, tensor, tensor.numel(), name, dst)
         text = f"reduce({arguments.described(tensor)}{engine.place(tensor)}, dst={dst}, {name}, {chosen})"
-        (held,) = arguments.held([tensor], async_op)
+        held = kept(tensor) if async_op else tensor
 
-        def body(turn: Turn) -> None:
-            buffer = engine.buffer(held)
+        def run(source: Tensor, destination: Tensor, tag: int, deadline: float) -> None:
+            buffer = engine.buffer(source)
             flat = buffer.flat if engine.rank == dst else buffer.expendable()
-            engine.over_buffer(turn, "reduce", chosen, flat, name, dst, whole=whole)
+            exchange(flat, flat, tag, deadline)
             if engine.rank == dst:
-                finish(flat, name if whole is None else "sum", engine.size)
                 buffer.store()
 
-        return engine.submit(text, body, async_op=async_op)
+        prepared_call = PreparedCall(text, text, run, notes=engine.notes(chosen, tensor.nbytes, tensor))
+        return engine.run(prepared_call, held, held, async_op=async_op)
 
-    def _planned(
-        self,
-        tensors: Sequence[Tensor],
-        op: Op,
-        prescale: float,
-        postscale: float,
-        algorithm: str,
-        async_op: bool,
-        spans: Layout | None = None,
-    ) -> Planned:
-        """Check the arguments of an allreduce of numbers, and plan it. spans: for the first half of an allreduce, where this
-        rank's share of the only tensor lies."""
-        engine = self._engine
-        verb, collective = ("allreduce", "allreduce") if spans is None else ("reduce_shares", "reduce_scatter")
-        reduction = arguments.reduction_of(engine, tensors, op, prescale, postscale)
-        fused: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in arguments.held(tensors, async_op):
-            fused.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        groups = list(fused.values())
-        sizes = [sum(t.nbytes for t in group) for group in groups]
-        chosen = [
-            # The shares of halves do not depend on the device.
-            engine.plans.choose("allreduce", algorithm, nbytes, on_gpu=spans is None and group[0].is_cuda)
-            for group, nbytes in zip(groups, sizes, strict=True)
-        ]
-        described = [arguments.described(tensor) + engine.place(tensor) for tensor in tensors]
-        text = f"{verb}({', '.join(described)}, {reduction}, {', '.join(chosen)})"
 
-        wholes = [
-            engine.whole(verb, choice, group[0], sum(t.numel() for t in group), reduction.op)
-            for group, choice in zip(groups, chosen, strict=True)
-        ]
+def prepared(engine: Engine, tensor: Tensor, op: Op, prescale: float, postscale: float, algorithm: str) -> PreparedCall:
+    """Check and prepare an allreduce of numbers, which runs on a tensor, in place."""
+    group = grouped(engine, [tensor], op, prescale, postscale, algorithm)
 
-        def body(turn: Turn) -> None:
-            for group, choice, whole in zip(groups, chosen, wholes, strict=True):
-                buffer = engine.buffer(*group)
-                reduction.begin(buffer.flat)
-                engine.over_buffer(turn, collective, choice, buffer.flat, reduction.op, whole=whole)
-                for part in [buffer.flat] if spans is None else [buffer.flat[s.start : s.stop] for s in spans]:
-                    reduction.end(part, engine.size, is_average=whole is not None)
-                buffer.store()
+    def run(source: Tensor, destination: Tensor, tag: int, deadline: float) -> None:
+        group.run([source], None, tag, deadline)
 
-        alone = wholes[0] if len(tensors) == 1 and not reduction.is_scaled else None
-        return Planned(text, body, alone)
+    return replace(group, run=run)
+
+
+def grouped(
+    engine: Engine, tensors: Sequence[Tensor], op: Op, prescale: float, postscale: float, algorithm: str
+) -> PreparedCall:
+    """Check and prepare an allreduce of numbers, which runs on a list of tensors, in place."""
+    reduction = arguments.reduction_of(engine, tensors, op, prescale, postscale)
+    fused: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        fused.setdefault((tensor.dtype, tensor.device), []).append(place)
+    parts: list[tuple[list[int], Run]] = []
+    names: list[str] = []
+    for places in fused.values():
+        like, numel = tensors[places[0]], sum(tensors[place].numel() for place in places)
+        chosen = engine.plans.choose("allreduce", algorithm, numel * like.element_size(), on_gpu=like.is_cuda)
+        parts.append((places, engine.prepare("allreduce", chosen, like, numel, reduction.op)))
+        names.append(chosen)
+    described = ", ".join(arguments.described(tensor) + engine.place(tensor) for tensor in tensors)
+    text = f"allreduce({described}, {reduction}, {', '.join(names)})"
+
+    def run(given: Sequence[Tensor], _: object, tag: int, deadline: float) -> None:
+        for places, exchange in parts:
+            buffer = engine.buffer(*(given[place] for place in places))
+            reduction.begin(buffer.flat)
+            exchange(buffer.flat, buffer.flat, tag, deadline)
+            reduction.end(buffer.flat)
+            buffer.store()
+
+    direct = parts[0][1] if len(tensors) == 1 and not reduction.is_scaled else None
+    shown = ", ".join(dict.fromkeys(names))
+    notes = engine.notes(shown, sum(tensor.nbytes for tensor in tensors), tensors[0]) if tensors else {}
+    return PreparedCall(text, text, run, direct, notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gradwire.collectives.compression import CODECS, Codec, Int8
 from gradwire.collectives.environment import LINK
 from gradwire.collectives.schedules.algorithms import PLANNERS, ring
 from gradwire.collectives.transports import Membership, Transport
-from gradwire.collectives.transports.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.transports.process_group import ProcessGroupTransport
 from gradwire.collectives.transports.registry import LINKS
 from gradwire.collectives.transports.routing import auto
 from gradwire.collectives.transports.shared_memory.group import LocalGroup
@@ -141,7 +142,8 @@ def test_a_link_that_returns_a_transport_of_others(ranks_off: int, size_off: int
             closed.append(self)
 
     def strange(membership: Membership, timeout_s: float) -> Transport:
-        transport = Strange(process_group(membership, timeout_s)._backends, timeout_s)
+        transport = Strange(membership, timeout_s)
+        transport.connect(time.monotonic() + timeout_s)
         transport.rank += ranks_off
         transport.size += size_off
         return transport

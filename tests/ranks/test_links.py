@@ -4,8 +4,10 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from gradwire.collectives.errors import CollectiveError, LinkError
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.transports import Membership, Transport
 from gradwire.collectives.transports.base import Message, Pending
-from gradwire.collectives.transports.process_group import ProcessGroupTransport, process_group
+from gradwire.collectives.transports.process_group import ProcessGroupTransport
 from gradwire.collectives.transports.registry import LINKS
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, assert_holds, held, meet, wait_until, wide
 from tests.ranks.exact import DTYPES, SEVERAL_SEGMENTS, contribution, reduced
@@ -179,40 +181,50 @@ class Noting(ProcessGroupTransport):
         return super().post(sends, receives, tag)
 
 
-def posted_in_a_ring(posts_together: tuple[str, ...]) -> set[tuple[int, int]]:
-    """What is posted at once in a ring of several segments, over a link that says so of itself."""
+@contextmanager
+def claiming(**capabilities: Any) -> Iterator[list[Noting]]:
+    """A link "claiming" that says this of itself; the list holds the transports that it has made."""
 
-    def noting(membership: Membership, timeout_s: float) -> Transport:
-        transport = Noting(process_group(membership, timeout_s)._backends, timeout_s)
-        transport.posts_together, transport.posted = posts_together, set()
+    def link(membership: Membership, timeout_s: float) -> Transport:
+        transport = Noting(membership, timeout_s)
+        transport.connect(time.monotonic() + timeout_s)
+        transport.capabilities, transport.posted = replace(transport.capabilities, **capabilities), set()
         made.append(transport)
         return transport
 
     made: list[Noting] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LINKS, "noting", noting)
-        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="noting", segment_bytes=200) as comm:
-            tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
-            comm.allreduce(tensor, algorithm="ring")
-            assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
+        patch.setitem(LINKS, "claiming", link)
+        yield made
+
+
+def posted_in_a_ring(posts_together: tuple[str, ...]) -> set[tuple[int, int]]:
+    """What is posted at once in a ring of several segments, over a link that says so of itself."""
+    with (
+        claiming(posts_together=posts_together) as made,
+        Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="claiming", segment_bytes=200) as comm,
+    ):
+        tensor = contribution(comm.rank, comm.size, SEVERAL_SEGMENTS, torch.float32)
+        comm.allreduce(tensor, algorithm="ring")
+        assert torch.equal(tensor, reduced(comm.size, SEVERAL_SEGMENTS, torch.float32))
         return made[0].posted
 
 
 @on_ranks(SIZE, initialized=False)
 def test_names_that_a_link_cannot_offer() -> None:
     for verb, name in (("allreduce", "two_shot"), ("barrier", "auto"), ("reduce", "tree"), ("dance", "star")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ProcessGroupTransport, "algorithms", {verb: (name,)})
-            with pytest.raises(ValueError, match=f"a link cannot offer {verb} algorithms called {name}"):
-                Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group")
+        with (
+            claiming(algorithms={verb: (name,)}),
+            pytest.raises(ValueError, match=f"a link cannot offer {verb} algorithms called {name}"),
+        ):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="claiming")
 
 
 @on_ranks(SIZE, initialized=False)
 def test_a_link_says_what_it_would_have_taken() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessGroupTransport, "preferred", {"allreduce": "native", "barrier": "native"}, raising=False)
+    with claiming(preferred={"allreduce": "native", "barrier": "native"}), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLLECTIVES_BARRIER", "tree")
-        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group") as comm:
+        with Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="claiming") as comm:
             assert {comm.chosen("allreduce", nbytes) for nbytes in (0, 1 << 30)} == {"native"}
             assert comm.chosen("barrier", 0) == "tree"
             assert comm.chosen("reduce", 0) == "tree"
@@ -220,10 +232,11 @@ def test_a_link_says_what_it_would_have_taken() -> None:
             comm.allreduce(tensor)
             assert torch.equal(tensor, reduced(comm.size, SMALL, torch.float32))
     for preferred in ("preferred", "preferred_on_gpu"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ProcessGroupTransport, preferred, {"allreduce": "nativ"}, raising=False)
-            with pytest.raises(ValueError, match=r"prefers allreduce's 'nativ'; it offers native"):
-                Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="process_group")
+        with (
+            claiming(**{preferred: {"allreduce": "nativ"}}),
+            pytest.raises(ValueError, match=r"prefers allreduce's 'nativ'; it offers native"),
+        ):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S, link="claiming")
 
 
 def test_a_link_says_whether_both_ends_are_posted_together(ranks: Worlds) -> None:
@@ -282,33 +295,41 @@ def look_without_waiting(transport: Transport) -> None:
 
 
 def hear_anyone(transport: Transport) -> None:
-    """Rank 0 takes messages as they come, by their tag, and long ones in between."""
-    if not transport.receives_from_any:
-        with pytest.raises(NotImplementedError):
-            transport.next_sender(7, in_time())
-    elif transport.rank == 0:
-        assert transport.next_sender(7, time.monotonic()) is None
+    """Rank 0 takes messages as they come, by their tag."""
+    if not transport.capabilities.receives_from_any:
+        return
+    if transport.rank == 0:
+
+        def heard(tag: int) -> tuple[Any, torch.Tensor]:
+            landed = torch.empty(SMALL)
+            return transport.post([], [(None, landed)], tag)[1][0], landed
+
+        early, first = heard(7)
+        assert not early.is_done()
+        assert early.sender is None
         dist.barrier()
         counts = [0] * SIZE
         for which in range(2 * MANY):
-            sender = transport.next_sender(7, in_time())
-            assert sender is not None
-            landed = torch.empty(LARGE if counts[sender] == SMALL else SMALL)
-            transport.post([], [(sender, landed)], 7)[1][0].wait(in_time())
-            assert torch.equal(landed, numbers(sender, 0, counts[sender], landed.numel())), which
-            counts[sender] += 1
+            pending, landed = heard(7) if which else (early, first)
+            pending.wait(in_time())
+            assert torch.equal(landed, numbers(pending.sender, 0, counts[pending.sender], SMALL)), which
+            counts[pending.sender] += 1
         assert counts == [0, MANY, MANY]
-        assert transport.next_sender(7, time.monotonic() + SOON_S) is None
-        assert {transport.next_sender(8, in_time()) for _ in range(2)} == {1, 2}
+        late, _ = heard(7)
+        with pytest.raises(LinkError) as caught:
+            late.wait(time.monotonic() + SOON_S)
+        assert caught.value.timed_out
+        others = [heard(8)[0] for _ in range(2)]
+        for pending in others:
+            pending.wait(in_time())
+        assert {pending.sender for pending in others} == {1, 2}
     else:
         dist.barrier()
         sent = []
         for which in range(MANY):
-            message = numbers(transport.rank, 0, which, LARGE if which == SMALL else SMALL)
-            sent += transport.post([(0, message)], [], 7)[0]
-        for pending in sent:
+            sent += transport.post([(0, numbers(transport.rank, 0, which, SMALL))], [], 7)[0]
+        for pending in (*sent, *transport.post([(0, torch.empty(SMALL))], [], 8)[0]):
             pending.wait(in_time())
-        transport.post([(0, torch.empty(SMALL))], [], 8)
 
 
 def leave_one_waiting(transport: Transport) -> None:

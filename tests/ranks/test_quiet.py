@@ -15,12 +15,12 @@ import gradwire as hvd
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.diagnostics.timeline import Timeline
-from gradwire.collectives.engine.executor import Payload, execute
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.kernels.cpu import library
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.transports.base import Transport
+from gradwire.collectives.transports.loop import Payload, execute
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, wide_rows
 from tests.ranks.exact import on_host
 from tests.ranks.training import perceptron, share
@@ -109,7 +109,7 @@ def exchange_without_python(hosts: str) -> tuple[list[str], set[str]]:
         execute(program, payload, transport, **_)
 
     with pytest.MonkeyPatch.context() as patch, on_host(hosts[dist.get_rank()]):
-        patch.setattr("gradwire.collectives.engine.engine.execute", noting)
+        patch.setattr("gradwire.collectives.transports.loop.execute", noting)
         patch.setattr(
             "gradwire.collectives.transports.requests._FIRST_ROWS", 1
         )  # tables grow in the middle of programs

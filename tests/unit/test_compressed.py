@@ -27,10 +27,12 @@ from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Threshold
-from gradwire.collectives.engine.executor import Codes, Scratch, execute
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.schedule import Place, Planner, Schedule
+from gradwire.collectives.transports.base import Operation
+from gradwire.collectives.transports.codes import Codes
+from gradwire.collectives.transports.loop import Scratch, execute
 from tests.ranks.exact import cover
 from tests.shot_model import CPU, ShotModel
 from tests.unit.in_process import Hub, InProcessTransport, hosts_of, run_ranks
@@ -129,9 +131,8 @@ def run_codes(
     codes = Codes(program, codec, partition, CPU, memory or Scratch(), Scratch(), divisor=size, via_host=False)
     codes.begin(result, feedback, step, 0)
     if compiled:
-        run = transport.follow_codes(program, codes)
-        assert run is not None
-        run(step, deadline)
+        operation = Operation("allreduce", "some", torch.uint8, "cpu", 0, program=program, codes=codes)
+        transport.prepare(operation)(result, result, step, deadline)
     else:
         execute(program, codes, transport, tag=step, deadline=deadline)
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.collectives.engine.executor import Numbers, Scratch, execute
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.reduction import COMBINE
 from gradwire.collectives.schedules.algorithms import PLANNERS
@@ -19,6 +18,7 @@ from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Instruction, Kind, Program
 from gradwire.collectives.schedules.schedule import Place, Planner, Schedule, receive, send
 from gradwire.collectives.schedules.spans import Span, consecutive, segments_of_blocks, segments_of_buffer
+from gradwire.collectives.transports.loop import Numbers, Scratch, execute
 from tests.unit.in_process import Hub, InProcessTransport, hosts_of, run_ranks
 
 SIZES = st.integers(1, 7)

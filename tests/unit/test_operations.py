@@ -23,6 +23,7 @@ from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.work import GradwireWork
+from gradwire.collectives.transports.base import Capabilities
 from tests.harness import wait_until
 from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
 
@@ -33,7 +34,7 @@ class StuckTransport:
     """Of rank 0; a wait in it ends with abort() only, as gloo's do at times after a peer was killed."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size, self.interruptible = 0, size, True
+        self.rank, self.size, self.capabilities = 0, size, Capabilities(interruptible=True)
         self._aborted = threading.Event()
 
     def wait(self) -> None:
@@ -43,11 +44,8 @@ class StuckTransport:
     def abort(self) -> None:
         self._aborted.set()
 
-    def wait_beside_work(self, beside_work: bool) -> None:
-        pass
-
-    def is_busy(self) -> bool:
-        return False
+    def progress(self) -> int:
+        return 0
 
     def lossy_paths(self) -> dict[int, str]:
         return {}

@@ -70,10 +70,15 @@ class _OnCuda:
 MESSAGES: list[Any] = [(1, _OnCuda()), (2, _OnCuda())]
 
 
-def test_a_round_is_one_group_of_calls_with_a_handle_for_every_message() -> None:
+def over_nccl(nccl: _Nccl, monkeypatch: pytest.MonkeyPatch) -> ProcessGroupTransport:
+    monkeypatch.setattr("gradwire.collectives.torch_internals.nccl_backend", lambda *_: nccl)
+    return ProcessGroupTransport(Membership(0, 2, ((0, 1),), dist.HashStore(), ("cuda",), b""), 1.0)
+
+
+def test_a_round_is_one_group_of_calls_with_a_handle_for_every_message(monkeypatch: pytest.MonkeyPatch) -> None:
     for sends, receives in ((MESSAGES, MESSAGES[:1]), (MESSAGES, []), ([], MESSAGES)):
         nccl = _Nccl()
-        sent, received = ProcessGroupTransport({"cuda": nccl}, 1.0).post(sends, receives, 0)
+        sent, received = over_nccl(nccl, monkeypatch).post(sends, receives, 0)
         assert (*nccl.calls[:2], nccl.calls[-1]) == ("connect cuda:0", "start", "end")
         assert (len(sent), len(received)) == (len(sends), len(receives))
         for pending in (*sent, *received):
@@ -81,21 +86,18 @@ def test_a_round_is_one_group_of_calls_with_a_handle_for_every_message() -> None
 
 
 @pytest.mark.parametrize("fails", range(4))
-def test_a_group_of_calls_is_not_left_open_by_an_error(fails: int) -> None:
+def test_a_group_of_calls_is_not_left_open_by_an_error(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
     nccl = _Nccl(fails)
     with pytest.raises(LinkError, match="refused"):
-        ProcessGroupTransport({"cuda": nccl}, 1.0).post(MESSAGES, MESSAGES, 0)
+        over_nccl(nccl, monkeypatch).post(MESSAGES, MESSAGES, 0)
     assert nccl.calls[-1] == "end"
 
 
-def test_both_ends_of_a_message_are_posted_together_over_nccl_alone() -> None:
-    assert ProcessGroupTransport({"cuda": _Nccl()}, 1.0).posts_together == ("cuda",)
-    assert ProcessGroupTransport({"cpu": _Nccl()}, 1.0).posts_together == ()
-
-
-def test_nccl_reduces_cuda_tensors_by_itself() -> None:
-    assert ProcessGroupTransport({"cuda": _Nccl()}, 1.0).preferred_on_gpu == {"allreduce": "native"}
-    assert not ProcessGroupTransport({"cpu": _Nccl()}, 1.0).preferred_on_gpu
+def test_nccl_reduces_by_itself_and_has_both_ends_of_a_message_posted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo = ProcessGroupTransport(Membership(0, 2, ((0, 1),), dist.HashStore(), ("cpu",), b""), 1.0)
+    for transport, device_types in ((over_nccl(_Nccl(), monkeypatch), ("cuda",)), (gloo, ())):
+        assert transport.capabilities.posts_together == device_types
+        assert transport.capabilities.preferred_on_gpu == dict.fromkeys(["allreduce"] if device_types else [], "native")
 
 
 class _Unconnected:

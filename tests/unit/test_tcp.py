@@ -19,7 +19,7 @@ from gradwire.collectives.transports.base import Pending
 from gradwire.collectives.transports.tcp import TcpTransport
 from tests.harness import wait_until
 from tests.unit.in_process import run_ranks
-from tests.unit.over_tcp import DEADLINE_S, SEGMENT, Connect, in_time, program
+from tests.unit.over_tcp import DEADLINE_S, SEGMENT, Connect, in_time, prepared, program
 
 SOON_S = 0.05
 STAGE_BYTES = cpu_sockets().STAGE_BYTES
@@ -213,7 +213,7 @@ def test_a_deadline_holds_while_messages_trickle_in(
 ) -> None:
     transport, peer = over_loopback
     buffer = torch.zeros(20_000)
-    run = transport.follow(program("ring", 0, 2, buffer.numel()), buffer.dtype, "sum")
+    run = prepared(transport, program("ring", 0, 2, buffer.numel()), buffer.dtype)
     assert run is not None
     over = threading.Event()
 
@@ -245,7 +245,7 @@ def test_a_deadline_holds_while_messages_trickle_in(
 def test_a_compiled_program_ends_when_another_thread_aborts(connect: Connect) -> None:
     one, _ = connect(2)
     buffer = torch.ones(1000)
-    run = one.follow(program("ring", 0, 2, 1000), buffer.dtype, "sum")
+    run = prepared(one, program("ring", 0, 2, 1000), buffer.dtype)
     assert run is not None
     waiting = DaemonThread("waits").submit(lambda: failure(lambda: run(buffer, buffer, 7, in_time())))
     wait_until(one.running.locked)
@@ -267,7 +267,7 @@ def without_collecting() -> Iterator[None]:
 def test_a_link_that_nobody_holds_is_freed_though_it_has_run_a_program() -> None:
     ends = socket.socketpair()
     link = TcpTransport(0, 2, {1: ends[0]})
-    link.follow(program("ring", 0, 2, 10), torch.float32, "sum")
+    prepared(link, program("ring", 0, 2, 10), torch.float32)
     freed = weakref.ref(link)
     del link
     assert freed() is None

@@ -6,16 +6,16 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.collectives.engine.executor import Numbers, Scratch, execute
 from gradwire.collectives.kernels import cpu_arithmetic
 from gradwire.collectives.reduction import COMBINE, DTYPES
 from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.transports.loop import Numbers, Scratch, execute
 from gradwire.collectives.transports.tcp import TcpTransport
 from tests.harness import wide
 from tests.ranks.exact import cover
 from tests.ranks.test_shared_memory import contribution
 from tests.unit.in_process import run_ranks
-from tests.unit.over_tcp import Connect, in_time, program
+from tests.unit.over_tcp import Connect, in_time, prepared, program
 
 ALGORITHMS = [name for name in PLANNERS["allreduce"] if "hierarchical" not in name]
 CARRIED = [dtype for dtype in DTYPES if dtype is not torch.bool]  # which travels as uint8
@@ -45,8 +45,7 @@ def allreduced(
         transport, buffer = transports[rank], results[rank]
         followed = program(algorithm, rank, size, buffer.numel())
         if compiled:
-            run = transport.follow(followed, buffer.dtype, op)
-            assert run is not None
+            run = prepared(transport, followed, buffer.dtype, op)
             run(buffer, buffer, tag, in_time())
         else:
             numbers = Numbers(followed, buffer, buffer, COMBINE[op], rank, Scratch())

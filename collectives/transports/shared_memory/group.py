@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -136,15 +137,18 @@ class LocalGroup:
             kernels.KNOWN: self.known.ctypes.data,
         }
         self.context[list(context)] = list(context.values())
-        self.wait_beside_work(False)
+        self._waiting_thread = 0
 
     @property
     def is_ours(self) -> bool:
         """Return False in a forked child, which has mapped the segment but is no member of the group."""
         return os.getpid() == self._process
 
-    def wait_beside_work(self, beside_work: bool) -> None:
-        """Set whether later waits leave the cores to other threads of this process."""
+    def _wait_as(self, thread: int) -> None:
+        """Set how the waits of a thread use the core. The main thread waits in place of its own work. Another one leaves the core
+        to the work of the main thread."""
+        self._waiting_thread = thread
+        beside_work = thread != threading.main_thread().ident
         a_core_each = self.size <= len(os.sched_getaffinity(0)) and not beside_work
         alone = self._everyone and not beside_work
         self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
@@ -185,9 +189,12 @@ class LocalGroup:
         return bool(status == self.kernels.FINISHED_WITH_NEWS)
 
     def ensure_open(self) -> None:
-        """Raise LinkError if the group is closed. This thread holds `running`, so the group stays open meanwhile."""
+        """Prepare for calls of kernels on this thread. Raises LinkError if the group is closed. This thread holds `running`, so
+        the group stays open meanwhile."""
         if self._stopped:
             raise LinkError(None, timed_out=False, detail="this rank has closed its Communicator")
+        if (thread := get_ident()) != self._waiting_thread:
+            self._wait_as(thread)
 
     def check(self, status: int, deadline: float, lost: set[int]) -> set[int]:
         """Raise LinkError if a kernel's status means an error, an awaited rank is in `lost`, or the deadline passes.

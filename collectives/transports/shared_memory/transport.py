@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gradwire.collectives.kernels import cpu_arithmetic
-from gradwire.collectives.transports.base import Request, Whole
+from gradwire.collectives.transports.base import Capabilities, Operation, Run
 from gradwire.collectives.transports.requests import Table
 from gradwire.collectives.transports.shared_memory.allocation import ELSEWHERE, Allocations
 from gradwire.collectives.transports.shared_memory.group import WHOLE_BYTES, LocalGroup
@@ -32,15 +32,15 @@ class SharedMemory(Allocations):
         super().__init__(group)
         self._sequence = 0
 
-    def collective(self, request: Request) -> Whole:
+    def prepare(self, operation: Operation) -> Run:
         """See Transport. Compiles the arithmetic of the dtype, or loads it from the disk."""
         group, kernels = self.group, self.group.kernels
-        nbytes = request.numel * request.dtype.itemsize
-        divisor = group.size if request.op == "average" else 1
-        arithmetic = cpu_arithmetic(request.dtype).address
+        nbytes = operation.numel * operation.dtype.itemsize
+        divisor = group.size if operation.op == "average" else 1
+        arithmetic = cpu_arithmetic(operation.dtype).address
         parts = {"reduce_shares": kernels.REDUCES, "gather_shares": kernels.SPREADS}
-        doing = parts.get(request.verb, kernels.REDUCES | kernels.SPREADS)
-        kind = (nbytes, request.dtype.itemsize, arithmetic, kernels.OPS[request.op], divisor, doing)
+        doing = parts.get(operation.verb, kernels.REDUCES | kernels.SPREADS)
+        kind = (nbytes, operation.dtype.itemsize, arithmetic, kernels.OPS[operation.op], divisor, doing)
         words = np.array((group.context_address, *kind), dtype=np.int64)
         kernel, address = kernels.allreduce, words.ctypes.data
         is_small = nbytes <= WHOLE_BYTES
@@ -51,7 +51,7 @@ class SharedMemory(Allocations):
             if group.run(kernel, (address, flat.data_ptr(), sequence, tag, *place), deadline):
                 self.map_news()
 
-        return Whole(allreduce, needs_meeting=False)
+        return allreduce
 
 
 class SharedMemoryTransport(Table):
@@ -59,19 +59,21 @@ class SharedMemoryTransport(Table):
     posted, so that a full ring blocks no rank for ever. reductions: for a group of all ranks; None without the
     algorithm 'shared'."""
 
-    shares_memory = True
-    interruptible = True
-    receives_from_any = True
-    waits_again = True
-
     def __init__(self, group: LocalGroup, rank: int, size: int, reductions: SharedMemory | None = None) -> None:
         super().__init__(group.kernels, group.context, group.running)
         self.rank = rank
         self.size = size
         self.reductions = reductions
-        self.preferred = {} if reductions is None else PREFERRED
-        self.algorithms = {verb: (name,) for verb, name in self.preferred.items()}
-        self.share_alignment_bytes = {} if reductions is None else {PREFERRED["allreduce"]: group.kernels.LINE}
+        preferred = {} if reductions is None else PREFERRED
+        self.capabilities = Capabilities(
+            shares_memory=True,
+            interruptible=True,
+            receives_from_any=True,
+            waits_again=True,
+            algorithms={verb: (name,) for verb, name in preferred.items()},
+            preferred=preferred,
+            share_alignment_bytes={} if reductions is None else {PREFERRED["allreduce"]: group.kernels.LINE},
+        )
         self._group = group
         self._index = {member: index for index, member in enumerate(group.members)}
         self._blocked = np.zeros(2 * group.size, dtype=np.int64)
@@ -111,32 +113,32 @@ class SharedMemoryTransport(Table):
             if is_late:
                 return None
 
-    def progress(self) -> None:
+    def move(self) -> None:
         self._move(-1, 0.0)
 
     def abort(self) -> None:
         self._group.abort()
 
     def close(self) -> None:
+        if not self._group.is_ours:
+            return  # the parent still uses the memory
         if self.reductions is not None:
             self.reductions.close()
         self._group.close()
         if self._group.stop():  # then no kernel uses the tensors any more
             self.pending.clear()
 
-    def collective(self, request: Request) -> Whole:
-        return super().collective(request) if self.reductions is None else self.reductions.collective(request)
+    def prepare(self, operation: Operation) -> Run:
+        is_own = operation.program is None and self.reductions is not None
+        return self.reductions.prepare(operation) if is_own and self.reductions else super().prepare(operation)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made = self.reductions.empty(shape, dtype) if self.reductions is not None else None
         return super().empty(shape, dtype) if made is None else made
 
-    def wait_beside_work(self, beside_work: bool) -> None:
-        self._group.wait_beside_work(beside_work)
-
     def _move(self, number: int, deadline: float) -> None:
         self._group.run(self.kernels.move, (self.context_address, number), deadline)
 
     def _move_beside(self) -> None:
-        if self.is_busy():
+        if len(self._unfinished()):
             self.kernels.move(self.context_address, -1)  # errors are raised by the wait for the message
