@@ -1,9 +1,4 @@
-"""Print, measure or compile what collectives use.
-
-gradwire info          print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks
-gradwire tune --out F  measure the links between the ranks, under torchrun, and write the file F for COLLECTIVES_TUNING=F
-gradwire precompile    compile the CPU kernels now instead of in the first run
-"""
+"""Print, measure or compile what collectives use."""
 
 from __future__ import annotations
 
@@ -28,6 +23,12 @@ from gradwire.collectives.schedules.selection import Table
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.torch_internals import store_of_one
 from gradwire.collectives.tuning.cost_model import TuningError
+
+_COMMANDS = {
+    "info": "print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks",
+    "tune": "measure the links between the ranks, under torchrun, and write a file for COLLECTIVES_TUNING=FILE",
+    "precompile": "compile the CPU kernels now instead of in the first run",
+}
 
 #: How long the ranks of a command may take to find each other.
 _MEETING_S = 300.0
@@ -131,22 +132,12 @@ def _communicator() -> Communicator:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="gradwire", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="gradwire", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(name: str, description: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=description, description=f"{description[0].upper()}{description[1:]}.")
-
-    add(
-        "info", "print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks"
-    )
-    tune = add(
-        "tune", "measure the links between the ranks, under torchrun, and write a file for COLLECTIVES_TUNING=FILE"
-    )
-    tune.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
-    add("precompile", "compile the CPU kernels now instead of in the first run")
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name == "tune":
+            command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the JSON file to write")
     flags = parser.parse_args()
     try:
         if flags.command == "info":

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSG
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
-from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide, wide_rows
+from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide_rows
 from tests.interpreter import python
 from tests.ranks.programs import ended, launch_text, start
 
@@ -373,7 +373,7 @@ def test_monitored_barrier_names_who_is_missing(ranks: Worlds) -> None:
     assert "not done after 0.5 s" in ranks(2).run(come_late)[0]
 
 
-def queue_before_barriers(is_asynchronous: bool) -> None:
+def queue_before_barriers() -> None:
     """Rank 1 is later for the queued operations than the barriers after them allow, and misses the last barrier."""
     group, rank = dist.new_group(backend="gradwire"), dist.get_rank()
     tensor, last = torch.ones(3), torch.ones(3)
@@ -384,7 +384,7 @@ def queue_before_barriers(is_asynchronous: bool) -> None:
         works.append(dist.all_reduce(tensor, group=group, async_op=True))
     options = dist.BarrierOptions()
     options.timeout = timedelta(seconds=1.0)
-    options.asyncOp = is_asynchronous
+    options.asyncOp = True
     barrier = group.barrier(options)
     works.append(dist.all_reduce(last, group=group, async_op=True))
     for work in (*works, barrier):
@@ -400,9 +400,8 @@ def queue_before_barriers(is_asynchronous: bool) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("is_asynchronous", [True, *wide(False)])
-def test_the_timeout_of_a_barrier_is_that_of_no_other_operation(ranks: Worlds, is_asynchronous: bool) -> None:
-    ranks(2).run(queue_before_barriers, is_asynchronous)
+def test_the_timeout_of_a_barrier_is_that_of_no_other_operation(ranks: Worlds) -> None:
+    ranks(2).run(queue_before_barriers)
 
 
 LARGE = 4_000_000  # elements, whose exchange takes longer than to register a function
