@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -304,11 +303,7 @@ class Communicator(SharedTensors):
         """
         self._lanes = name
         self.timeline = timeline
-        lane = self.lane("operations")
-        if self._tally is not None:
-            lane = Lane(deque(maxlen=0), 0) if lane is None else lane
-            lane.listener = self._tally.add
-        self._engine.record(lane, with_parts=timeline is not None)
+        self._engine.record(self.lane("operations"), self._tally)
 
     def lane(self, of: str) -> Lane | None:
         """Return the lane of the timeline that shows one kind of work with this Communicator; None if nothing is recorded.

@@ -80,13 +80,11 @@ class OperationTally:
         self._lock = threading.RLock()  # the garbage collector may call write() inside of add()
         self._began_s = self._written_s = time.monotonic()
 
-    def add(self, name: str, duration_ns: int, details: Mapping[str, Any]) -> None:
-        """Add the span of an operation. A span of a part of one, which has no "call" in its details, is ignored."""
-        if "call" not in details:
-            return
-        nbytes, seconds = details.get("bytes", 0), max(1, duration_ns) / 1e9
+    def add(self, name: str, duration_ns: int, notes: Mapping[str, Any]) -> None:
+        """Add an operation. notes: its bytes, codec, algorithm and device, as far as it has them."""
+        nbytes, seconds = notes.get("bytes", 0), max(1, duration_ns) / 1e9
         with self._lock:
-            kind = details.get("codec", "none"), details.get("algorithm", ""), details.get("device", "cpu")
+            kind = notes.get("codec", "none"), notes.get("algorithm", ""), notes.get("device", "cpu")
             key = name, *kind, nbytes.bit_length()
             row = self._rows.setdefault(key, [0, 0, 0.0, 0.0])
             row[:3] = row[0] + 1, row[1] + nbytes, row[2] + seconds

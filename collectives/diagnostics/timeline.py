@@ -79,24 +79,18 @@ class Timeline:
 
 
 class Lane:
-    """One row of a timeline, whose spans are nested or do not overlap. events: how many were recorded. listener: called
-    with each span's name, nanoseconds and details."""
+    """One row of a timeline, whose spans are nested or do not overlap. events: how many were recorded."""
 
     def __init__(self, kept: deque[Event], number: int) -> None:
         self.events = 0
-        self.listener: Callable[[str, int, dict[str, Any]], object] | None = None
         self._kept = kept
         self._number = number
-        self._notes: dict[str, Any] = {}
 
     def span(self, name: str, begin_ns: int, **details: Any) -> None:
         """Add a span that began at begin_ns and ends now."""
-        duration_ns = now_ns() - begin_ns
-        self._add(name, begin_ns, duration_ns, details)
-        if self.listener is not None:
-            self.listener(name, duration_ns, details)
+        self._add(name, begin_ns, now_ns() - begin_ns, details)
 
-    def _add(self, name: str, begin_ns: int, duration_ns: int, details: dict[str, Any]) -> None:
+    def _add(self, name: str, begin_ns: int, duration_ns: int | None, details: dict[str, Any]) -> None:
         self.events += 1
         self._kept.append((self._number, name, begin_ns, duration_ns, details or None))
 
@@ -132,8 +126,7 @@ class Lane:
 
     def mark(self, name: str, **details: Any) -> None:
         """Add an event without a duration."""
-        self.events += 1
-        self._kept.append((self._number, name, now_ns(), None, details or None))
+        self._add(name, now_ns(), None, details)
 
     @contextmanager
     def during(self, name: str, **details: Any) -> Iterator[None]:
@@ -143,23 +136,6 @@ class Lane:
             yield
         finally:
             self.span(name, begin_ns, **details)
-
-    def note(self, algorithm: str, nbytes: int, device: str) -> None:
-        """Keep the algorithm, the bytes and the device type of the running operation for take_notes(). Further calls
-        add to them."""
-        self._notes["device"] = device
-        self._notes["bytes"] = self._notes.get("bytes", 0) + nbytes
-        known = self._notes.get("algorithm")
-        self._notes["algorithm"] = algorithm if known in (None, algorithm) else f"{known}, {algorithm}"
-
-    def note_codec(self, codec: str, nbytes: int) -> None:
-        """Keep the codec of the running operation, and its bytes before encoding in place of the bytes so far."""
-        self._notes |= {"codec": codec, "bytes": nbytes}
-
-    def take_notes(self) -> dict[str, Any]:
-        """Return the notes since the last call, by name."""
-        notes, self._notes = self._notes, {}
-        return notes
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition, effective
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, now_ns
 from gradwire.collectives.engine.buffers import Buffer, is_plain
 from gradwire.collectives.engine.closing import ClosableOperations
@@ -46,7 +47,7 @@ class Engine:
     Attributes: rank, size; plans, the programs that it runs; operations, which runs calls in turn; messages, between two ranks;
     can, what the transport can do; routes and empty, see Transport; device_types, of the tensors that the engine can move;
     control_device, of the framework's own data (tokens, tables, pickled objects); watch, which exchanges news between ranks
-    beside operations; lane, in which operations are recorded, or None.
+    beside operations.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Engine:
         self.operations = ClosableOperations(transport, watch, timeout_s, stall_warning_s)
         self.messages = Messages(transport, self.operations)
         self.watch = watch
-        self.lane: Lane | None = None
+        self._lane: Lane | None = None
+        self._tally: OperationTally | None = None
+        self._records = False
         self._transport = transport
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
@@ -90,8 +93,8 @@ class Engine:
             with torch.inference_mode(False):
                 return self.run(call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s)
         run = (direct and call.direct) or call.run
-        if self.lane is not None:
-            run = _recorded(self.lane, call, run)
+        if self._records:
+            run = self._recorded(run, call, now_ns())
         is_usual = not async_op and timeout_s is None and call.signature is call.text
         if is_usual and self.operations.run_now(call.text, call.digest, run, source, destination):
             return DONE
@@ -101,14 +104,41 @@ class Engine:
 
         return self.operations.submit(call.text, body, async_op=async_op, signature=call.signature, timeout_s=timeout_s)
 
-    def record(self, lane: Lane | None, *, with_parts: bool) -> None:
-        """Record later operations in a lane, and with_parts also the parts of programs; None stops the recording."""
-        self.lane = lane
-        self._transport.trace = lane.program if lane is not None and with_parts else None
+    def record(self, lane: Lane | None, tally: OperationTally | None) -> None:
+        """Record later calls, and in the lane also the parts of programs and codes. None: record nothing there."""
+        self._lane, self._tally = lane, tally
+        self._records = lane is not None or tally is not None
+        self._transport.trace = None if lane is None else lane.program
+
+    def recording(self, text: str, notes: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Return a context manager that records a call, if calls are recorded. text, notes: see PreparedCall."""
+        return self._recording(text, notes) if self._records else nullcontext()
+
+    @contextmanager
+    def _recording(self, text: str, notes: Mapping[str, Any], **of_lane: Any) -> Iterator[None]:
+        verb, begin_ns = text.partition("(")[0], now_ns()
+        try:
+            yield
+        finally:
+            if self._lane is not None:
+                self._lane.span(verb, begin_ns, call=text, **of_lane, **notes)
+            if self._tally is not None:
+                self._tally.add(verb, now_ns() - begin_ns, notes)
+
+    def _recorded(
+        self, run: Callable[[Any, Any, int, float], None], call: PreparedCall, issued_ns: int
+    ) -> Callable[[Any, Any, int, float], None]:
+        """Return a call's run that records it, and how long it was queued."""
+
+        def recorded(source: Any, destination: Any, tag: int, deadline: float) -> None:
+            with self._recording(call.text, call.notes, queued_us=(now_ns() - issued_ns) / 1e3):
+                run(source, destination, tag, deadline)
+
+        return recorded
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        """Return a context manager that records a part of a call, if calls are recorded."""
-        return nullcontext() if self.lane is None else self.lane.during(name, **details)
+        """Return a context manager that records a part of a call, if its parts are recorded."""
+        return nullcontext() if self._lane is None else self._lane.during(name, **details)
 
     def known(self, tensor: torch.Tensor, key: Hashable) -> Any:
         """Return what keep() was given for such a tensor and key; None if nothing was, or if the tensor needs a check or a
@@ -307,23 +337,6 @@ class Engine:
         """Wait until the connections that operations.part() is closing are closed, and close the transport."""
         self.operations.join()
         self._transport.close()
-
-
-def _recorded(
-    lane: Lane, call: PreparedCall, run: Callable[[Any, Any, int, float], None]
-) -> Callable[[Any, Any, int, float], None]:
-    """Return a call's run that records its span, and how long it was queued."""
-    issued_ns = now_ns()
-
-    def recorded(source: Any, destination: Any, tag: int, deadline: float) -> None:
-        begin_ns = now_ns()
-        try:
-            run(source, destination, tag, deadline)
-        finally:
-            queued_us = (begin_ns - issued_ns) / 1e3
-            lane.span(call.text.partition("(")[0], begin_ns, call=call.text, queued_us=queued_us, **call.notes)
-
-    return recorded
 
 
 # How a program's run becomes that of a verb

@@ -29,14 +29,14 @@ class PointToPoint(Ranks):
         """
         engine = self._engine
         call = _send_call(engine, "send", tensor, dst, tag, former)
-        with engine.span("send", call=call, bytes=tensor.nbytes):
+        with engine.recording(call, {"bytes": tensor.nbytes}):
             engine.messages.send(call, engine.buffer(tensor), dst, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MessageWork:
         """Begin to send `tensor`, as send does, and return a handle. Do not change the tensor before wait() of the handle."""
         engine = self._engine
         call = _send_call(engine, "isend", tensor, dst, tag)
-        with engine.span("send", call=call, bytes=tensor.nbytes):
+        with engine.recording(call, {"bytes": tensor.nbytes}):
             return engine.messages.isend(call, engine.buffer(kept(tensor)), dst, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0, **former: object) -> int:
@@ -51,7 +51,7 @@ class PointToPoint(Ranks):
         """
         engine = self._engine
         call = _recv_call(engine, "recv", tensor, src, tag, former)
-        with engine.span("recv", call=call, bytes=tensor.nbytes):
+        with engine.recording(call, {"bytes": tensor.nbytes}):
             return engine.messages.recv(call, engine.buffer(tensor, fill=False), src, tag)
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> MessageWork:
@@ -59,7 +59,7 @@ class PointToPoint(Ranks):
         that sends. Do not use the tensor before wait() of the handle."""
         engine = self._engine
         call = _recv_call(engine, "irecv", tensor, src, tag)
-        with engine.span("recv", call=call, bytes=tensor.nbytes):
+        with engine.recording(call, {"bytes": tensor.nbytes}):
             return engine.messages.irecv(call, engine.buffer(kept(tensor), fill=False), src, tag)
 
 

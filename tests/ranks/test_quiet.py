@@ -4,6 +4,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -147,6 +149,46 @@ def test_no_python_runs_between_messages(failing_world: Callable[[int], World], 
     executed, events = zip(*failing_world(SIZE).run(exchange_without_python, hosts), strict=True)
     assert not any(executed)
     assert set.union(*events) >= {"allreduce", "send", "wait", "reduce", "encode", "decode", "divide"}
+
+
+def compare_recorded_calls() -> None:
+    """Recorded calls pass the functions that others pass, and those that record."""
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+        tensor = torch.ones(1 << 16)
+        for call in (
+            lambda: comm.allreduce(tensor),
+            lambda: comm.allreduce(tensor, algorithm="ring"),
+            lambda: comm.allreduce(tensor, compression="int8"),
+            comm.prepare_allreduce(tensor),
+        ):
+            call()
+            alone = functions_of(call)
+            comm.record(Timeline())
+            recorded = functions_of(call)
+            comm.record(None)
+            assert recorded >= alone
+            assert all("record" in name or file == "timeline.py" for file, name in recorded - alone), recorded - alone
+
+
+def functions_of(call: Callable[[], object]) -> set[tuple[str, str]]:
+    """Return the functions of gradwire that a call passes in this thread: their files and names."""
+    seen = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and "collectives" in path.parts:
+            seen.add((path.name, frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_recording_only_observes(ranks: Worlds) -> None:
+    ranks(2).run(compare_recorded_calls)
 
 
 def train_a_little() -> str:

@@ -132,11 +132,7 @@ def test_a_timeline_keeps_the_last_events_and_counts_the_others() -> None:
     for number in range(5):
         lane.mark(f"event {number}")
     with timeline.lane("two").during("inside", bytes=3):
-        lane.note("ring", 8, "cpu")
-        lane.note("ring", 8, "cpu")
-        lane.note("tree", 1, "cpu")
-    assert lane.take_notes() == {"bytes": 17, "algorithm": "ring, tree", "device": "cpu"}
-    assert lane.take_notes() == {}
+        pass
     recording = timeline.recording()
     assert [name for _, name, *_ in recording.events] == ["event 3", "event 4", "inside"]
     assert recording.dropped == 3
@@ -270,8 +266,7 @@ def test_a_rank_is_clearly_slow_only_if_it_costs_much_and_more_than_others(
 def test_operations_are_added_up_and_the_best_rate_is_kept(tmp_path: Path) -> None:
     tally = OperationTally(tmp_path, 0, 2, [])
     for duration_ns in (2_000, 1_000, 4_000):
-        tally.add("allreduce", duration_ns, {"call": "allreduce", "bytes": 1000, "algorithm": "ring"})
-    tally.add("exchange", 500, {})  # a part of one
+        tally.add("allreduce", duration_ns, {"bytes": 1000, "algorithm": "ring"})
     tally.write()
     (path,) = tmp_path.iterdir()
     (row,) = json.loads(path.read_text().splitlines()[-1])
