@@ -64,7 +64,7 @@ class TuningFile:
 def tune(communicator: Communicator, engine: Engine) -> Costs:
     """See Communicator.tune()."""
     codecs = communicator.costs.codecs if communicator.costs is not None else ()
-    costs = replace(_links(communicator, engine), codecs=codecs)
+    costs = replace(measure_links(engine, communicator.topology, communicator.machines), codecs=codecs)
     _choose_by(communicator, engine, costs)  # which may change what the timed calls run
     costs = time_algorithms(communicator, costs, _timed_algorithms(engine))
     _choose_by(communicator, engine, costs)
@@ -79,7 +79,7 @@ def measure_codecs(communicator: Communicator, engine: Engine, codecs: Iterable[
     if engine.control_device != "cpu":
         raise ValueError(f"rank {engine.rank}: links are measured with CPU tensors, which this group does not carry")
     wanted = dict.fromkeys([*map(make_codec, codecs), Raw()])
-    costs = communicator.costs or _links(communicator, engine)
+    costs = communicator.costs or measure_links(engine, communicator.topology, communicator.machines)
     names = _timed_algorithms(engine)
     if not all(costs.measured("allreduce", name) for name in names):
         costs = time_algorithms(communicator, costs, names)
@@ -103,13 +103,6 @@ def predict(costs: Costs | None, engine: Engine, numel: int, itemsize: int, comp
     if compression is None:
         return predict_auto(engine.plans, costs, numel * itemsize, itemsize)
     return predict_coded(engine.plans, costs, numel, make_codec(compression))
-
-
-def _links(communicator: Communicator, engine: Engine) -> Costs:
-    """Measure the links, and return their costs, equal to the bit on all ranks. A collective call."""
-    costs = measure_links(engine, communicator.topology, communicator.machines)
-    text = communicator.allgather_record(costs and costs.to_json())[0]
-    return Costs.from_json(text, "of rank 0")
 
 
 def _timed_algorithms(engine: Engine) -> list[str]:

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,8 +17,9 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.parsing import format_size
 from gradwire.collectives.reduction import Op
 from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.tuning.calibration import calibrated
 from gradwire.collectives.tuning.cost_model import Costs
-from gradwire.collectives.tuning.prediction import predict
+from gradwire.collectives.tuning.prediction import legs_of, predict
 
 if TYPE_CHECKING:
     from gradwire.collectives.communicator import Communicator
@@ -55,8 +57,22 @@ def time_algorithms(communicator: Communicator, costs: Costs, names: Sequence[st
         expected = {name: predicted.get(name, fastest_s) for name in names if predicted.get(name, 0.0) <= most_s}
         # Other work on a host makes calls longer and never shorter.
         taken = _timed(communicator, costs, nbytes, expected, run, min)
+        if nbytes == _LEAST:
+            costs = _calibrated(communicator, costs, taken)
         costs = costs.with_times(nbytes, taken)
     return costs
+
+
+def _calibrated(communicator: Communicator, costs: Costs, taken: Mapping[str, float]) -> Costs:
+    """Return costs that explain the times of small allreduces. Rank 0 computes them: ranks that share cores would wait for each
+    other."""
+    mine = (0.0, 0.0)
+    if communicator.rank == 0:
+        few, many = "recursive_doubling", "ring"
+        legs = [legs_of(costs, "allreduce", name, 4, communicator.segment_bytes, _LEAST) for name in (few, many)]
+        mine = calibrated(costs, legs[0], taken[few], legs[1], taken[many])
+    numbers = _agreed(communicator, dict(zip(("factor", "call_s"), mine, strict=True)), "sum")
+    return replace(costs.with_messages(numbers["factor"]), call_s=numbers["call_s"])
 
 
 def time_codecs(

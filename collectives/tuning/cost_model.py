@@ -58,8 +58,8 @@ class CodecCost(NamedTuple):
 
 
 class CallCost(NamedTuple):
-    """The measured times of calls: (bytes, seconds), ascending. A link's own algorithm has no Program to walk, so its costs are
-    only these times. For other algorithms, they correct the walk."""
+    """The measured times of calls: (bytes, seconds), ascending. A link's own algorithm has no Program to simulate, so its costs
+    are only these times. For other algorithms, they correct the simulated times."""
 
     verb: str
     algorithm: str
@@ -113,12 +113,20 @@ class Costs:
         """Return these costs without the measured seconds of allreduces by these algorithms or codecs."""
         return replace(self, calls=tuple(call for call in self.calls if call.algorithm not in names))
 
+    def with_messages(self, factor: float) -> Costs:
+        """Return these costs with those of messages, but not of bytes, multiplied by a factor."""
+
+        def times(link: LinkCost) -> LinkCost:
+            return replace(link, latency_s=factor * link.latency_s, message_cpu_s=factor * link.message_cpu_s)
+
+        return replace(self, inside=times(self.inside), between=times(self.between))
+
     def codec(self, identity: str) -> CodecCost:
         """Return the costs of a codec. Raises KeyError for one that was not measured."""
-        for codec in self.codecs:
-            if codec.identity == identity:
-                return codec
-        raise KeyError(f"codec {identity!r} was not measured")
+        found = next((codec for codec in self.codecs if codec.identity == identity), None)
+        if found is None:
+            raise KeyError(f"codec {identity!r} was not measured")
+        return found
 
     def among(self, ranks: Sequence[int]) -> Costs:
         """Return the costs among some of the ranks, which are numbered from 0 in the order given."""

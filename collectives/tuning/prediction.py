@@ -164,15 +164,15 @@ def _in_segments(costs: Costs, verb: str, algorithm: str, itemsize: int, segment
 
 @lru_cache(maxsize=4096)
 def _priced(costs: Costs, verb: str, algorithm: str, itemsize: int, segment_bytes: int, nbytes: int) -> float:
-    return price(costs, _legs(costs, verb, algorithm, itemsize, segment_bytes, nbytes))
+    return price(costs, legs_of(costs, verb, algorithm, itemsize, segment_bytes, nbytes))
 
 
 @lru_cache(maxsize=4096)
 def _busiest(costs: Costs, verb: str, algorithm: str, itemsize: int, segment_bytes: int, nbytes: int) -> float:
-    return busiest_uplink_s(costs, _legs(costs, verb, algorithm, itemsize, segment_bytes, nbytes))
+    return busiest_uplink_s(costs, legs_of(costs, verb, algorithm, itemsize, segment_bytes, nbytes))
 
 
-def _legs(costs: Costs, verb: str, algorithm: str, itemsize: int, segment_bytes: int, nbytes: int) -> list[list[Leg]]:
+def legs_of(costs: Costs, verb: str, algorithm: str, itemsize: int, segment_bytes: int, nbytes: int) -> list[list[Leg]]:
     """Return by rank the programs of a call."""
     segment, numel = max(1, segment_bytes // itemsize), nbytes // itemsize
     schedules = [PLANNERS[verb][algorithm](costs.place(rank)) for rank in range(costs.size)]

@@ -66,35 +66,32 @@ def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
 Alike = Callable[[int, int], tuple[int, int]]
 
 
-def price(costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike | None = None) -> float:
+def price(
+    costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike = lambda sender, receiver: (sender, receiver)
+) -> float:
     """Return the seconds until every rank has finished its programs, which it runs one after the other.
 
     legs: by rank. If every rank behaves like one of the first few ranks, the legs of these suffice. `alike` then takes the
     sender (one of the first ranks) and the receiver of a message, and returns the sender and receiver of the equivalent message
     whose receiver is one of the first ranks.
     """
-    seconds = costs.call_s + max(_Walk(costs, legs, alike or _itself).run(), default=0.0)
+    seconds = costs.call_s + max(_Simulation(costs, legs, alike).run(), default=0.0)
     # A link that allows bursts saves up for the next call while it idles. But it carries all calls at its lasting rate.
     return max(seconds, busiest_uplink_s(costs, legs)) if costs.burst_bytes else seconds
 
 
-def _itself(sender: int, receiver: int) -> tuple[int, int]:
-    return sender, receiver
-
-
-class _Walk:
+class _Simulation:
     """A run of the programs of all ranks. Times are in seconds from the beginning."""
 
     def __init__(self, costs: Costs, legs: Sequence[Sequence[Leg]], alike: Alike) -> None:
         self._costs = costs
-        self._legs = legs
         self._alike = alike
-        self._instructions = [_numbered(each) for each in legs]
+        self._ranks = [self._steps(rank, of_rank) for rank, of_rank in enumerate(legs)]
         self._clocks = [0.0] * len(legs)
         self._host = {rank: index for index, host in enumerate(costs.hosts) for rank in host}
         self._slow = {pair: link.byte_s for link in costs.slow_links for pair in (link.pair, link.pair[::-1])}
         # The times when shared resources are free again; cores only if they are fewer than their ranks. Links that allow bursts
-        # have saved up for one.
+        # have saved up for one: this many seconds of their rate.
         self._saved = [costs.burst_bytes * uplink for uplink in costs.uplinks]
         self._up, self._down = [0.0] * len(self._saved), [0.0] * len(self._saved)
         self._connections: dict[tuple[int, int], float] = defaultdict(float)
@@ -104,84 +101,68 @@ class _Walk:
                 self._cores.update(dict.fromkeys(ranks, [0.0] * number))
         # The next events: (time, rank), or for a message between hosts whose first byte reaches the receiver's uplink, (time,
         # -1, its number, channel, bytes, the time when its last byte has left).
-        self._ready: list[tuple[Any, ...]] = []
+        self._ready: list[tuple[Any, ...]] = [(0.0, rank) for rank in range(len(legs))]
         self._numbers = itertools.count()
         # By channel (sender, receiver, leg, segment): the sent messages, in order, and the rank that waits for a message that
         # is not sent yet.
         self._arrivals: dict[tuple[int, ...], deque[tuple[float, int]]] = defaultdict(deque)
         self._blocked: dict[tuple[int, ...], int] = {}
-        self._sent: list[dict[tuple[int, int], float]] = [{} for _ in legs]
-        self._expected: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in legs]
-        self._outgoing: list[list[Instruction]] = [[] for _ in legs]
-        self._pending: list[tuple[int, Instruction] | None] = [None] * len(legs)
 
     def run(self) -> list[float]:
         """Return the time when each rank has finished."""
-        ready = self._ready
-        ready += [(0.0, rank) for rank in range(len(self._legs))]
+        ready, clocks = self._ready, self._clocks
         while ready:
             clock, rank, *message = heappop(ready)
             if message:
                 self._arrive(clock, *message)
                 continue
-            self._clocks[rank] = max(self._clocks[rank], clock)
-            if self._advance(rank):
-                heappush(ready, (self._clocks[rank], rank))
+            clocks[rank] = max(clocks[rank], clock)
+            if next(self._ranks[rank], False):
+                heappush(ready, (clocks[rank], rank))
         assert not self._blocked, "a program waits for a message that nobody sends"
-        return self._clocks
+        return clocks
 
-    def _advance(self, rank: int) -> bool:
-        """Follow a rank's instructions until its clock passes the next event. Return False if the rank waits or is done."""
+    def _steps(self, rank: int, legs: Sequence[Leg]) -> Iterator[bool]:
+        """Follow a rank's instructions. Yield True when its clock has passed the next event, and False when it waits."""
         clocks, ready = self._clocks, self._ready
-        instructions, sent, expected = self._instructions[rank], self._sent[rank], self._expected[rank]
-        outgoing = self._outgoing[rank]
-        item, self._pending[rank] = self._pending[rank], None
-        while True:
-            if item is None and (item := next(instructions, None)) is None:
-                return False
-            index, instruction = item
-            kind = instruction.kind
-            if kind == _WAIT:
-                number = (index, instruction.number)
-                left = sent.pop(number, None)
-                if left is not None:
-                    clocks[rank] = max(clocks[rank], left)
+        for index, leg in enumerate(legs):
+            sent: dict[int, float] = {}
+            expected: dict[int, tuple[int, ...]] = {}
+            outgoing: list[Instruction] = []
+            for instruction in leg.program:
+                kind, number = instruction.kind, instruction.number
+                if kind == _SEND:
+                    outgoing.append(instruction)
+                elif kind == _RECEIVE:
+                    expected[number] = (instruction.peer, rank, index, instruction.segment)
+                elif kind == _POST:
+                    for message in outgoing:
+                        to = (*self._alike(rank, message.peer), index, message.segment)
+                        sent[message.number] = self._send(rank, to, leg.nbytes(message))
+                    outgoing.clear()
+                elif kind != _WAIT:
+                    self._compute(rank, self._seconds(leg, instruction))
+                elif number in sent:
+                    clocks[rank] = max(clocks[rank], sent.pop(number))
                 else:
-                    channel = expected[number]
+                    channel = expected.pop(number)
                     arrived = self._arrivals[channel]
                     if not arrived:
                         self._blocked[channel] = rank
-                        self._pending[rank] = item
-                        return False
+                        yield False
                     link = self._link(channel[0], rank)
                     when, nbytes = arrived[0]
                     taking = nbytes * link.byte_cpu_s  # most of the message is copied before the last byte arrives
                     clocks[rank] = max(clocks[rank], when - taking)
                     if ready and clocks[rank] > ready[0][0]:  # another rank may use the processor first
-                        self._pending[rank] = item
-                        return True
+                        yield True
                     arrived.popleft()
-                    del expected[number]
                     self._compute(rank, link.message_cpu_s + taking)
-            elif kind == _SEND:
-                outgoing.append(instruction)
-            elif kind == _RECEIVE:
-                channel = (instruction.peer, rank, index, instruction.segment)
-                expected[index, instruction.number] = channel
-            elif kind == _POST:
-                for message in outgoing:
-                    channel = (*self._alike(rank, message.peer), index, message.segment)
-                    sent[index, message.number] = self._send(rank, channel, self._legs[rank][index].nbytes(message))
-                outgoing.clear()
-            else:
-                self._compute(rank, self._seconds(rank, index, instruction))
-            item = None
-            if ready and clocks[rank] > ready[0][0]:
-                return True
+                if ready and clocks[rank] > ready[0][0]:
+                    yield True
 
-    def _seconds(self, rank: int, index: int, instruction: Instruction) -> float:
+    def _seconds(self, leg: Leg, instruction: Instruction) -> float:
         """Return a processor's time for an instruction that moves no message."""
-        leg = self._legs[rank][index]
         nbytes = instruction.length * leg.itemsize
         if instruction.kind == _REDUCE:
             return nbytes * self._costs.reduce_byte_s
@@ -237,7 +218,3 @@ class _Walk:
         self._arrivals[channel].append((arrived, nbytes))
         if (blocked := self._blocked.pop(channel, None)) is not None:
             heappush(self._ready, (self._clocks[blocked], blocked))
-
-
-def _numbered(legs: Sequence[Leg]) -> Iterator[tuple[int, Instruction]]:
-    return ((index, instruction) for index, leg in enumerate(legs) for instruction in leg.program)

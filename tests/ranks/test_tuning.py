@@ -79,9 +79,10 @@ def test_tune_times_algorithms_that_are_predicted_to_be_near_and_all_ranks_selec
         costs, mine = comm.tune(), chosen(comm)
         assert comm.allgather_record([costs.to_json(), mine]) == [[costs.to_json(), mine]] * 3
         timed = {call.algorithm: dict(call.measured) for call in costs.calls}
+        assert comm.measured is not None
         for nbytes in {nbytes for taken in timed.values() for nbytes in taken}:
-            fastest_s = min(taken[nbytes] for taken in timed.values() if nbytes in taken)
-            assert timed[comm.chosen("allreduce", nbytes)][nbytes] <= fastest_s / 0.95
+            ranked = {name: s for s, name in comm.measured.ranked("allreduce", nbytes) if nbytes in timed.get(name, {})}
+            assert ranked[comm.chosen("allreduce", nbytes)] <= min(ranked.values()) / 0.95
         tensor, wanted = contribution(comm.rank, 3, 50_000, torch.float32), reduced(3, 50_000, torch.float32)
         comm.allreduce(tensor)
         assert torch.equal(tensor, wanted)
@@ -186,6 +187,22 @@ def test_a_rank_that_calls_something_else_meanwhile_is_named() -> None:
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as comm, pytest.raises(CollectiveError, match="tune") as caught:
         comm.barrier() if comm.rank == 1 else comm.tune()
     assert "barrier" in str(caught.value)
+
+
+UNTUNED = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import gradwire as hvd
+hvd.init()
+with hvd.collectives.Communicator() as comm:
+    comm.allreduce(torch.ones(3), compression="int8")
+    print([name for name in sys.modules if name.startswith("gradwire.collectives.tuning")])
+"""
+
+
+def test_nothing_that_measures_is_imported_before_it_is_called(tmp_path: Path) -> None:
+    status, said = ended(start([python(), "-c", UNTUNED], tmp_path))
+    assert (status, said.splitlines()[-1]) == (0, "[]")
 
 
 def test_the_command_replaces_a_file_that_cannot_be_used(tmp_path: Path) -> None:

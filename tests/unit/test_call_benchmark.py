@@ -48,35 +48,41 @@ class Shaped:
 
     def allreduce(self, tensor: torch.Tensor, *_: str, compression: Codec | None = None, **options: Any) -> None:
         if tensor.dtype is not torch.float64:  # not of predictions or times
-            self.pass_bytes(tensor.nbytes if compression is None else compression.wire_bytes(tensor.numel()), **options)
-            self._pass(SOFTWARE_S if compression is None else ENCODING_S)
+            self.call(tensor.nbytes if compression is None else compression.wire_bytes(tensor.numel()), **options)
+            self.passes(SOFTWARE_S if compression is None else ENCODING_S)
 
-    def pass_bytes(self, nbytes: int, **_: Any) -> None:
+    def call(self, nbytes: int, **_: Any) -> None:
         if nbytes > self._saved:
-            self._pass((nbytes - self._saved) / BYTES_S)
+            self.passes((nbytes - self._saved) / BYTES_S)
         self._saved -= nbytes
 
-    def _pass(self, seconds: float) -> None:
+    def passes(self, seconds: float) -> None:
         self.now_s += seconds
         self._saved = min(BURST_BYTES, self._saved + seconds * BYTES_S)
 
-    def timed(self, costs: Costs, *names: str) -> Costs:
-        return time_algorithms(cast(Communicator, self), costs, names)
+    def timed(self, costs: Costs = COSTS, *more: str) -> Costs:
+        return time_algorithms(cast(Communicator, self), costs, ["ring", "recursive_doubling", *more])
+
+    def ring(self, costs: Costs = COSTS) -> dict[int, float]:
+        return dict(self.timed(costs).measured("allreduce", "ring"))
 
     def coded(self, seconds: float | None = None) -> dict[int, float]:
         """Return the times of calls with int8, which are predicted to take so long, or as long as the bytes take."""
-        by_size = lambda costs, numel, codec: seconds or 4 * numel / BYTES_S  # noqa: E731
-        return dict(time_codecs(cast(Communicator, self), COSTS, [INT8], by_size).measured("allreduce", INT8.identity))
+
+        def predict(costs: Costs, numel: int, codec: Codec) -> float:
+            return seconds or 4 * numel / BYTES_S
+
+        costs = time_codecs(cast(Communicator, self), COSTS, [INT8], predict)
+        return dict(costs.measured("allreduce", INT8.identity))
 
 
 def test_bursts_are_spent_before_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Shaped(monkeypatch)
-    ring = dict(link.timed(COSTS, "ring").measured("allreduce", "ring"))
+    ring = link.ring()
+    assert ring == pytest.approx({nbytes: nbytes / BYTES_S for nbytes in ring}, rel=0.05)
     assert list(ring) == [1 << 10, 8 << 10, 64 << 10]  # calls of more bytes take long
-    assert ring[8 << 10] == pytest.approx((8 << 10) / BYTES_S, rel=0.05)
-    assert ring[64 << 10] == pytest.approx((64 << 10) / BYTES_S, rel=0.05)
     quick = replace(COSTS, between=replace(COSTS.between, byte_s=1e-9), uplinks=(1e-9, 1e-9))
-    assert len(link.timed(quick, "ring").measured("allreduce", "ring")) > 3
+    assert len(link.ring(quick)) > 3
     assert link.coded() == pytest.approx({1 << 10: ENCODING_S, 8 << 10: ENCODING_S})
     assert list(link.coded(1e-3)) == [1 << 10, 8 << 10, 128 << 10, 1 << 20, 4 << 20]
 
@@ -86,7 +92,7 @@ class Uneven(Shaped):
 
     turn = -1
 
-    def allreduce(self, tensor: torch.Tensor, *_: str, compression: Codec | None = None, **options: Any) -> None:
+    def allreduce(self, tensor: torch.Tensor, *_: str, **options: Any) -> None:
         if tensor.nbytes == 2 * BURST_BYTES:  # begins a turn
             self.turn += 1
         elif tensor.dtype is not torch.float64:
@@ -95,15 +101,15 @@ class Uneven(Shaped):
 
 def test_of_uneven_turns_the_fastest_counts_but_the_median_with_a_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     link = Uneven(monkeypatch)
-    assert dict(link.timed(COSTS, "ring").measured("allreduce", "ring"))[1 << 10] == pytest.approx(1.0)
+    assert link.ring()[1 << 10] == pytest.approx(1.0)
     assert set(link.coded().values()) == {2.0}
 
 
 class ByAlgorithm(Shaped):
     """Every algorithm takes its own time, which no prediction knows."""
 
-    def pass_bytes(self, nbytes: int, *, algorithm: str, **_: Any) -> None:
-        self.now_s += {"ring": 15e-4, "rsag": 1e-3, "tree": 1e-4, "native": 2e-2}[algorithm]
+    def call(self, nbytes: int, *, algorithm: str = "", **_: Any) -> None:
+        self.now_s += {"ring": 15e-4, "rsag": 1e-3, "native": 2e-2}.get(algorithm, 14e-4)
 
 
 def test_algorithms_that_predictions_cannot_separate_are_timed_and_the_fastest_is_selected(
@@ -112,25 +118,24 @@ def test_algorithms_that_predictions_cannot_separate_are_timed_and_the_fastest_i
     costs = replace(
         COSTS,
         between=replace(COSTS.between, byte_s=4e-9),
-        hosts=tuple((rank,) for rank in range(4)),  # where a tree sends more bytes, and the other two equally many
+        hosts=tuple((rank,) for rank in range(4)),  # where rsag and ring send equally many bytes
         machines=("a machine",) * 4,
         uplinks=(4e-9,) * 4,
         cores=(),
         slowness=(1.0,) * 4,
         burst_bytes=0,
     )
-    names = ("ring", "rsag", "tree", "native")
+    names = {"allreduce": ("ring", "recursive_doubling", "rsag", "native")}  # native is predicted by its first times
 
     def selected(costs: Costs) -> str:
-        return Chooser(costs, {"allreduce": names}, 1 << 20, lambda *_: "ring").choose("allreduce", 512 << 10)
+        return Chooser(costs, names, 1 << 20, lambda *_: "ring").choose("allreduce", 512 << 10)
 
     assert selected(costs) == "ring"
-    timed = ByAlgorithm(monkeypatch).timed(costs, *names)
-    at = {
-        nbytes: {name for name in names if nbytes in dict(timed.measured("allreduce", name))}
-        for nbytes in (1 << 10, 512 << 10)
-    }
-    assert at == {1 << 10: set(names), 512 << 10: {"ring", "rsag"}}
+    timed = ByAlgorithm(monkeypatch).timed(costs, "rsag", "native")
+    at_1k, at_512k = (
+        {call.algorithm for call in timed.calls if nbytes in dict(call.measured)} for nbytes in (1 << 10, 512 << 10)
+    )
+    assert at_1k == set(names["allreduce"]) == at_512k | {"native"}
     assert selected(timed) == "rsag"
 
 
@@ -140,6 +145,6 @@ def test_ranks_compute_predictions_together(monkeypatch: pytest.MonkeyPatch) -> 
     def parts(rank: int, size: int) -> list[float]:
         link = Shaped(monkeypatch)
         link.rank, link.size = rank, size
-        return [*call_benchmark._shared(cast(Communicator, link), {name: lambda: 7.0 for name in "abc"}).values()]
+        return [*call_benchmark._shared(cast(Communicator, link), dict.fromkeys("abc", lambda: 7.0)).values()]
 
     assert [sum(both) for both in zip(parts(0, 2), parts(1, 2), strict=True)] == parts(0, 1) == [7.0] * 3

@@ -96,7 +96,7 @@ def test_a_small_bucket_beside_a_large_one_may_travel_as_it_is() -> None:
 
 
 def corrected(made: Choice, monkeypatch: pytest.MonkeyPatch, step_s: dict[str, float], exchange_s: float) -> list[str]:
-    """Take steps, of so many seconds each by what is chosen, until all is settled; return what was chosen in each."""
+    """Take steps, of so many seconds each by what is chosen, until all is settled; return what was chosen in each window."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     seen = []
@@ -107,43 +107,39 @@ def corrected(made: Choice, monkeypatch: pytest.MonkeyPatch, step_s: dict[str, f
         made.follow(step, exchange_s)
         made.follow(step, 1e9)  # a second look after the same step counts for nothing
     assert made.settled
-    return seen
+    windows = seen[::WINDOW]
+    assert seen == [name for name in windows for _ in range(WINDOW)]
+    return windows
 
 
-def test_what_takes_as_long_as_predicted_stays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("rate", "step_s", "exchange_s", "windows", "said"),
+    [
+        (2.5e8, {"int8": 1.0}, None, ["int8"] * 4, "the predicted choice stays"),  # it takes as long as predicted
+        (1e7, {"int8": 1.0}, 0.5, ["int8"] * 4, "the predicted choice stays"),  # a rival would be hopeless
+        (2.5e8, {"int8": 1.0, "none": 0.9}, 1.0, ["int8", "none", "none", "none"], "use 'none'"),
+        (2.5e8, {"int8": 1.0, "none": 1.02}, 1.0, ["int8", "none", "none", "none"], "use 'none'"),  # nothing is lost
+        (2.5e8, {"int8": 1.0, "none": 1.1}, 1.0, ["int8", "none", "int8", "int8"], "the predicted choice stays"),
+        (2.5e8, {"int8": 1.0, "int4": 1.1, "none": 0.9}, 1.0, ["int8", "int4", "none", "none"], "use 'none'"),
+    ],
+)
+def test_rivals_are_tried_after_a_wrong_prediction_and_the_one_with_the_fastest_steps_stays(
+    rate: float,
+    step_s: dict[str, float],
+    exchange_s: float | None,
+    windows: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    communicator = Described(2.5e8)
-    made = chosen(communicator, "int8")
-    predicted_s = communicator.predict(SIZE[0], 4, made.choose(SIZE).codec)  # type: ignore[arg-type]
+    communicator = Described(rate)
+    made = chosen(communicator, *(name for name in step_s if name != "none"))
+    if exchange_s is None:
+        exchange_s = 1.05 * communicator.predict(SIZE[0], 4, make_codec("int8"))
     with caplog.at_level(logging.INFO, "gradwire"):
-        assert set(corrected(made, monkeypatch, {"int8": 1.0}, 1.05 * predicted_s)) == {"int8"}
-    assert communicator.asked == 1
-    assert "the predicted choice stays" in caplog.messages[-1]
-
-
-@pytest.mark.parametrize(("rival_s", "last"), [(0.9, "none"), (1.02, "none"), (1.1, "int8")])
-def test_a_rival_is_tried_and_stays_where_steps_are_quicker_or_near_and_nothing_is_lost(
-    rival_s: float, last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    communicator = Described(2.5e8)
-    made = chosen(communicator, "int8")
-    seen = corrected(made, monkeypatch, {"int8": 1.0, "none": rival_s}, 1.0)
-    assert seen[: 2 * WINDOW] == ["int8"] * WINDOW + ["none"] * WINDOW
-    assert set(seen[2 * WINDOW :]) == {last}
-    assert communicator.asked == 2
-
-
-def test_of_several_rivals_the_quickest_stays(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    communicator = Described(2.5e8)
-    step_s = {"int8": 1.0, "int4": 1.1, "none": 0.9}
-    with caplog.at_level(logging.INFO, "gradwire"):
-        seen = corrected(chosen(communicator, "int8", "int4"), monkeypatch, step_s, 1.0)
-    assert "all buckets use 'none' from now on" in caplog.messages[-1]
-    assert [seen[number * WINDOW] for number in range(4)] == ["int8", "int4", "none", "none"]
-    assert communicator.asked == 3
+        assert corrected(made, monkeypatch, step_s, exchange_s) == windows
+    assert said in caplog.messages[-1]
+    assert communicator.asked == len(step_s)
 
 
 def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +156,6 @@ def test_a_rank_that_has_joined_follows_without_steps_of_its_own() -> None:
     joined.follow(0, 1.0)
     joined.follow(SKIPPED + COUNTED, 1.0, counts=False)
     assert communicator.mine == [[]]
-
-
-def test_a_hopeless_rival_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = chosen(Described(1e7), "int8")
-    assert set(corrected(made, monkeypatch, {"int8": 1.0}, 0.5)) == {"int8"}
 
 
 def test_steps_are_not_measured_before_codecs_are_used_nor_across_layouts() -> None:

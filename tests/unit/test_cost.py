@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,21 +12,17 @@ from hypothesis import strategies as st
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.program import Program
-from gradwire.collectives.schedules.schedule import Schedule, receive, send
-from gradwire.collectives.schedules.spans import Span, segments_of_buffer
+from gradwire.collectives.schedules.schedule import Round, Schedule, receive, send
+from gradwire.collectives.schedules.spans import Span
 from gradwire.collectives.tuning.calibration import (
     Pair,
-    Timed,
-    Together,
-    Uplinks,
-    costs_of,
-    fitted,
+    calibrated,
+    link_of,
     slow_pairs,
     uplinks_of,
     without_waiting,
 )
 from gradwire.collectives.tuning.cost_model import (
-    CallCost,
     CodecCost,
     Cores,
     Costs,
@@ -35,7 +31,7 @@ from gradwire.collectives.tuning.cost_model import (
     TuningError,
     slowness,
 )
-from gradwire.collectives.tuning.prediction import coded_legs, plans_of, predict
+from gradwire.collectives.tuning.prediction import coded_legs, legs_of, plans_of, predict
 from gradwire.collectives.tuning.simulator import Leg, price
 
 FREE = LinkCost(0.0, 0.0, 0.0, 0.0)
@@ -60,25 +56,34 @@ def costs(*hosts: tuple[int, ...], byte_s: float = 1e-3, latency_s: float = 0.25
 
 def pairs(*links: tuple[int, int], size: int, nbytes: int) -> list[list[Leg]]:
     """Return what sends a message over each of these links at once."""
-    legs = []
-    for rank in range(size):
-        steps = [send(to, ALL) for each, to in links if each == rank]
-        steps += [receive(each, ALL) for each, to in links if to == rank]
-        schedule = Schedule(rank, size, 1, (tuple(step for group in steps for step in group),))
-        legs.append([Leg(Program(schedule, [(Span(0, nbytes),)]), 1)])
-    return legs
+
+    def steps(rank: int) -> Round:
+        sent = sum((send(to, ALL) for each, to in links if each == rank), ())
+        return sent + sum((receive(each, ALL) for each, to in links if to == rank), ())
+
+    return [leg_of(rank, size, nbytes, steps(rank)) for rank in range(size)]
 
 
-def programs(legs: list[list[Leg]]) -> dict[int, Program]:
-    return {rank: leg.program for rank, [leg] in enumerate(legs)}
+def leg_of(rank: int, size: int, nbytes: int, *rounds: Round) -> list[Leg]:
+    return [Leg(Program(Schedule(rank, size, 1, rounds), [(Span(0, nbytes),)]), 1)]
+
+
+def ring(by: Costs, nbytes: int) -> float:
+    return predict(by, "allreduce", "ring", nbytes, 1 << 20)
+
+
+def timed(by: Costs, algorithm: str, *taken: tuple[int, float]) -> Costs:
+    for nbytes, seconds in taken:
+        by = by.with_times(nbytes, {algorithm: seconds})
+    return by
 
 
 def test_a_ring_of_two_takes_two_messages_of_half_the_buffer() -> None:
     two = costs((0,), (1,))
-    assert predict(two, "allreduce", "ring", 4000, 1 << 20) == pytest.approx(2 * (2.0 + 0.25))
+    assert ring(two, 4000) == pytest.approx(2 * (2.0 + 0.25))
     added = replace(two, reduce_byte_s=1e-4, between=replace(two.between, message_cpu_s=0.5), call_s=1.0)
     # Each of the two rounds: hand over, travel, take. What was received in the first is added before the second.
-    assert predict(added, "allreduce", "ring", 4000, 1 << 20) == pytest.approx(1.0 + 2 * (0.5 + 2.25 + 0.5) + 0.2)
+    assert ring(added, 4000) == pytest.approx(1.0 + 2 * (0.5 + 2.25 + 0.5) + 0.2)
 
 
 def test_ranks_of_a_host_share_its_uplink_in_each_direction() -> None:
@@ -136,66 +141,45 @@ def test_many_segments_take_what_a_walk_over_all_of_them_takes() -> None:
 
 
 @pytest.mark.parametrize(("per_call_s", "small", "large"), [(0.5, 1.0, 1.5), (0.0, 0.8, 1.2)])
-def test_calls_inside_a_host_correct_the_walk(per_call_s: float, small: float, large: float) -> None:
-    """Each call took a fixed time and a multiple of the walk's."""
+def test_calls_inside_a_host_correct_the_simulation(per_call_s: float, small: float, large: float) -> None:
+    """Each call took a fixed time and a multiple of the simulated one."""
     two = replace(costs((0, 1), latency_s=0.0), inside=LinkCost(0.0, 1e-3, 0.0, 0.0))
-
-    def said(nbytes: int, by: Costs = two) -> float:
-        return predict(by, "allreduce", "ring", nbytes, 1 << 20)
-
-    taken = (400, per_call_s + small * said(400)), (6400, per_call_s + large * said(6400))
-    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
-    assert [said(nbytes, timed) for nbytes, _ in taken] == pytest.approx([seconds for _, seconds in taken])
-    assert said(64000, timed) == pytest.approx(per_call_s + large * said(64000))
-    halfway = (small + large) / 2  # in the logarithm of the bytes
-    assert said(1600, timed) == pytest.approx(per_call_s + halfway * said(1600))
-    assert predict(timed, "allreduce", "rsag", 400, 1 << 20) == predict(two, "allreduce", "rsag", 400, 1 << 20)
-    assert timed.among([1]).calls == ()
-
-
-def test_calls_between_hosts_correct_the_walk() -> None:
-    """Only the smaller call took longer than the walk says; what the walk lacks shrinks linearly in the bytes."""
-    two = costs((0,), (1,), latency_s=0.0)
-
-    def said(nbytes: int, by: Costs = two) -> float:
-        return predict(by, "allreduce", "ring", nbytes, 1 << 20)
-
-    taken = (400, said(400) + 0.5), (6400, said(6400))
-    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
-    assert [said(nbytes, timed) for nbytes in (400, 1600, 6400, 64000)] == pytest.approx(
-        [said(400) + 0.5, said(1600) + 0.4, said(6400), said(64000)]
-    )
-
-
-def test_a_larger_call_that_was_quicker_is_predicted_as_it_was_measured() -> None:
-    two = replace(costs((0, 1), latency_s=0.0), inside=LinkCost(0.0, 1e-3, 0.0, 0.0))
-    taken = (400, 9.0), (6400, 5.0)
-    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
-    first, between, last = (predict(timed, "allreduce", "ring", nbytes, 1 << 20) for nbytes in (400, 1600, 6400))
-    assert (first, last) == pytest.approx((9.0, 5.0))
-    assert 5.0 <= between <= 9.0
+    factors = {
+        400: small,
+        1600: (small + large) / 2,
+        6400: large,
+        64000: large,
+    }  # between in the logarithm of the bytes
+    taken = {nbytes: per_call_s + factor * ring(two, nbytes) for nbytes, factor in factors.items()}
+    known = timed(two, "ring", (400, taken[400]), (6400, taken[6400]))
+    assert {nbytes: ring(known, nbytes) for nbytes in taken} == pytest.approx(taken)
+    assert predict(known, "allreduce", "rsag", 400, 1 << 20) == predict(two, "allreduce", "rsag", 400, 1 << 20)
+    assert known.among([1]).calls == ()
+    slower = timed(two, "ring", (400, 9.0), (6400, 5.0))  # a larger call that was quicker
+    assert [ring(slower, nbytes) for nbytes in (400, 6400)] == pytest.approx([9.0, 5.0])
+    assert 5.0 <= ring(slower, 1600) <= 9.0
 
 
 @pytest.mark.parametrize("share", [0.4, 1.5])
-def test_beyond_a_large_call_between_hosts_the_walk_is_off_by_the_same_share(share: float) -> None:
-    two, small, large = costs((0,), (1,)), 1 << 10, 1 << 20
-
-    def said(nbytes: int, by: Costs = two) -> float:
-        return predict(by, "allreduce", "ring", nbytes, 1 << 20)
-
-    taken = (small, said(small)), (large, share * said(large))
-    timed = replace(two, calls=(CallCost("allreduce", "ring", taken),))
-    assert said(64 * large, timed) == pytest.approx(share * said(64 * large))
-    part = (large // 2 - small) / (large - small)
-    assert said(large // 2, timed) == pytest.approx(said(large // 2) + part * (share - 1) * said(large))
+def test_calls_between_hosts_correct_the_simulation(share: float) -> None:
+    """What the simulation lacks shrinks linearly in the bytes. Beyond a large call it is off by the same share."""
+    two, large = costs((0,), (1,), latency_s=0.0), 1 << 20
+    known = timed(two, "ring", (400, ring(two, 400) + 0.5), (6400, ring(two, 6400)))
+    missed = {400: 0.5, 1600: 0.4, 6400: 0.0, 64000: 0.0}
+    assert [ring(known, nbytes) - ring(two, nbytes) for nbytes in missed] == pytest.approx([*missed.values()])
+    known = timed(two, "ring", (1 << 10, ring(two, 1 << 10)), (large, share * ring(two, large)))
+    assert ring(known, 64 * large) == pytest.approx(share * ring(two, 64 * large))
+    part = (large // 2 - 1024) / (large - 1024)
+    assert ring(known, large // 2) == pytest.approx(ring(two, large // 2) + part * (share - 1) * ring(two, large))
 
 
 @pytest.mark.parametrize(("burst_bytes", "seconds"), [(0, 0.5), (100, 2.0)])
 def test_a_call_in_a_burst_does_not_make_a_prediction_quicker_than_the_links(burst_bytes: int, seconds: float) -> None:
     """In a tree of three ranks, rank 0 receives 1000 bytes from two others, which takes its link 2 seconds."""
-    three = replace(costs((0,), (1,), (2,)), burst_bytes=burst_bytes)
-    calls = (CallCost("allreduce", "tree", ((1000, 0.5),)),)
-    assert predict(replace(three, calls=calls), "allreduce", "tree", 1000, 1 << 20) == pytest.approx(seconds)
+    three = timed(replace(costs((0,), (1,), (2,)), burst_bytes=burst_bytes), "tree", (1000, 0.5))
+    assert predict(three, "allreduce", "tree", 1000, 1 << 20) == pytest.approx(seconds)
+    two = replace(costs((0,), (1,), byte_s=8e-9, latency_s=5e-5), burst_bytes=1000 * burst_bytes)
+    assert predict(two, "allreduce", "ring", 2_000_000, 1 << 10) >= 2_000_000 * 8e-9  # without measured calls
 
 
 @pytest.mark.parametrize(
@@ -207,11 +191,6 @@ def test_a_call_begins_with_a_burst_but_no_link_exceeds_its_lasting_rate(
 ) -> None:
     three = replace(costs((0,), (1,), (2,)), burst_bytes=2000)
     assert price(three, pairs(*links, size=3, nbytes=nbytes)) == pytest.approx(seconds)
-
-
-def test_without_measured_calls_many_segments_take_no_less_than_the_busiest_link() -> None:
-    two = replace(costs((0,), (1,), byte_s=8e-9, latency_s=5e-5), burst_bytes=100_000)
-    assert predict(two, "allreduce", "ring", 2_000_000, 1 << 10) >= 2_000_000 * 8e-9
 
 
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:
@@ -279,18 +258,6 @@ def test_codes_pay_on_slow_links_and_not_where_encoding_takes_longer(hosts: tupl
     assert price(costly, legs) > plain_s
 
 
-@pytest.mark.parametrize("begun", [1e-7, 1e-4, 0.3])
-def test_a_fitted_number_has_the_walk_take_what_was_measured(begun: float) -> None:
-    measured = costs((0,), (1,), latency_s=1e-4)
-    exchange = Timed(programs(pairs((0, 1), (1, 0), size=2, nbytes=1000)), 0.0)
-    exchange = exchange._replace(seconds=price(measured, exchange.legs))
-    wrong = replace(measured, between=replace(measured.between, latency_s=begun))
-    found = fitted(wrong, "between", "latency_s", exchange)
-    assert price(found, exchange.legs) == pytest.approx(exchange.seconds, rel=2e-3)
-    free = fitted(wrong, "between", "latency_s", exchange._replace(seconds=exchange.seconds / 1e3))
-    assert free.between.latency_s == 0.0
-
-
 def times_of_pairs(uplinks: list[float], slow: dict[tuple[int, int], float] | None = None) -> list[dict[int, float]]:
     """Return by host and partner the times of pairs on these uplinks, except for slow pairs."""
     hosts = range(len(uplinks))
@@ -313,10 +280,7 @@ def test_uplinks_and_slow_pairs_are_found_in_the_times_of_pairs(count: int, firs
         assert slow_pairs(times_of_pairs(uplinks, slow)) == slow
     if count == 9:
         assert uplinks_of(times_of_pairs(uplinks, {(1, 2): 0.9})) == uplinks  # by luck
-
-
-def test_nearly_equal_uplinks_are_equal() -> None:
-    assert uplinks_of(times_of_pairs([0.9, 1.0, 1.1, 1.4, 1.4])) == [1.1, 1.1, 1.1, 1.4, 1.4]
+        assert uplinks_of(times_of_pairs([0.9, 1.0, 1.1, 1.4, 1.4])) == [1.1, 1.1, 1.1, 1.4, 1.4]  # nearly equal ones
 
 
 @pytest.mark.parametrize("alone_s", [1.0, 2.0])
@@ -329,59 +293,33 @@ def test_waits_for_cores_are_no_cost_of_links(alone_s: float) -> None:
     assert without_waiting(times_of_pairs([1.0] * 4), 1.1) == times_of_pairs([1.0] * 4)
 
 
-@pytest.mark.parametrize(("large_s", "factor"), [(0.5, 1.0), (2.0, 2.0)])
-def test_a_fast_large_allreduce_makes_no_link_faster(large_s: float, factor: float) -> None:
-    three = replace(costs((0,), (1,), (2,), latency_s=0.0), slow_links=(SlowLink((0, 2), 2e-3),))
-    both = programs(pairs((0, 1), (1, 0), size=3, nbytes=250))  # of float32: 1 s
-    found = costs_of(three, None, None, None, Together(Timed(both, 1.0), Timed(both, 1.0), None, Timed(both, large_s)))
-    assert found.uplinks == pytest.approx((factor * 1e-3,) * 3, rel=5e-3)
-    assert found.slow_links[0].byte_s == pytest.approx(2 * found.uplinks[0])
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_cost_of_a_link_predicts_the_times_that_it_comes_from(inside: bool) -> None:
+    actual = LinkCost(2e-5, 0.0 if inside else 1e-9, 3e-6, 2e-10)
+    two = replace(
+        costs((0, 1) if inside else (0,), *[] if inside else [(1,)]), inside=actual, between=actual, call_s=1e-5
+    )
+    two = replace(two, uplinks=(0.0,) * len(two.hosts))
+
+    def seconds(nbytes: int, *rounds: tuple[Round, Round]) -> float:
+        return price(two, [leg_of(rank, 2, nbytes, *(each[rank] for each in rounds)) for rank in range(2)])
+
+    def swap(rank: int) -> Round:
+        return send(1 - rank, ALL) + receive(1 - rank, ALL)
+
+    stream = [(sum((send(1, ALL) for _ in range(16)), ()), sum((receive(0, ALL) for _ in range(16)), ()))]
+    swaps_s, bulk_s = seconds(4, *[(swap(0), swap(1))] * 16), seconds(1 << 20, (swap(0), swap(1)))
+    stream_s = seconds(4, *stream, (receive(1, ALL), send(0, ALL)))
+    found = link_of(Pair(16, swaps_s, stream_s, bulk_s, 1 << 20, None if inside else actual.byte_cpu_s), 1e-5)
+    assert astuple(found) == pytest.approx(astuple(actual), rel=0.03)
 
 
 @pytest.mark.parametrize("hosts", [((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)])
-def test_costs_fitted_to_times_that_the_walk_takes_predict_them_again(hosts: tuple[tuple[int, ...], ...]) -> None:
-    link = LinkCost(2e-5, 1e-9, 3e-6, 1e-10)
-    actual = replace(
-        costs(*hosts),
-        inside=LinkCost(1e-6, 0.0, 2e-6, 2e-10),
-        between=link,
-        uplinks=(1e-9,) * len(hosts),
-        call_s=1e-5,
-        reduce_byte_s=1e-10,
+def test_small_allreduces_correct_the_costs_of_messages_and_of_calls(hosts: tuple[tuple[int, ...], ...]) -> None:
+    alone = replace(
+        costs(*hosts, byte_s=1e-9), inside=LinkCost(1e-6, 0.0, 2e-6, 2e-10), between=LinkCost(2e-5, 1e-9, 3e-6, 1e-10)
     )
-
-    def timed(programs: list[Program]) -> Timed:
-        taken = Timed(dict(enumerate(programs)), 0.0)
-        return taken._replace(seconds=price(actual, taken.legs))
-
-    def swaps(pair: tuple[int, int], nbytes: int, times: int) -> Timed:
-        peers = dict([pair, pair[::-1]])
-        rounds = {rank: (send(peer, ALL) + receive(peer, ALL),) * times for rank, peer in peers.items()}
-        schedules = [Schedule(rank, 4, 1, rounds.get(rank, ())) for rank in range(4)]
-        return timed([Program(schedule, [(Span(0, nbytes // 4),)]) for schedule in schedules])
-
-    def stream(one: int, other: int) -> Timed:
-        sent, taken = sum((send(other, ALL) for _ in range(16)), ()), sum((receive(one, ALL) for _ in range(16)), ())
-        rounds = {one: (sent, receive(other, ALL)), other: (taken, send(one, ALL))}
-        schedules = [Schedule(rank, 4, 1, rounds.get(rank, ())) for rank in range(4)]
-        return timed([Program(schedule, [(Span(0, 2),)]) for schedule in schedules])
-
-    def measured(pair: tuple[int, int], moving_byte_s: float | None) -> Pair:
-        bulk = swaps(pair, 1 << 20, 1)
-        return Pair(swaps(pair, 4, 16), stream(*pair), 16, bulk, 1 << 20, 0.0, moving_byte_s)
-
-    def allreduce(name: str, nbytes: int) -> list[Program]:
-        schedules = [PLANNERS["allreduce"][name](actual.place(rank)) for rank in range(4)]
-        segments = segments_of_buffer(nbytes // 4, schedules[0].blocks, 24 << 10)
-        return [Program(schedule, segments) for schedule in schedules]
-
-    alone = replace(actual, inside=FREE, between=FREE, uplinks=(0.0,) * len(hosts))
-    inside = measured((0, 1), None) if len(hosts) < 4 else None
-    between = measured((hosts[0][0], hosts[1][0]), link.byte_cpu_s) if len(hosts) > 1 else None
-    uplinks = Uplinks(actual.uplinks, (), of_one_rank=len(hosts) == 4) if between else None
-    few, many = (timed(allreduce(name, 1 << 10)) for name in ("recursive_doubling", "ring"))
-    found = costs_of(alone, inside, between, uplinks, Together(few, many, None, timed(allreduce("ring", 4 << 20))))
-    for name in ("recursive_doubling", "rsag", "ring", "tree"):
-        for nbytes in (1 << 10, 256 << 10, 16 << 20):
-            measured_s = timed(allreduce(name, nbytes))
-            assert price(found, measured_s.legs) == pytest.approx(measured_s.seconds, rel=0.1), (name, nbytes)
+    few, many = (legs_of(alone, "allreduce", name, 4, 1 << 20, 1 << 10) for name in ("recursive_doubling", "ring"))
+    actual = replace(alone.with_messages(3.0), call_s=1e-5)
+    factor, call_s = calibrated(alone, few, price(actual, few), many, price(actual, many))
+    assert (factor, call_s) == pytest.approx((3.0, 1e-5), rel=0.05)
