@@ -49,7 +49,7 @@ class Communicator(SharedTensors):
     docs/guides/collectives.md is the guide.
 
     group: a ProcessGroup over gloo (CUDA tensors are copied through pinned memory) or NCCL; None for the world. gradwire itself
-    also passes a Membership, which describes the ranks without a ProcessGroup, and which no other Communicator may use.
+    also passes a Membership, which describes the ranks without a ProcessGroup.
     timeout_s: the deadline of each operation, in seconds from its start, and of making the Communicator.
     segment_bytes: an algorithm cuts a buffer into blocks, usually one per rank, and sends each block in pieces of at most
     segment_bytes. None: a default that depends on the link and on which ranks share hosts. With a codec, CUDA tensors are sent
@@ -121,11 +121,12 @@ class Communicator(SharedTensors):
         except Exception as error:
             meeting.withdraw(error)  # else the other ranks would wait for this one
             raise
-        membership = meeting if isinstance(meeting, Membership) else meeting.meet(device_types, host, timeout_s)
+        met = meeting if isinstance(meeting, Membership) else meeting.meet(device_types, host, timeout_s)
+        membership = met.opened()
         #: The rank of each member in torch.distributed's default group, by its rank here; empty if they are not in that group.
         self.global_ranks = membership.global_ranks
         try:
-            with coming_together(membership.rank, timeout_s, membership):
+            with coming_together(membership.rank, timeout_s, membership.channel):
                 self.topology = Topology(membership.rank, membership.hosts)
                 settings = [f"segment_bytes={segment_bytes}"]
                 if "cuda" in membership.device_types:
@@ -134,9 +135,9 @@ class Communicator(SharedTensors):
                 if tuning != "0":
                     settings.append(f"{TUNING}={tuning if tuning_file is None else tuning_file.content}")
                 connection = connect(membership, link, ", ".join(settings), timeout_s)
-        finally:
-            if membership is not group:
-                membership.close()
+        except BaseException:
+            membership.channel.leave_unconnected()  # otherwise connected ranks would count this rank as lost
+            raise
         try:
             transport = connection.transport
             can = transport.capabilities
@@ -158,7 +159,7 @@ class Communicator(SharedTensors):
                 share_alignment_bytes=can.share_alignment_bytes,
             )
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
-            self._engine = Engine(transport, connection.watch, plans, patience_s, stall_warning_s)
+            self._engine = Engine(transport, connection.channel, plans, patience_s, stall_warning_s)
             self._lanes = ""
             self.timeline: Timeline | None = None
             """The Timeline in which operations are recorded now; None if they are not recorded."""

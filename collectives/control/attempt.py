@@ -1,16 +1,20 @@
-"""An attempt of ranks to meet. Each rank counts its attempts, also one in which it raises an error before it meets the others."""
+"""Ranks that meet, or have met. Each rank counts its attempts to meet, also one in which it raises an error before it meets the
+others. The Monitor of ranks of torch.distributed's default group stays with the group: later Communicators of these ranks, and
+of some of them, use it again."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
+import weakref
 from contextlib import closing, suppress
+from dataclasses import replace
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.control.arrival import arrive, withdraw_from
 from gradwire.collectives.control.asking import Asking
 from gradwire.collectives.control.membership import (
     Membership,
@@ -20,6 +24,7 @@ from gradwire.collectives.control.membership import (
     membership_from,
 )
 from gradwire.collectives.control.own_address import card_of
+from gradwire.collectives.control.rendezvous import rendezvous, withdraw_from
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import machine_id
 from gradwire.collectives.torch_internals import default_store, is_of_parent, server_of, store_of_one
@@ -28,14 +33,53 @@ from gradwire.collectives.torch_internals import default_store, is_of_parent, se
 _WITHDRAW_S = 5.0
 
 
+class Meetings:
+    """The meetings of ranks of a default group of torch.distributed, which releases their Monitors when it is destroyed."""
+
+    _all: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Meetings]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._made: list[Membership] = []
+
+    @classmethod
+    def of_default_group(cls) -> Meetings:
+        """Return those of the present default group."""
+        group = dist.group.WORLD
+        assert group is not None
+        if group not in cls._all:
+            cls._all[group] = made = cls()
+            weakref.finalize(group, made._release).atexit = False
+        return cls._all[group]
+
+    def keep(self, met: Membership) -> None:
+        """Keep what has met. met: of global ranks; its Monitor is released with the group."""
+        self._made.append(met)
+
+    def find(self, ranks: tuple[int, ...]) -> Membership | None:
+        """Return the Membership of the first meeting in which all of these global ranks took part: the same on all of them, since
+        each was in each such meeting. None without one."""
+        for met in self._made:
+            if set(ranks) <= set(met.global_ranks):
+                return met
+        return None
+
+    def _release(self) -> None:
+        for met in self._made:
+            met.close()
+
+
 class Attempt:
     """One attempt of ranks that share only a store to meet. A rank calls meet() or withdraw()."""
 
-    def __init__(self, store: Store, name: str, rank: int, global_ranks: tuple[int, ...]) -> None:
-        """store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks."""
+    def __init__(
+        self, store: Store, name: str, rank: int, global_ranks: tuple[int, ...], meetings: Meetings | None = None
+    ) -> None:
+        """store: only these ranks use names that begin with `name`. rank: this rank's place in global_ranks. meetings: in which
+        the ranks may have met."""
         self._store, self._name = store, name
         self._rank, self._global_ranks = rank, global_ranks
         self._keepers = keepers_among(global_ranks)
+        self._meetings = meetings
         self._numbered: Store | None = None
 
     @classmethod
@@ -49,10 +93,11 @@ class Attempt:
             )
         ranks = tuple(dist.get_process_group_ranks(group))
         name = f"gradwire/{group.group_name}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        return cls(default_store(), name, group.rank(), ranks)
+        return cls(default_store(), name, group.rank(), ranks, Meetings.of_default_group())
 
     def meet(self, device_types: tuple[str, ...], host: str, timeout_s: float) -> Membership:
-        """Return the Membership of the ranks, which the caller closes. A collective call on these ranks.
+        """Return the Membership of the ranks. A collective call on these ranks. The caller closes it, unless it is kept in
+        meetings.
 
         device_types: see Membership. host: a name that is the same on all ranks of a host. Raises CollectiveError if the ranks do
         not connect within timeout_s seconds.
@@ -60,26 +105,42 @@ class Attempt:
         size = len(self._global_ranks)
         if size == 1:
             return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=self._global_ranks)
+        if (met := self._met()) is not None:
+            return replace(met, device_types=device_types)
         deadline = time.monotonic() + timeout_s
         with coming_together(self._rank, timeout_s):
             try:
                 store = self._count(deadline)
                 card = card_of(self._rank, host, machine_id(), os.environ, deadline, server_of(self._store))
-                presence = arrive(store, size, card, deadline, keepers=self._keepers)
+                monitor = rendezvous(store, size, card, deadline, keepers=self._keepers)
             except LinkError:  # the other ranks know, or find the same
                 raise
             except Exception as error:
                 self.withdraw(error)
                 raise
-        return membership_from(presence, store, device_types, self._global_ranks)
+        made = membership_from(monitor, store, device_types, self._global_ranks)
+        if self._meetings is not None:
+            self._meetings.keep(made)
+        return made
 
     def withdraw(self, error: Exception) -> None:
         """Report to the other ranks that this rank has failed, so that they need not wait, and count the attempt as they do. Not
         a collective call. error: the reason, which the caller raises, also if the store does not answer."""
-        if len(self._global_ranks) > 1:
-            deadline = time.monotonic() + _WITHDRAW_S
-            with suppress(LinkError, RuntimeError):
-                withdraw_from(self._count(deadline), error, self._rank, self._keepers, deadline)
+        if len(self._global_ranks) == 1:
+            return
+        if (met := self._met()) is not None:
+            met.withdraw(error)
+            return
+        deadline = time.monotonic() + _WITHDRAW_S
+        with suppress(LinkError, RuntimeError):
+            withdraw_from(self._count(deadline), error, self._rank, self._keepers, deadline)
+
+    def _met(self) -> Membership | None:
+        """Return the Membership of these ranks if they have met."""
+        met = None if self._meetings is None else self._meetings.find(self._global_ranks)
+        if met is None:
+            return None
+        return met.subset([met.global_ranks.index(rank) for rank in self._global_ranks], self._name)
 
     def _count(self, deadline: float) -> Store:
         """Count the attempt, and return the part of the store that only this attempt uses. Raises as Asking.ask."""
@@ -91,5 +152,9 @@ class Attempt:
 
 
 def membership_of(group: dist.ProcessGroup, host: str, timeout_s: float) -> Membership:
-    """Return the Membership of a group's ranks, as Attempt.meet(). Raises ValueError for a group with neither gloo nor NCCL."""
-    return Attempt.of(group).meet(device_types_of(group), host, timeout_s)
+    """Return the Membership of a group's ranks, as Attempt.meet(); the caller closes it. Raises ValueError for a group with
+    neither gloo nor NCCL."""
+    met = Attempt.of(group).meet(device_types_of(group), host, timeout_s).opened()
+    if met.monitor is not None:
+        met.monitor.hold()
+    return met

@@ -4,6 +4,7 @@ The two ends of a new connection authenticate each other before they exchange an
 build of gradwire, and a random challenge. Each then sends a proof: an HMAC-SHA256 (RFC 2104) of its role and of both greetings,
 keyed with a secret of the job. Until an end has verified the proof of the other, it reads these fixed lengths and nothing more,
 and interprets nothing. The format stays the same in all versions of gradwire, so that ranks with different builds find that out.
+An end that has dialled a rank of the same build then sends the purpose of the connection.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _BUILD_BYTES, _CHALLENGE_BYTES, _PROOF_BYTES = 96, 32, 32
 #: _MAGIC, the rank, the build (ASCII, filled up with zeros), and the challenge.
 _GREETING = struct.Struct(f"!{len(_MAGIC)}si{_BUILD_BYTES}s{_CHALLENGE_BYTES}s")
 HANDSHAKE_BYTES = _GREETING.size + _PROOF_BYTES
+PURPOSE_BYTES = 16
 
 #: How long a connection may take to authenticate itself.
 HANDSHAKE_S = 30.0
@@ -64,23 +66,27 @@ class Handshake:
     Attributes: peer, the rank at the other end, and its build, once is_verified; until, when it must be (time.monotonic()).
     """
 
-    def __init__(self, connection: socket.socket, rank: int, secret: bytes, *, dials: bool) -> None:
-        """Send the greeting. dials: whether this process has made the connection, and not accepted it."""
+    def __init__(
+        self, connection: socket.socket, rank: int, secret: bytes, *, dials: bool, purpose: bytes = bytes(PURPOSE_BYTES)
+    ) -> None:
+        """Send the greeting. dials: whether this process has made the connection, and not accepted it. purpose: what to send if
+        it has."""
         self.connection = connection
         self.until = time.monotonic() + HANDSHAKE_S
         self.is_verified = False
-        self.peer, self.build = -1, ""
+        self.peer, self.build, self.purpose = -1, "", purpose
         self._rank, self._secret, self._dials = rank, secret, dials
         self._sent = _GREETING.pack(_MAGIC, rank, build().encode(), secrets.token_bytes(_CHALLENGE_BYTES))
         self._received = b""
+        self._wanted = HANDSHAKE_BYTES
         self._send(self._sent)
 
     def advance(self) -> bool:
-        """Read what has arrived, but no byte beyond the proof, and answer a greeting by the proof. Return whether more has to
-        arrive; if not, is_verified says whether the other end has authenticated itself."""
+        """Read what has arrived, but no byte beyond the proof and the purpose, and answer a greeting by the proof. Return whether
+        more has to arrive; if not, is_verified says whether the other end has authenticated itself."""
         before = len(self._received)
         try:
-            piece = self.connection.recv(HANDSHAKE_BYTES - before)
+            piece = self.connection.recv(self._wanted - before)
         except OSError as error:
             return isinstance(error, BlockingIOError)
         self._received += piece
@@ -88,13 +94,23 @@ class Handshake:
             return False
         if before < _GREETING.size <= len(self._received):
             self._send(self._proof(self._dials, self._sent, self._received[: _GREETING.size]))
-        if len(self._received) < HANDSHAKE_BYTES:
+        if len(self._received) < self._wanted:
             return True
+        if self._wanted > HANDSHAKE_BYTES:
+            self.purpose = self._received[HANDSHAKE_BYTES:]
+            self.is_verified = True
+            return False
         greeting, proof = self._received[: _GREETING.size], self._received[_GREETING.size :]
-        self.is_verified = hmac.compare_digest(proof, self._proof(not self._dials, greeting, self._sent))
-        if self.is_verified:
-            _, self.peer, name, _ = _GREETING.unpack(greeting)
-            self.build = name.rstrip(b"\0").decode(errors="replace")
+        if not hmac.compare_digest(proof, self._proof(not self._dials, greeting, self._sent)):
+            return False
+        _, self.peer, name, _ = _GREETING.unpack(greeting)
+        self.build = name.rstrip(b"\0").decode(errors="replace")
+        if self._dials:
+            self._send(self.purpose)
+        elif self.other_build() is None:
+            self._wanted += PURPOSE_BYTES
+            return True
+        self.is_verified = True
         return False
 
     def other_build(self) -> OtherBuild | None:
@@ -123,10 +139,13 @@ def dial(
     deadline: float,
     check: Callable[[], None],
     *,
+    purpose: bytes = bytes(PURPOSE_BYTES),
+    called: int | None = None,
     small_segments: bool = False,
 ) -> socket.socket:
     """Return an authenticated, nonblocking connection to a rank. place: the address and port at which it listens. check: see
-    wait_ready. small_segments: whether the connection must work on paths that lose large packets.
+    wait_ready. called: the number of the rank in errors, if it is another one. small_segments: whether the connection must work
+    on paths that lose large packets.
 
     Raises LinkError, which names the peer, with NotARank as its cause if another program listens there; OtherBuild; OSError (one
     of OWN_FAULTS) if this process lacks the resources to connect.
@@ -144,7 +163,7 @@ def dial(
         if failed:
             raise OSError(failed, os.strerror(failed))
         set_up(connection)
-        handshake = Handshake(connection, rank, secret, dials=True)
+        handshake = Handshake(connection, rank, secret, dials=True, purpose=purpose)
         while True:
             wait_ready({connection: select.POLLIN}, deadline, check)
             if not handshake.advance():
@@ -159,17 +178,20 @@ def dial(
             connection.close()
         if not isinstance(error, OSError) or error.errno in OWN_FAULTS:
             raise
-        detail = f"rank {peer} at {address} port {port}: {error}"
-        raise LinkError(peer, timed_out=isinstance(error, TimeoutError), detail=detail) from error
+        named = peer if called is None else called
+        detail = f"rank {named} at {address} port {port}: {error}"
+        raise LinkError(named, timed_out=isinstance(error, TimeoutError), detail=detail) from error
     return connection
 
 
 class Arrived(NamedTuple):
-    """An authenticated connection to a rank that has dialled. error: set if the rank runs another build of gradwire."""
+    """An authenticated connection to a rank that has dialled. error: set if the rank runs another build of gradwire; then it has
+    sent no purpose."""
 
     rank: int
     connection: socket.socket
     error: OtherBuild | None
+    purpose: bytes
 
 
 class Door:
@@ -201,7 +223,9 @@ class Door:
                 continue
             del self._unverified[descriptor]
             if handshake.is_verified:
-                arrived.append(Arrived(handshake.peer, handshake.connection, handshake.other_build()))
+                arrived.append(
+                    Arrived(handshake.peer, handshake.connection, handshake.other_build(), handshake.purpose)
+                )
             else:
                 handshake.connection.close()
         return arrived
@@ -228,13 +252,10 @@ class Door:
         self._unverified.clear()
 
 
-def listen(address: str, backlog: int, *, small_segments: bool = False) -> socket.socket:
-    """Return a nonblocking socket that listens on a free port of a numeric address, IPv4 or IPv6. Raises OSError if it cannot.
-    small_segments: whether connections must work on paths that lose large packets."""
+def listen(address: str, backlog: int) -> socket.socket:
+    """Return a nonblocking socket that listens on a free port of a numeric address, IPv4 or IPv6. Raises OSError if it cannot."""
     listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
     listener.setblocking(False)
-    if small_segments:
-        send_small_segments(listener)
     return listener
 
 

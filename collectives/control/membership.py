@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.control.asking import POLL_S, Asking
-from gradwire.collectives.control.hub import Failure
-from gradwire.collectives.control.listener import Listener
-from gradwire.collectives.control.presence import Presence
+from gradwire.collectives.control.asking import Asking
+from gradwire.collectives.control.channel import Channel, Failure
+from gradwire.collectives.control.monitor import Monitor
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
 from gradwire.collectives.schedules.topology import Topology
-
-#: The first pause between two checks whether all ranks have arrived; the next ones are longer, up to POLL_S.
-_FIRST_POLL_S = 0.0002
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 ROUNDING_S = 0.005
@@ -43,14 +37,12 @@ class Membership:
 
     rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. device_types:
     those whose tensors they exchange. secret: authenticates them when they connect. address: that at which the others
-    reach this rank. lost: returns the members whose process is known to have ended. noted: returns, without waiting,
-    the members whose end a launcher has noted, possibly before a connection ends; None if it notes nothing.
-    global_ranks: their ranks in torch.distributed's default group; empty if they have none. beside_others: whether
-    other ranks of the host compute while these wait for each other, so that waits leave the cores to them. presence: of
-    the ranks that arrived together; None for a rank alone. places: the members' ranks in `presence`. scope: marks their
-    failure reports in `presence`. keepers: the member whose process serves the store, if one does. cards: what each
-    member has offered to the others, by rank, for a link of gradwire. listener: to which the other members connect. unshared:
-    why ranks cannot share memory with the other ranks of their host.
+    reach this rank. global_ranks: their ranks in torch.distributed's default group; empty if they have none. beside_others:
+    whether other ranks of the host compute while these wait for each other, so that waits leave the cores to them. monitor:
+    of the ranks that have met; None for a rank alone. places: the members' ranks in `monitor`. scope: distinguishes
+    Communicators of the same members. keepers: the member whose process serves the store, if one does. channel: of the
+    Communicator that is made. cards: what each member has offered to the others, by rank, for a link of gradwire. unshared: why
+    ranks cannot share memory with the other ranks of their host.
     """
 
     rank: int
@@ -60,25 +52,22 @@ class Membership:
     device_types: tuple[str, ...]
     secret: bytes = field(repr=False)
     address: str = "127.0.0.1"
-    lost: Callable[[], Collection[int]] = field(repr=False, default=tuple)
-    noted: Callable[[], Collection[int]] | None = field(repr=False, default=None)
     global_ranks: tuple[int, ...] = ()
     beside_others: bool = False
-    presence: Presence | None = field(repr=False, default=None)
+    monitor: Monitor | None = field(repr=False, default=None)
     places: tuple[int, ...] = ()
     scope: str = ""
     keepers: tuple[int, ...] = ()
+    channel: Channel = field(repr=False, default_factory=lambda: Channel(0, 1))
     cards: tuple[dict[str, Any], ...] = field(repr=False, default=())
-    listener: Listener | None = field(repr=False, default=None)
     unshared: Mapping[int, str] = field(default_factory=dict)
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, this one among them; ranks[r] becomes rank r.
 
-        Not a collective call: nothing is sent. name: the same on these ranks, and not used before.
+        Not a collective call: nothing is sent. name: the same on these ranks.
         """
         place = {rank: number for number, rank in enumerate(ranks)}
-        noted = self.noted
         hosts = [[place[rank] for rank in host if rank in place] for host in self.hosts]
         return replace(
             self,
@@ -87,130 +76,44 @@ class Membership:
             hosts=tuple(sorted(tuple(sorted(host)) for host in hosts if host)),
             store=PrefixStore(name, self.store),
             secret=hashlib.sha256(self.secret + name.encode()).digest(),
-            lost=lambda: [place[rank] for rank in self.lost() if rank in place],
-            noted=None if noted is None else lambda: [place[rank] for rank in noted() if rank in place],
             global_ranks=tuple(self.global_ranks[rank] for rank in ranks) if self.global_ranks else (),
             places=tuple(self.places[rank] for rank in ranks) if self.places else (),
             scope=f"{self.scope}/{name}",
             keepers=tuple(place[rank] for rank in self.keepers if rank in place),
         )
 
-    def everyones(self, name: str, mine: bytes, deadline: float, compile_s: float = 0.0) -> list[bytes]:
-        """Return every rank's small record, by rank. A collective call, of which nothing stays in the store.
+    def opened(self) -> Membership:
+        """Return the Membership of one more Communicator of these ranks, with a Channel of its own. All ranks call this equally
+        often."""
+        if self.monitor is None or self.size == 1:
+            return replace(self, channel=Channel(self.rank, self.size))
+        channel = self.monitor.open(self.places, self.scope)
+        return replace(self, channel=channel, store=PrefixStore(channel.tag, self.store))
+
+    def everyones(self, name: str, mine: bytes, deadline: float) -> list[bytes]:
+        """Return every rank's small record, by rank. A collective call.
 
         name: unique among the exchanges of this Membership. mine: this rank's record. deadline: time.monotonic()
-        seconds, extended by compile_s for ranks that have called compiles(name).
-        Raises LinkError with ranks that are missing or have ended.
+        seconds. Raises LinkError with ranks that are missing or have ended.
         """
-        store = self.store
-        keys = [f"{name}/{rank}" for rank in range(self.size)]
-        complete, number = f"{name}/complete", f"{name}/number"
-        with closing(Asking(store, self.lost, self.keepers)) as asking:
-            ask = asking.ask
-            ask(lambda: store.set(keys[self.rank], mine.hex()), deadline)
-            if ask(lambda: store.add(number, 1), deadline) == self.size:
-                ask(lambda: store.set(complete, ""), deadline)
-            poll_s = _FIRST_POLL_S
-            while not ask(lambda: store.check([complete]), deadline):
-                try:
-                    self.check()
-                except LinkError:
-                    if ask(lambda: store.check([complete]), deadline):  # a rank may leave once it has all records
-                        break
-                    raise
-                if time.monotonic() >= deadline:
-                    missing = [rank for rank, key in enumerate(keys) if not ask(partial(store.check, [key]), deadline)]
-                    if not missing:  # the last rank stopped before it set `complete`
-                        break
-                    if time.monotonic() < deadline + compile_s:
-                        missing = [
-                            rank
-                            for rank in missing
-                            if not ask(partial(store.check, [f"{name}/compiles/{rank}"]), deadline)
-                        ]
-                    if missing:
-                        detail = f"{ranks_text(missing)} did not arrive"
-                        raise LinkError(None, timed_out=True, detail=detail, awaited=missing)
-                time.sleep(poll_s)
-                poll_s = min(2 * poll_s, POLL_S)
-            records = [bytes.fromhex(record.decode()) for record in ask(lambda: store.multi_get(keys), deadline)]
-            with suppress(LinkError, RuntimeError):  # the rank that serves the store may leave once it has all records
-                if ask(lambda: store.add(number, 1), deadline) == 2 * self.size:  # no other rank reads any more
-                    compiling = [f"{name}/compiles/{rank}" for rank in range(self.size)] if compile_s else []
-                    for key in (*keys, *compiling, complete, number):
-                        ask(partial(store.delete_key, key), deadline)
-            return records
-
-    def compiles(self, name: str, deadline: float) -> None:
-        """Report in the store that this rank compiles kernels before it calls everyones(name). Raises as Asking.ask."""
-        self.ask(lambda: self.store.set(f"{name}/compiles/{self.rank}", ""), deadline)
-
-    def exchange(
-        self,
-        name: str,
-        mine: dict[str, Any],
-        deadline: float,
-        compile_s: float = 0.0,
-    ) -> list[dict[str, Any]]:
-        """Return every rank's record of numbers, strings, and lists and dicts of them, by rank. See everyones()."""
-        record = json.dumps(mine).encode()
-        return [json.loads(each) for each in self.everyones(name, record, deadline, compile_s)]
+        return [bytes.fromhex(record) for record in self.channel.exchange(f"everyone's {name}", mine.hex(), deadline)]
 
     def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
         """Return the result of a call to the store that may block while a rank is missing. Raises as Asking.ask."""
-        with closing(Asking(self.store, self.check, self.keepers)) as asking:
+        with closing(Asking(self.store, self.channel.check, self.keepers)) as asking:
             return asking.ask(call, deadline)
-
-    def check(self) -> None:
-        """Raise LinkError with the ranks, if ranks are known to have ended or to be unable to connect."""
-        lost = self.lost()  # first, as in cause()
-        if (error := self._reported()) is not None:
-            raise error
-        if lost:
-            raise Failure.loss_of(lost).as_link_error()
-
-    def report(self, failure: Failure) -> None:
-        """Report to the other ranks the reason why the members cannot connect."""
-        if self.presence is not None:
-            places = tuple(self.places[rank] for rank in failure.ranks)
-            self.presence.report(replace(failure, ranks=places), self.scope)
 
     def withdraw(self, error: Exception) -> None:
         """Report to the other members that this one raises an error, and does not connect."""
-        self.report(Failure.of(error, self.rank))
-
-    def silent(self) -> tuple[int, ...]:
-        """Return the other ranks that do not answer: they have not ended, and do not wait for the others to connect."""
-        return () if self.presence is None else self._numbers(self.presence.silent(self.scope))
-
-    def cause(self, within_s: float) -> LinkError | None:
-        """Return the error of other ranks that keeps the members from connecting; None if it is not known within
-        within_s seconds. A rank that has left is no cause: it has connected, or has reported why it has not."""
-        deadline = time.monotonic() + within_s
-        while self.presence is not None:
-            ended = self._numbers(self.presence.ended())  # first: a rank reports a failure before it ends
-            if (error := self._reported()) is not None:
-                return error
-            if ended:
-                return Failure.loss_of(ended).as_link_error()
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_S)
-        return None
+        channel = self.opened().channel
+        channel.refuse(Failure.of(error, self.rank))
+        channel.leave_unconnected()
 
     def close(self) -> None:
-        """Close the presence. Only for the Membership of all ranks that arrived together, when no other needs it."""
-        if self.presence is not None:
-            self.presence.close()
-
-    def _reported(self) -> LinkError | None:
-        """Return the error for a reported failure of these ranks; None without one."""
-        if self.presence is None or (failure := self.presence.failure(self.scope)) is None:
-            return None
-        return replace(failure, ranks=self._numbers(failure.ranks)).as_link_error()
-
-    def _numbers(self, places: Collection[int]) -> tuple[int, ...]:
-        return tuple(rank for rank, place in enumerate(self.places) if place in places)
+        """Release the Monitor. Only for the Membership of all ranks that arrived together, when no other needs it."""
+        if self.monitor is not None:
+            self.channel.close()
+            self.monitor.release()
 
 
 def device_types_of(group: dist.ProcessGroup) -> tuple[str, ...]:
@@ -236,22 +139,20 @@ def keepers_among(global_ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def membership_from(
-    presence: Presence, store: Store, device_types: tuple[str, ...], global_ranks: tuple[int, ...]
+    monitor: Monitor, store: Store, device_types: tuple[str, ...], global_ranks: tuple[int, ...]
 ) -> Membership:
-    """Return the Membership of ranks that have arrived together. store: only they use the names below presence.key."""
-    hosts = Topology.from_host_ids(presence.rank, [card["host"] for card in presence.cards]).hosts
-    size = len(presence.cards)
+    """Return the Membership of ranks that have met. store: only they use the names below monitor.key."""
+    rank, size, cards = monitor.rank, monitor.size, monitor.cards
     return Membership(
-        presence.rank,
+        rank,
         size,
-        hosts,
-        PrefixStore(presence.key, store),
+        Topology.from_host_ids(rank, [card["host"] for card in cards]).hosts,
+        PrefixStore(monitor.key, store),
         device_types,
-        bytes.fromhex(presence.secret),
-        presence.cards[presence.rank]["address"],
-        lost=presence.gone,
+        monitor.secret,
+        monitor.address,
         global_ranks=global_ranks,
-        presence=presence,
+        monitor=monitor,
         places=tuple(range(size)),
         keepers=keepers_among(global_ranks),
     )
@@ -259,10 +160,10 @@ def membership_from(
 
 @contextmanager
 def coming_together(
-    rank: int, timeout_s: float, membership: Membership | None = None, operation: str = "making a Communicator"
+    rank: int, timeout_s: float, channel: Channel | None = None, operation: str = "making a Communicator"
 ) -> Iterator[None]:
     """Turn a RuntimeError, LinkError or OSError while ranks connect into a CollectiveError. Report any error except a
-    CollectiveError to the other members."""
+    CollectiveError to the other ranks of the channel."""
     end = time.monotonic() + timeout_s - ROUNDING_S
     try:
         yield
@@ -271,21 +172,21 @@ def coming_together(
     except (RuntimeError, LinkError, OSError) as error:
         timed_out = time.monotonic() >= end or isinstance(error, TimeoutError) or getattr(error, "timed_out", False)
         cause: LinkError | None = error if isinstance(error, LinkError) else None
-        if membership is not None and timed_out and (silent := membership.silent()):
+        if channel is not None and timed_out and (silent := channel.silent()):
             detail = f"{ranks_text(silent)} did not arrive"
             cause = LinkError(None, timed_out=True, detail=detail, awaited=silent)
-        elif membership is not None and not timed_out:
-            cause = membership.cause(_CAUSE_S if cause is None else _CAUSE_ELSEWHERE_S) or cause
-        if membership is not None:
-            membership.report(Failure.of(cause or error, rank))
+        elif channel is not None and not timed_out:
+            cause = channel.cause(_CAUSE_S if cause is None else _CAUSE_ELSEWHERE_S) or cause
+        if channel is not None:
+            channel.refuse(Failure.of(cause or error, rank))
         if cause is None:
             raise _error_of(error, rank, timeout_s, operation, timed_out=timed_out) from error
         if cause is not error:
             cause.__cause__ = error
         raise _error_of(cause, rank, timeout_s, operation, timed_out=cause.timed_out) from cause
     except BaseException as error:
-        if membership is not None:
-            membership.report(Failure.of(error, rank))
+        if channel is not None:
+            channel.refuse(Failure.of(error, rank))
         raise
 
 

@@ -1,7 +1,7 @@
-"""What ranks leave in the store while they arrive: where the hub listens, and why a rank has failed before it reached the hub.
+"""What ranks leave in the store while they arrive: where the Coordinator listens, and why a rank has failed before it reached it.
 
-Several attempts to arrive may share a store. The key of its hub names an attempt. Before there is a hub, the number of a rank's
-attempt does, which is the same on all ranks that have tried equally often.
+Several attempts to arrive may share a store. The key of its Coordinator names an attempt. Before there is one, the number of a
+rank's attempt does, which is the same on all ranks that have tried equally often.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives.control.build import build
-from gradwire.collectives.control.hub import Card, Failure
+from gradwire.collectives.control.channel import Failure
+from gradwire.collectives.control.coordinator import Card
 from gradwire.collectives.errors import LinkError
 
-_HUB = "hub"
-_MAGIC = "gradwire-hub"
+_KEY = "coordinator"
+_MAGIC = "gradwire-coordinator"
 
 
 @dataclass(frozen=True)
-class HubPlace:
-    """Where a hub listens. rank: that of its process. port: 0 if it cannot listen. key: a random name. token: the secret with
-    which processes and the hub authenticate each other. number: of the attempt of its rank. build: of gradwire there. text: the
-    Card of its process, as JSON, for processes with the same build only."""
+class CoordinatorPlace:
+    """Where a Coordinator listens. rank: that of its process. port: 0 if it cannot listen. key: a random name. token: the
+    secret with which processes and the Coordinator authenticate each other. number: of the attempt of its rank. build: of
+    gradwire there. text: the Card of its process, as JSON, for processes with the same build only."""
 
     rank: int
     address: str
@@ -37,8 +38,8 @@ class HubPlace:
     text: str
 
     @classmethod
-    def of(cls, card: Card, port: int, key: str, token: str, number: int = 1) -> HubPlace:
-        """Return the place of a hub in this process. card: that of this process."""
+    def of(cls, card: Card, port: int, key: str, token: str, number: int = 1) -> CoordinatorPlace:
+        """Return the place of a Coordinator in this process. card: that of this process."""
         return cls(card["rank"], card["address"] or "-", port, key, token, number, build(), json.dumps(card))
 
     def to_text(self) -> str:
@@ -47,7 +48,7 @@ class HubPlace:
         return " ".join(map(str, fields)) + "\n" + self.text
 
     @classmethod
-    def from_text(cls, text: str) -> HubPlace:
+    def from_text(cls, text: str) -> CoordinatorPlace:
         """Return the place whose to_text() is a text. Raises LinkError for any other text."""
         line, _, card = text.partition("\n")
         try:
@@ -56,21 +57,19 @@ class HubPlace:
                 return cls(int(rank), address, int(port), key, token, int(number), name, card)
         except ValueError:
             pass
-        detail = (
-            f"the store names a hub in a form that {build()} does not know: is another version installed on a host?"
-        )
+        detail = f"the store names a coordinator in a form that {build()} does not know: is another version installed on a host?"
         raise LinkError(None, timed_out=False, detail=detail)
 
     @property
     def card(self) -> Card:
-        """Return the Card of the hub's process."""
+        """Return the Card of the Coordinator's process."""
         card: Card = json.loads(self.text)
         return card
 
 
 class Notes:
-    """Reads and writes the notes of one rank. ask: calls the store, as Asking.ask with a deadline. left: the keys of hubs that
-    the rank ignores. number: of its attempt."""
+    """Reads and writes the notes of one rank. ask: calls the store, as Asking.ask with a deadline. left: the keys of
+    Coordinators that the rank ignores. number: of its attempt."""
 
     def __init__(
         self, store: Store, ask: Callable[[Callable[[], Any]], Any], left: Container[str] = (), number: int = 1
@@ -78,34 +77,34 @@ class Notes:
         self._store, self._ask, self._left = store, ask, left
         self._missed = f"missed/{number}"
 
-    def hub(self) -> HubPlace | None:
-        """Return the newest hub; None without one that this process has not left."""
-        text = self._read(_HUB)
-        place = None if text is None else HubPlace.from_text(text)
+    def coordinator(self) -> CoordinatorPlace | None:
+        """Return the newest Coordinator's place; None without one that this process has not left."""
+        text = self._read(_KEY)
+        place = None if text is None else CoordinatorPlace.from_text(text)
         return None if place is None or place.key in self._left else place
 
-    def publish(self, place: HubPlace, *, replaces: bool) -> HubPlace:
-        """Write where a hub listens, and return the hub that ranks will find. replaces: whether it replaces another hub in the
-        store; if not, the first one stays."""
+    def publish(self, place: CoordinatorPlace, *, replaces: bool) -> CoordinatorPlace:
+        """Write where a Coordinator listens, and return the place that ranks will find. replaces: whether it replaces another one
+        in the store; if not, the first one stays."""
         if replaces:
-            self._ask(lambda: self._store.set(_HUB, place.to_text()))
+            self._ask(lambda: self._store.set(_KEY, place.to_text()))
             return place
-        text = self._ask(lambda: self._store.compare_set(_HUB, "", place.to_text()))
-        return HubPlace.from_text(text.decode())
+        text = self._ask(lambda: self._store.compare_set(_KEY, "", place.to_text()))
+        return CoordinatorPlace.from_text(text.decode())
 
     def failure(self, key: str) -> Failure | None:
-        """Return the first failure of a rank that did not come to the hub of a key; None without one."""
+        """Return the first failure of a rank that did not come to the Coordinator of a key; None without one."""
         return self._failure(f"failure/{key}")
 
-    def failure_without_hub(self) -> Failure | None:
-        """Return the first failure of a rank that found no hub in this attempt; None without one."""
+    def failure_without_coordinator(self) -> Failure | None:
+        """Return the first failure of a rank that found no Coordinator in this attempt; None without one."""
         return self._failure(self._missed)
 
-    def leave(self, failure: Failure, found: HubPlace | None) -> None:
-        """Write why this rank has failed. found: the hub that it has found; None for a rank that looked for one."""
+    def leave(self, failure: Failure, found: CoordinatorPlace | None) -> None:
+        """Write why this rank has failed. found: the Coordinator that it has found; None for a rank that looked for one."""
         if found is None:
-            self._write(self._missed, failure)  # first: a hub that is published later reads it
-            found = self.hub()
+            self._write(self._missed, failure)  # first: a Coordinator that is published later reads it
+            found = self.coordinator()
         if found is not None:
             self._write(f"failure/{found.key}", failure)
 

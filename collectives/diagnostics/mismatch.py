@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.errors import LinkError, Mismatch
 from gradwire.collectives.reduction import COMBINE
 
@@ -121,7 +121,7 @@ class Agreement:
     last operation in which calls differed before any data moved.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Channel) -> None:
         self.known: set[str] = set()
         self.settled = -1
         self._watch = watch

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.mismatch import Agreement, Call, first_difference, mismatch
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost, ranks_text
 
@@ -97,7 +97,7 @@ class Findings:
         return set(self.lost - self.reports.keys() or leavers[:1])
 
 
-def inquire(watch: Watch, report: Report, agreement: Agreement) -> Findings:
+def inquire(watch: Channel, report: Report, agreement: Agreement) -> Findings:
     """Wait until the cause is known, and return the findings. The wait for the reports of all ranks takes at most
     GRACE_S seconds. report: this rank's own."""
 

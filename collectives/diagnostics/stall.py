@@ -1,7 +1,7 @@
 """Warnings about an operation that waits for a long time: the missing ranks, and the lines that they execute instead.
 
-The Watch's thread checks about once a second whether the operation is still the same, so that operations spend no time
-on checks. When a wait is long, the rank posts a question to all ranks. The Watch's thread of each rank answers it, even
+The Monitor's thread checks about once a second whether the operation is still the same, so that operations spend no time
+on checks. When a wait is long, the rank posts a question to all ranks. The Monitor's thread of each rank answers it, even
 while the main thread is busy. A rank does not answer only if none of its threads can run.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import shortened
 from gradwire.collectives.errors import ranks_text
@@ -95,7 +95,7 @@ class Stalls:
     """Logs a warning when a wait has lasted for warning_s seconds, and after each doubling of this time. warning_s:
     None for no warnings. position: returns this rank's Position; None if the Communicator is deleted."""
 
-    def __init__(self, watch: Watch, warning_s: float | None, position: Callable[[], Position | None]) -> None:
+    def __init__(self, watch: Channel, warning_s: float | None, position: Callable[[], Position | None]) -> None:
         self._watch = watch
         self._warning_s = warning_s
         self._position = position
@@ -139,7 +139,7 @@ class Stalls:
 
     def _on_news(self) -> float | None:
         """Answer questions, and log a warning if it is due. Return in how many seconds to check again, or None. Log
-        errors, because this runs on the Watch's thread."""
+        errors, because this runs on the Monitor's thread."""
         try:
             if (position := self._position()) is None:
                 return None

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import ExceptHook
 from gradwire.collectives.engine.operations import Operations
@@ -45,7 +45,7 @@ class ClosableOperations(Operations):
     Operations."""
 
     def __init__(
-        self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
+        self, transport: Transport, watch: Channel, timeout_s: float, stall_warning_s: float | None = None
     ) -> None:
         super().__init__(transport, watch, timeout_s, stall_warning_s)
         self._at_exit = weakly(self.exit)
@@ -124,7 +124,6 @@ class ClosableOperations(Operations):
         self._queue.sealed = True  # without its lock, which a thread of the parent may have held
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
-        self._watch.disown()
         self._transport.close()
 
     def exit(self) -> None:
@@ -168,7 +167,7 @@ def abandon_all(engines: Iterable[Engine], error: BaseException) -> None:
         engine.join()
 
 
-def _abandon(owner: int, queue: WorkQueue, watch: Watch, at_exit: Callable[[], None]) -> None:
+def _abandon(owner: int, queue: WorkQueue, watch: Channel, at_exit: Callable[[], None]) -> None:
     """End the threads and connections of a Communicator that is deleted without having been closed, but not in a forked
     child. Report to the other ranks that this one leaves, and wait for none of them."""
     if os.getpid() != owner:

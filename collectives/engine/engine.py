@@ -12,7 +12,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition, effective
 from gradwire.collectives.compression.rehearsal import rehearse
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.timeline import Lane, now_ns
 from gradwire.collectives.engine.buffers import Buffer, is_plain
@@ -51,7 +51,7 @@ class Engine:
     """
 
     def __init__(
-        self, transport: Transport, watch: Watch, plans: Plans, timeout_s: float, stall_warning_s: float | None
+        self, transport: Transport, watch: Channel, plans: Plans, timeout_s: float, stall_warning_s: float | None
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size

@@ -2,7 +2,7 @@
 
 A joined rank does not know the next call of the other ranks, so they send the text of each call as news while any rank has
 joined; from this text, the joined rank makes the same call with zeros. Before the first rank joins, the ranks send nothing, and
-an operation only checks Watch.has_news.
+an operation only checks Channel.has_news.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.mismatch import arguments_of
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ class Joined:
 
     A round of joins ends when all ranks have joined. Attributes: allows, returns whether a joined rank may take part in a call;
     refused, the number of the last operation in which a joined rank may not; absent, the ranks that had joined before it;
-    on_change, which the Watch's thread calls after each piece of news.
+    on_change, which the Monitor's thread calls after each piece of news.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Channel) -> None:
         self.allows: Callable[[str], bool] = is_sum
         self.refused = -1
         self.absent: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class Joined:
         calls: the last operations that began, with their numbers. A rank that only sends may be several operations ahead of a
         joined rank.
         """
-        with self._lock:  # the calling thread and the Watch's may both run this
+        with self._lock:  # the calling thread and the Channel's may both run this
             if sequence == self._announced or not (joined := self.ranks()) or self._watch.rank in joined:
                 return
             absent = tuple(sorted(rank for rank, (first, _) in joined.items() if first <= sequence))

@@ -12,7 +12,7 @@ from functools import partial
 from threading import get_ident
 from typing import NoReturn, TypeVar
 
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.mismatch import ANY_CALL, Call
 from gradwire.collectives.engine.queue import WorkQueue
@@ -64,7 +64,7 @@ class Operations(Supervision):
     Stalls."""
 
     def __init__(
-        self, transport: Transport, watch: Watch, timeout_s: float, stall_warning_s: float | None = None
+        self, transport: Transport, watch: Channel, timeout_s: float, stall_warning_s: float | None = None
     ) -> None:
         super().__init__(transport, watch, stall_warning_s)
         self.timeout_s = timeout_s

@@ -12,7 +12,7 @@ from dataclasses import replace
 from threading import get_ident
 from typing import TypeVar
 
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.mismatch import Agreement, Call
 from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
@@ -53,10 +53,10 @@ class OverdueError(LinkError):
 class Supervision:
     """Compares what this rank runs with the news of the other ranks.
 
-    Operations, which derives from this class, writes what runs to its attributes. The Watch's thread reads them, from
+    Operations, which derives from this class, writes what runs to its attributes. The Monitor's thread reads them, from
     construction on. watch: the news of the other ranks. stall_warning_s: see Stalls."""
 
-    def __init__(self, transport: Transport, watch: Watch, stall_warning_s: float | None) -> None:
+    def __init__(self, transport: Transport, watch: Channel, stall_warning_s: float | None) -> None:
         self._transport = transport
         self._rank = transport.rank
         self._watch = watch

@@ -220,6 +220,7 @@ class ProcessGroupTransport(Transport):
         def check() -> None:
             if self._is_aborted:
                 raise LinkError(None, timed_out=False, detail="the wait was ended")
+            membership.channel.check()
 
         with closing(Asking(membership.store, check, membership.keepers)) as asking:
             gloo = asking.ask(lambda: torch_internals.gloo_backend(store, rank, self.size, timeout, address), deadline)

@@ -1,4 +1,4 @@
-"""The links, by name, and the connection of a Communicator's members: a Transport and a Watch."""
+"""The links, by name, and the connection of a Communicator's members: a Transport and a Channel."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gradwire.collectives.control.handshake import give_up_on_silence
-from gradwire.collectives.control.listener import Listener, neighbours
-from gradwire.collectives.control.membership import Membership, coming_together
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
+from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import shared_memory_wanted
-from gradwire.collectives.errors import CollectiveError, by_value, ranks_text
+from gradwire.collectives.errors import by_value, ranks_text
 from gradwire.collectives.parsing import check_name
 from gradwire.collectives.schedules.topology import Machine
 from gradwire.collectives.transports.base import Transport
@@ -58,94 +56,64 @@ def check_link(name: object, environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """The Transport and the Watch between the members. machines: the Machine of each member, by rank."""
+    """The Transport and the Channel between the members. machines: the Machine of each member, by rank."""
 
     transport: Transport
-    watch: Watch
+    channel: Channel
     machines: tuple[Machine, ...]
 
     def close(self) -> None:
-        """Close the transport and the watch."""
+        """Close the transport and the channel."""
         try:
             self.transport.close()
         finally:
-            self.watch.close()
+            self.channel.close()
 
 
 def connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection:
     """Connect the members by the link of a name, in one exchange of cards and one commit. A collective call.
 
-    settings: text that must be the same on all ranks. Raises ValueError on all ranks if it differs; CollectiveError if
-    the ranks do not connect within timeout_s seconds, or a rank cannot listen; TypeError for a link that returns no
+    membership: opened. settings: text that must be the same on all ranks. Raises ValueError on all ranks if it differs;
+    LinkError, OSError or RuntimeError if the ranks do not connect within timeout_s seconds; TypeError for a link that returns no
     Transport; ValueError if its Transport is that of another rank, or prefers an algorithm that it does not offer.
     """
-    with coming_together(membership.rank, timeout_s, membership):
-        unshared: dict[int, str] = {}
-        while True:
-            connection, problems = _connect(replace(membership, unshared=unshared), link, settings, timeout_s)
-            if connection is not None:
-                return connection
-            unshared |= problems  # these ranks share no memory; all ranks connect again
+    unshared: dict[int, str] = {}
+    while True:
+        connection, problems = _connect(replace(membership, unshared=unshared), link, settings, timeout_s)
+        if connection is not None:
+            return connection
+        unshared |= problems  # these ranks share no memory; all ranks connect again
 
 
 def _connect(
     membership: Membership, link: str, settings: str, timeout_s: float
 ) -> tuple[Connection | None, dict[int, str]]:
     """Connect the members. Return None if ranks cannot share memory with the other ranks of their host, and why, by rank."""
-    rank, size, tries = membership.rank, membership.size, f"{len(membership.unshared)}"
-    cards_of, connected = f"cards {tries}", f"connected {tries}"
+    rank, size, channel, tries = membership.rank, membership.size, membership.channel, len(membership.unshared)
     settings = settings if link == AUTO else f"link={link!r}, {settings}"
-    card: dict[str, Any] = {"settings": settings, "refusal": "", "machine": asdict(Machine.here())}
+    card: dict[str, Any] = {"settings": settings, "machine": asdict(Machine.here())}
     with ExitStack() as made, ExitStack() as offers:
-        try:
-            news, data = Listener(membership.address, small_segments=True), Listener(membership.address)
-            offers.callback(news.close)
-            offers.callback(data.close)
-            card |= {"news": news.card, "data": data.card}
-        except OSError as error:  # reported, because the others would otherwise wait for this rank
-            card["refusal"] = str(error)
         if link == AUTO:
-            card |= offers.enter_context(offered(membership, cards_of, timeout_s))
-        deadline = time.monotonic() + timeout_s
-        cards = membership.exchange(cards_of, card, deadline, COMPILE_S)
+            card |= offers.enter_context(offered(membership))
+        cards = channel.exchange(f"cards {tries}", card, time.monotonic() + timeout_s, COMPILE_S)
         given = [each["settings"] for each in cards]
         if len(set(given)) > 1:
             raise ValueError(_difference(rank, given))
-        if refusals := {r: f"rank {r}: {each['refusal']}" for r, each in enumerate(cards) if each["refusal"]}:
-            message = f"cannot listen for the other ranks: {'; '.join(refusals.values())}"
-            raise CollectiveError(message, rank=rank, operation="making a Communicator", ranks=refusals)
-        addresses = [each["news"] for each in cards]
-        connections = news.join(rank, neighbours(rank, size), addresses, membership.secret, deadline, membership.check)
-        for connection in connections.values():
-            give_up_on_silence(connection)
-        watch = Watch(rank, size, connections)
-        made.callback(watch.close)
-        if membership.noted is not None:
-            watch.look_at(membership.noted)
-        # Ranks that leave because another rank is lost are not lost themselves.
-        watched = replace(membership, lost=lambda: watch.lost or membership.lost())
-        ready: dict[str, str] = {}
+        problem = ""
         try:
-            try:
-                has_cards = link in (AUTO, "tcp")
-                offering = replace(watched, cards=tuple(cards), listener=data) if has_cards else watched
-                transport = LINKS[link](offering, timeout_s)
-                if not isinstance(transport, Transport):
-                    raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
-                made.callback(transport.close)
-            except Unshared as error:
-                ready["why"] = str(error)
-            # No rank raises an error and leaves while others still connect.
-            answers = watched.exchange(connected, ready, time.monotonic() + timeout_s)
-            if problems := {r: answer["why"] for r, answer in enumerate(answers) if answer}:
-                watch.report_leaving(0)
-                return None, problems
-            _check(transport, rank, size, link)
-        except BaseException:
-            watch.report_leaving(0)  # otherwise connected ranks would count this rank as lost
-            raise
+            transport = LINKS[link](replace(membership, cards=tuple(cards)) if link == AUTO else membership, timeout_s)
+            if not isinstance(transport, Transport):
+                raise TypeError(f"rank {rank}: link {link!r} returned {transport!r}; a Transport is needed")
+            made.callback(transport.close)
+        except Unshared as error:
+            problem = str(error)
+        # No rank raises an error and leaves while others still connect.
+        answers = channel.exchange(f"connected {tries}", problem, time.monotonic() + timeout_s)
+        if problems := {member: why for member, why in enumerate(answers) if why}:
+            return None, problems
+        _check(transport, rank, size, link)
         made.pop_all()
-    return Connection(transport, watch, tuple(Machine(**each["machine"]) for each in cards)), {}
+    return Connection(transport, channel, tuple(Machine(**each["machine"]) for each in cards)), {}
 
 
 def _check(transport: Transport, rank: int, size: int, link: str) -> None:

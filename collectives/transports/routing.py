@@ -46,8 +46,8 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
     timeout_s: without the time to compile kernels. Raises LinkError, OSError or RuntimeError if this fails."""
     if membership.cards:
         return _auto(membership, timeout_s)
-    with offered(membership, "offers", timeout_s) as offer:  # for a link that calls this one
-        cards = membership.exchange("offers", offer, time.monotonic() + timeout_s, COMPILE_S)
+    with offered(membership) as offer:  # for a link that calls this one
+        cards = membership.channel.exchange("offers", offer, time.monotonic() + timeout_s, COMPILE_S)
         transport = _auto(replace(membership, cards=tuple(cards)), timeout_s)
         membership.everyones("mapped", b"", time.monotonic() + timeout_s)
         return transport
@@ -95,9 +95,9 @@ def _auto(membership: Membership, timeout_s: float) -> Transport:
 
 
 @contextmanager
-def offered(membership: Membership, name: str, timeout_s: float) -> Iterator[dict[str, Any]]:
+def offered(membership: Membership) -> Iterator[dict[str, Any]]:
     """Yield this rank's card for auto(), which all ranks call inside: whether it accepts shared memory, why it has no kernels
-    for TCP (None if it has them), and what offer_host() yields. name: of the exchange of the cards.
+    for TCP (None if it has them), and what offer_host() yields.
 
     Once the cards are exchanged, every rank has compiled its kernels. (During a collective of the backend, compiling would
     exceed the timeout.) A rank that neither arrives nor compiles is awaited for timeout_s only.
@@ -108,7 +108,7 @@ def offered(membership: Membership, name: str, timeout_s: float) -> Iterator[dic
     memory = shared_memory_wanted(os.environ)
     hosts_are_shared = any(len(host) > 1 for host in membership.hosts)
     if compiles_links():
-        membership.compiles(name, time.monotonic() + timeout_s)
+        membership.channel.compiles()
     kernels = cpu_kernels() if memory and hosts_are_shared else "shared memory is not used"
     sockets = cpu_sockets()
     card = {"memory": memory, "sockets": sockets if isinstance(sockets, str) else None}

@@ -8,16 +8,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from threading import get_ident
-from typing import Any
 
 import numpy as np
 
-from gradwire.collectives.control.listener import Listener
 from gradwire.collectives.control.membership import Membership
-from gradwire.collectives.control.paths import check_paths, lossy_paths
+from gradwire.collectives.control.paths import lossy_paths
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
 from gradwire.collectives.transports.base import KIND_BITS, Capabilities, Operation, Run, Transport
@@ -37,29 +35,16 @@ _LEAVE_S = 1.0
 def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) -> Transport:
     """Connect the members to each other. but: the ranks that this one leaves out; they must leave it out too.
 
-    Raises RuntimeError if there are no kernels; LinkError if the members do not connect within timeout_s seconds;
-    OSError if this rank cannot listen.
+    Raises RuntimeError if there are no kernels; LinkError if the members do not connect within timeout_s seconds.
     """
     kernels = cpu_sockets()
     if isinstance(kernels, str):
         raise RuntimeError(f"link 'tcp': {kernels}")
-    deadline = time.monotonic() + timeout_s
-    rank, check = membership.rank, membership.check
+    rank, channel = membership.rank, membership.channel
     peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
-    with ExitStack() as made:
-        cards: Sequence[Mapping[str, Any]] = membership.cards
-        listener = membership.listener
-        if listener is None:
-            listener = made.enter_context(closing(Listener(membership.address)))
-            cards = membership.exchange("tcp", {"data": listener.card}, deadline)
-        addresses = [card["data"] for card in cards]
-        connections = listener.join(rank, peers, addresses, membership.secret, deadline, check)
-        for connection in connections.values():
-            made.enter_context(connection)
-        check_paths(rank, connections, deadline, check)
-        made.pop_all()
+    connections = channel.connect(peers, time.monotonic() + timeout_s, channel.check) if peers else {}
     transport = TcpTransport(rank, membership.size, connections)
-    transport.routes = (f"{ranks_text(peers)}: TCP, from {listener.card.split()[0]}",)
+    transport.routes = (f"{ranks_text(peers)}: TCP, from {membership.address}",)
     return transport
 
 

@@ -54,6 +54,7 @@ CONNECT: dict[str, Callable[[Membership, float], Transport]] = {
 def connected(name: str) -> Transport:
     assert dist.group.WORLD is not None
     membership = membership_of(dist.group.WORLD, host_id(), EXCHANGE_TIMEOUT_S)
+    membership.everyones("opened", b"", in_time())
     transport = CONNECT[name](membership, EXCHANGE_TIMEOUT_S)
     membership.everyones("connected", b"", in_time())
     membership.close()

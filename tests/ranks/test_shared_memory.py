@@ -114,6 +114,7 @@ def test_all_copy_where_a_tensor_of_one_lies_elsewhere() -> None:
 @on_ranks(2, *wide(4), initialized=False)
 def test_memory_is_given_back() -> None:
     """Memory of tensors that are gone is given back, here and by the others, and its slots are used again."""
+    Communicator(timeout_s=TIMEOUT_S).close()  # the connections of ranks that have met stay
     descriptors, maps = held()
     with Communicator(timeout_s=TIMEOUT_S) as comm:
         group = segments()
@@ -200,6 +201,7 @@ def test_all_fall_back_together(
 @on_ranks(1, 2, 4, initialized=False)
 def test_one_tensor_for_all_ranks() -> None:
     """What each rank writes into its part, all read; it outlives the Communicator, and is given back with the last view."""
+    Communicator(timeout_s=TIMEOUT_S).close()  # the connections of ranks that have met stay
     descriptors, maps = held()
     with Communicator(timeout_s=TIMEOUT_S) as comm:
         group = segments()

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import gradwire  # noqa: F401  # which defines every error
+from gradwire.collectives.control.client import TurnedAway
 from gradwire.collectives.control.handshake import OtherBuild
 from gradwire.collectives.control.paths import LargePacketsLost
-from gradwire.collectives.control.presence import TurnedAway
 from gradwire.collectives.engine.supervision import OverdueError
 from gradwire.collectives.errors import (
     CollectiveError,

@@ -7,18 +7,29 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from typing import Any
 
 import pytest
 
 from gradwire.collectives.control import handshake
 from gradwire.collectives.control.build import build
-from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, Arrived, Door, NotARank, OtherBuild, dial, listen
+from gradwire.collectives.control.handshake import (
+    HANDSHAKE_BYTES,
+    PURPOSE_BYTES,
+    Arrived,
+    Door,
+    NotARank,
+    OtherBuild,
+    dial,
+    listen,
+)
 from gradwire.collectives.errors import LinkError
 from tests.harness import wait_until
 from tests.soak.strangers import FLOOD_BYTES, NESTED, greeting, proof
-from tests.unit.test_watch import DEADLINE_S, SECRET, joined
+from tests.unit.test_monitor import DEADLINE_S, SECRET, monitors
 
 GREETING_BYTES = HANDSHAKE_BYTES - 32
+PURPOSE = b"a purpose".ljust(PURPOSE_BYTES)
 HTTP = b"GET / HTTP/1.1\r\n\r\n"
 
 
@@ -52,7 +63,8 @@ def arrivals(door: Door) -> list[Arrived]:
 def prove(connection: socket.socket, rank: int, name: str = build()) -> None:
     """Do what a rank does that dials, by the format as it is written down."""
     theirs, mine = receive(connection, GREETING_BYTES), greeting(rank, name, secrets.token_bytes(32))
-    connection.sendall(mine + proof(SECRET, b"dials", mine, theirs))
+    purpose = PURPOSE if name == build() else b""
+    connection.sendall(mine + proof(SECRET, b"dials", mine, theirs) + purpose)
     assert receive(connection, 32) == proof(SECRET, b"listens", theirs, mine)
 
 
@@ -65,7 +77,7 @@ def test_who_knows_the_secret_is_let_in_and_what_follows_is_left_to_read(door: D
         thread.join()
         connection.sendall(NESTED)
         (arrived,) = found
-        assert (arrived.rank, arrived.error) == (1, None)
+        assert (arrived.rank, arrived.error, arrived.purpose) == (1, None, PURPOSE)
         arrived.connection.setblocking(True)
         assert receive(arrived.connection, len(NESTED)) == NESTED
         arrived.connection.close()
@@ -99,18 +111,17 @@ def test_strangers_are_dropped() -> None:
         with suppress(OSError):  # it ends as soon as the rank has seen enough
             stranger.sendall(message)
 
-    def knock(cards: list[str]) -> None:
-        address, port = cards[2].split()
+    def knock(cards: Any) -> None:
         for message in (*said, None):
-            stranger = socket.create_connection((address, int(port)), DEADLINE_S)
+            stranger = socket.create_connection((cards[2]["address"], cards[2]["port"]), DEADLINE_S)
             strangers.append(stranger)
             behaves = (repeat, (stranger,)) if message is None else (flood, (stranger, message))
             threading.Thread(target=behaves[0], args=behaves[1], daemon=True).start()
 
-    for connections in joined(3, knock):
-        assert len(connections) == 2
-        for connection in connections.values():
-            connection.close()
+    with monitors(3, knock) as met:
+        opened = [each.open(range(3), "channel") for each in met]
+        opened[0].post("topic", 1)
+        assert all(each.wait_for(lambda each=each: "topic" in each.posts, DEADLINE_S) for each in opened)  # type: ignore[misc]
     for stranger in strangers:
         with suppress(OSError):
             while stranger.recv(1 << 12):

@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from gradwire.collectives.control.watch import Neighbour, Watch
+from gradwire.collectives.control.channel import Channel
+from gradwire.collectives.control.neighbour import Neighbour
 from gradwire.collectives.engine.buffers import Buffer
 from gradwire.collectives.engine.closing import ClosableOperations, close_all
 from gradwire.collectives.engine.operations import Operations, Turn
@@ -25,7 +26,7 @@ from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.work import GradwireWork
 from gradwire.collectives.transports.base import Capabilities
 from tests.harness import wait_until
-from tests.unit.test_watch import DEADLINE_S, end_abruptly, watches
+from tests.unit.test_monitor import DEADLINE_S, channels, end_abruptly
 
 SOON_S = 0.3  # in which nothing is to happen
 
@@ -51,7 +52,7 @@ class StuckTransport:
         return {}
 
 
-def echo(watch: Watch) -> None:
+def echo(watch: Channel) -> None:
     """Let a rank say at once that it calls what rank 0 says that it does."""
 
     def repeat() -> None:
@@ -63,9 +64,9 @@ def echo(watch: Watch) -> None:
 
 
 @contextmanager
-def operations(size: int) -> Iterator[tuple[ClosableOperations, StuckTransport, list[Watch]]]:
+def operations(size: int) -> Iterator[tuple[ClosableOperations, StuckTransport, list[Channel]]]:
     """Rank 0's, its transport, and the watches of all ranks."""
-    with watches(size) as all_watches:
+    with channels(size) as all_watches:
         transport = StuckTransport(size)
         for watch in all_watches[1:]:
             echo(watch)
@@ -92,7 +93,7 @@ def waits(transport: StuckTransport, began: threading.Event) -> Callable[[Turn],
     return body
 
 
-def leaves(watch: Watch) -> None:
+def leaves(watch: Channel) -> None:
     watch.report_leaving(0)
 
 
@@ -203,7 +204,7 @@ def test_a_message_is_given_up_when_its_own_rank_has_left(leaver: int) -> None:
 
 @pytest.mark.parametrize("goes", [end_abruptly, leaves])
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Watch], None], async_op: bool) -> None:
+def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Channel], None], async_op: bool) -> None:
     with operations(3) as (mine, transport, all_watches):
         began = threading.Event()
         threading.Thread(target=lambda: (began.wait(DEADLINE_S), goes(all_watches[2]))).start()
@@ -217,7 +218,7 @@ def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Watch], None
 
 
 @pytest.mark.parametrize("goes", [end_abruptly, leaves])
-def test_what_is_known_to_be_in_vain_is_not_begun(goes: Callable[[Watch], None]) -> None:
+def test_what_is_known_to_be_in_vain_is_not_begun(goes: Callable[[Channel], None]) -> None:
     with operations(3) as (mine, _, all_watches):
         goes(all_watches[1])
         assert all_watches[0].wait_for(lambda: bool(all_watches[0].lost or all_watches[0].left), DEADLINE_S)
@@ -396,7 +397,7 @@ def test_a_thread_that_cannot_start_leaves_the_queue_as_it_was() -> None:
 
 def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
     before = set(threading.enumerate())
-    with watches(2) as all_watches:
+    with channels(2) as all_watches:
         echo(all_watches[1])
         mine = ClosableOperations(StuckTransport(2), all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
         mine.submit("allreduce", nothing, async_op=True).wait()
@@ -454,5 +455,4 @@ def test_nobody_waits_for_long_for_ranks_that_are_out_of_reach(failed: bool, mon
         mine.drain(time.monotonic(), lambda _: None)
         mine.part(time.monotonic() + 60)
         assert sum(waited) < 1
-        assert watch._close_by is not None
-        assert watch._close_by - time.monotonic() < 1
+        assert all_watches[1].wait_for(lambda: 0 in all_watches[1].done, DEADLINE_S)

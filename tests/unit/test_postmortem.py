@@ -10,7 +10,7 @@ import pytest
 from gradwire.collectives.diagnostics.mismatch import Agreement
 from gradwire.collectives.diagnostics.postmortem import GRACE_S, Findings, Report, difference_of, inquire, verdict
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
-from tests.unit.test_watch import end_abruptly, watches
+from tests.unit.test_monitor import channels, end_abruptly
 
 CALL = "allreduce(float32[8], sum, ring)"
 OTHER = "allreduce(float32[9], sum, ring)"
@@ -148,7 +148,7 @@ def test_a_report_survives_its_way() -> None:
 
 
 def test_an_inquiry_ends_when_the_dead_are_known() -> None:
-    with watches(3) as (first, second, third):
+    with channels(3) as (first, second, third):
         end_abruptly(third)
         second.report_failure(stopped(2).to_news())
         assert first.wait_for(lambda: bool(first.lost) and 1 in first.reports, 20)
@@ -158,7 +158,7 @@ def test_an_inquiry_ends_when_the_dead_are_known() -> None:
 
 
 def test_an_inquiry_of_a_message_waits_for_news_of_its_sender_not_of_a_rank_that_has_left() -> None:
-    with watches(3) as (first, second, third):
+    with channels(3) as (first, second, third):
         third.report_leaving(0)
         third.report_done()
         assert first.wait_for(lambda: bool(first.left), 20)
@@ -169,15 +169,15 @@ def test_an_inquiry_of_a_message_waits_for_news_of_its_sender_not_of_a_rank_that
 
 
 def test_an_inquiry_finds_who_speaks_but_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
-    with watches(3) as (first, second, third):
-        monkeypatch.setattr(first._neighbours[2], "is_unconfirmed", lambda: True)
+    with channels(3) as (first, second, third):
+        monkeypatch.setattr(first._monitor._neighbours[2], "is_unconfirmed", lambda: True)
         for watch in (second, third):
             watch.report_failure(stopped(0).to_news())
         assert inquire(first, stopped(2), Agreement(first)).cut == {(0, 2)}
 
 
 def test_an_inquiry_ends_when_everyone_has_spoken() -> None:
-    with watches(3) as (first, second, third):
+    with channels(3) as (first, second, third):
         second.report_failure(stopped(0).to_news())
         third.report_leaving(9)
         third.report_done()

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from gradwire.collectives.control.watch import Watch
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.stall import Position, Stalls
 from tests.harness import wait_until
-from tests.unit.test_watch import DEADLINE_S, watches
+from tests.unit.test_monitor import DEADLINE_S, channels
 
 CALL, OTHER = "allreduce(float32[8], sum, ring)", "barrier(tree)"
 CALLS = {3: OTHER, 4: CALL}
@@ -21,7 +21,7 @@ BEFORE = Position(3, is_running=False, calls={3: OTHER})
 def looked_at(positions: list[Position], caplog: pytest.LogCaptureFixture) -> list[int]:
     """Return at which of these positions, half a second apart, an only rank warns that is to do so after two seconds."""
     warned: list[int] = []
-    with caplog.at_level(logging.WARNING, "gradwire"), closing(Watch(0, 1, {})) as watch:
+    with caplog.at_level(logging.WARNING, "gradwire"), closing(Channel(0, 1)) as watch:
         stalls = Stalls(watch, 2.0, lambda: None)
         for number, position in enumerate(positions):
             caplog.clear()
@@ -54,7 +54,7 @@ def test_a_message_that_is_waited_for_is_told_of(caplog: pytest.LogCaptureFixtur
 
 def warning(position: Position, answers: dict[int, Position], *, ages: dict[int, float] | None = None) -> str:
     """Return what rank 0 of four says when these have answered, some of them not just now."""
-    with closing(Watch(0, 4, {})) as watch:
+    with closing(Channel(0, 4)) as watch:
         stalls = Stalls(watch, 2.0, lambda: None)
         now = time.monotonic()
         for rank, answer in answers.items():
@@ -94,7 +94,7 @@ def test_where_all_have_come_the_network_is_to_blame() -> None:
 
 
 def test_of_many_ranks_some_are_told() -> None:
-    with closing(Watch(0, 100, {})) as watch:
+    with closing(Channel(0, 100)) as watch:
         lines = Stalls(watch, 2.0, lambda: None)._warning(WAITS, 60.0, time.monotonic()).splitlines()
     assert len(lines) == 1 + 16 + 1
     assert lines[-1].strip() == "and 83 more ranks"
@@ -107,7 +107,7 @@ def test_a_rank_that_has_begun_nothing_says_so() -> None:
 
 def test_everyone_answers_whoever_asks_and_the_one_that_asked_too() -> None:
     """Without warnings of their own, and also where several ask at once."""
-    with watches(5) as all_watches:
+    with channels(5) as all_watches:
         ranks = [Stalls(watch, None, lambda: BEFORE) for watch in all_watches]
         asked_at = ranks[0].ask()
         for watch in all_watches:
@@ -118,5 +118,5 @@ def test_everyone_answers_whoever_asks_and_the_one_that_asked_too() -> None:
 
 
 def test_of_a_rank_that_has_spoken_a_missing_answer_tells_nothing() -> None:
-    with closing(Watch(0, 3, {})) as watch:
+    with closing(Channel(0, 3)) as watch:
         assert set(Stalls(watch, None, lambda: None).answers(0.0, {1})) == {2}

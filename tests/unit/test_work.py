@@ -12,7 +12,7 @@ from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
 from tests.harness import wait_until
-from tests.unit.test_watch import DEADLINE_S
+from tests.unit.test_monitor import DEADLINE_S
 
 
 def test_a_collector_that_runs_in_the_queue_does_not_block_it() -> None:

@@ -61,7 +61,7 @@ def join(device: int = -1) -> int:
 #: How long to wait for news before checking for it.
 _POLL_S = 0.1
 
-#: How long at most, since a Watch may have ended, which is no news.
+#: How long at most, since a Monitor may have ended, which is no news.
 _LONGEST_POLL_S = 1.0
 
 

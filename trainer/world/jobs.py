@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire.collectives.control.hub import Admission, Card, Failure, Verdict
+from gradwire.collectives.control.channel import Failure
+from gradwire.collectives.control.coordinator import Admission, Card, Verdict
 from gradwire.trainer.world.launch import SLURM, Launch, launching_process, started_at
 
 _log = logging.getLogger("gradwire")

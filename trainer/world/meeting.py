@@ -23,8 +23,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from gradwire.collectives.control.arrival import arrive
 from gradwire.collectives.control.asking import connections, shut, unblock
+from gradwire.collectives.control.attempt import Meetings
 from gradwire.collectives.control.membership import (
     Membership,
     coming_together,
@@ -33,6 +33,7 @@ from gradwire.collectives.control.membership import (
     membership_from,
 )
 from gradwire.collectives.control.own_address import card_of, interface_of
+from gradwire.collectives.control.rendezvous import rendezvous as meet_by
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.environment import AGENT_STORE, GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
@@ -52,7 +53,7 @@ _ATTEMPT_S, _GONE_S = 1.0, 1.0
 #: How long the ranks of a generation of an elastic job may take to arrive: all of them were waiting when it began.
 _GENERATION_S = 10.0
 
-#: The hub's rank for a rank 0 that finds its port taken: none, so that rank 0 makes no hub, and uses the one in the store.
+#: The Coordinator's rank for a rank 0 that finds its port taken: none, so that rank 0 uses the Coordinator in the store.
 _NO_RANK = -1
 
 _Result = TypeVar("_Result")
@@ -97,8 +98,8 @@ def meet(
         shut(address, port, deadline, but=others)
 
     def open_store() -> tuple[Store, bool, int]:
-        store, keeps_hub = _open_store(launch, address, port, arrive_by)
-        return store, keeps_hub, store.add(f"arrivals/{launch.rank}", 1)
+        store, may_coordinate = _open_store(launch, address, port, arrive_by)
+        return store, may_coordinate, store.add(f"arrivals/{launch.rank}", 1)
 
     with coming_together(launch.rank, arrival_s, operation="init"):
         # Of earlier worlds, and of this worker of an elastic job to the launcher: they stay open.
@@ -106,16 +107,16 @@ def meet(
         card = card_of(launch.rank, host_id(), machine_id(), os.environ, arrive_by, address)
         card["identity"] = identity_of(os.environ, launch)
         with _meeting_at(place):
-            store, keeps_hub, number = _bounded(open_store, arrive_by + _GRACE_S, hang_up)
-            hub_rank = 0 if launch.rank != 0 or keeps_hub else _NO_RANK
+            store, may_coordinate, number = _bounded(open_store, arrive_by + _GRACE_S, hang_up)
+            coordinator_rank = 0 if launch.rank != 0 or may_coordinate else _NO_RANK
             keepers = keepers_among(ranks)
             admission = OneJob(card, place)
-            presence = arrive(
+            monitor = meet_by(
                 store,
                 launch.size,
                 card,
                 arrive_by,
-                hub_rank=hub_rank,
+                coordinator_rank=coordinator_rank,
                 admission=admission,
                 left=left,
                 keepers=keepers,
@@ -123,9 +124,7 @@ def meet(
                 lost=lost,
                 number=number,
             )
-    membership = membership_from(presence, store, (), ranks)
-    if lost is not None:
-        membership = replace(membership, noted=lost, lost=lambda: presence.gone() or lost())
+    membership = membership_from(monitor, store, (), ranks).opened()
     group_store = PrefixStore("torch", membership.store)
 
     def make_group() -> None:
@@ -134,12 +133,15 @@ def meet(
     interface = None
     try:
         interface = name_interface(membership.address)
-        with coming_together(launch.rank, timeout_s, membership, "init"):
-            _bounded(make_group, deadline + _GRACE_S, hang_up, membership.check)
+        with coming_together(launch.rank, timeout_s, membership.channel, "init"):
+            _bounded(make_group, deadline + _GRACE_S, hang_up, membership.channel.check)
             membership.everyones("met", b"", deadline)  # from now on a rank may leave: none is still connecting
             group = dist.group.WORLD
             assert group is not None
-            return Meeting(store, replace(membership, device_types=device_types_of(group)), interface)
+            membership = replace(membership, device_types=device_types_of(group))
+            monitor.hold()
+            Meetings.of_default_group().keep(membership)
+            return Meeting(store, membership, interface)
     except BaseException:
         destroy_group(interface)  # else the next init() would fail, or adopt a group with a rank that is lost
         membership.close()
@@ -160,14 +162,14 @@ def _meeting_at(place: str) -> Iterator[None]:
 
 
 def _open_store(launch: Launch, address: str, port: int, deadline: float) -> tuple[Store, bool]:
-    """Return the store at an address, and whether a rank 0 may make the hub there: not if another process already listens on
-    the port."""
+    """Return the store at an address, and whether a rank 0 may make the Coordinator there: not if another process already
+    listens on the port."""
     timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
     if os.environ.get(AGENT_STORE) == "True":
         if launch.rank != 0:
             _knock(address, port, deadline)
         store, _, _ = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
-        if WORKER in os.environ:  # no agent ends a process that finds the hub of another generation
+        if WORKER in os.environ:  # no agent ends a process that finds the Coordinator of another generation
             store = PrefixStore(f"generation {os.environ[RESTART_COUNT]}", store)
         return store, True
 
@@ -210,7 +212,7 @@ def agreed_ranks(launched: Membership, comm: Sequence[int] | None, timeout_s: fl
 
     Raises ValueError on all processes unless each process is in its own comm, and all ranks in a comm give the same one.
     """
-    with coming_together(launched.rank, timeout_s, launched, "init"):
+    with coming_together(launched.rank, timeout_s, launched.channel, "init"):
         said = launched.everyones("comm", json.dumps(list(comm or ())).encode(), time.monotonic() + timeout_s)
     given = [json.loads(ranks) or list(range(launched.size)) for ranks in said]
     for rank, ranks in enumerate(given):

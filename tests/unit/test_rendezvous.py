@@ -1,4 +1,5 @@
-"""The hub of ranks that arrive on threads of this process, beside strangers, other builds, other jobs, and ranks that fail."""
+"""The rendezvous of ranks that arrive on threads of this process, beside strangers, other builds, other jobs, and ranks that
+fail."""
 
 import socket
 import time
@@ -11,16 +12,17 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from gradwire.collectives.control.arrival import arrive, withdraw_from
 from gradwire.collectives.control.build import build
+from gradwire.collectives.control.client import TurnedAway
 from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, OtherBuild, dial
-from gradwire.collectives.control.notes import HubPlace
-from gradwire.collectives.control.presence import Presence, TurnedAway
-from gradwire.collectives.control.watch import Neighbour
+from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
+from gradwire.collectives.control.neighbour import Neighbour
+from gradwire.collectives.control.notes import CoordinatorPlace
+from gradwire.collectives.control.rendezvous import rendezvous, withdraw_from
 from gradwire.collectives.errors import LinkError
 from tests.harness import wait_until
 from tests.soak.strangers import NESTED, greeting, proof
-from tests.unit.test_presence import DEADLINE_S, card_of
+from tests.unit.test_coordinator import DEADLINE_S, card_of
 
 HTTP = b"GET / HTTP/1.1\r\n\r\n"
 FLOOD_BYTES = 64 << 20  # more than the kernel keeps for a process that reads nothing
@@ -32,28 +34,30 @@ class Job:
     def __init__(self, pool: ThreadPoolExecutor, size: int) -> None:
         self.store = HashStore()
         self._pool, self._size = pool, size
-        self.coming: list[Future[Presence]] = []
+        self.coming: list[Future[Monitor]] = []
         self._left: dict[int, set[str]] = {}
 
-    def start(self, rank: int, **given: Any) -> Future[Presence]:
+    def start(self, rank: int, **given: Any) -> Future[Monitor]:
         size, deadline = given.pop("size", self._size), time.monotonic() + DEADLINE_S
-        given = {"hub_rank": 0, "left": self._left.setdefault(rank, set())} | given
-        self.coming.append(self._pool.submit(arrive, self.store, size, card_of(rank), deadline, **given))
+        given = {"coordinator_rank": 0, "left": self._left.setdefault(rank, set())} | given
+        self.coming.append(self._pool.submit(rendezvous, self.store, size, card_of(rank), deadline, **given))
         return self.coming[-1]
 
-    def hub(self) -> HubPlace:
-        wait_until(lambda: self.store.check(["hub"]))
-        return HubPlace.from_text(self.store.get("hub").decode())
+    def hub(self) -> CoordinatorPlace:
+        wait_until(lambda: self.store.check(["coordinator"]))
+        return CoordinatorPlace.from_text(self.store.get("coordinator").decode())
 
     def stranger(self) -> socket.socket:
         hub = self.hub()
         return socket.create_connection((hub.address, hub.port), DEADLINE_S)
 
-    def close(self) -> list[Presence]:
+    def close(self) -> list[Monitor]:
         """Wait until all have arrived, and let them leave."""
         arrived = [each.result(DEADLINE_S) for each in self.coming]
-        for presence in reversed(arrived):
-            presence.close()
+        for monitor in arrived:
+            monitor.release()
+        for monitor in arrived:
+            monitor.join()
         return arrived
 
 
@@ -63,7 +67,7 @@ def job() -> Any:
         yield lambda size: Job(pool, size)
 
 
-def assert_fails_at_once(coming: Future[Presence], *said: str) -> LinkError:
+def assert_fails_at_once(coming: Future[Monitor], *said: str) -> LinkError:
     """Not by the deadline."""
     with pytest.raises(LinkError) as caught:
         coming.result(DEADLINE_S / 2)
@@ -84,7 +88,7 @@ def test_strangers_end_their_connections_only(job: Callable[[int], Job], message
         with suppress(OSError):
             assert len(stranger.recv(1 << 12, socket.MSG_WAITALL)) <= HANDSHAKE_BYTES
     two.start(1)
-    assert [len(presence.cards) for presence in two.close()] == [2, 2]
+    assert [len(monitor.cards) for monitor in two.close()] == [2, 2]
 
 
 @pytest.mark.parametrize("message", [NESTED, b"\0\0\0\2{}", b"\xff" * 100])
@@ -95,28 +99,30 @@ def test_who_knows_the_token_and_makes_no_sense_ends_its_connection_only(
     two.start(0)
     place = two.hub()
     deadline = time.monotonic() + DEADLINE_S
-    with dial(1, 0, (place.address, place.port), place.token.encode(), deadline, lambda: None) as odd:
+    there, purpose = (place.address, place.port), TO_COORDINATOR + b"\0"
+    with dial(1, 0, there, place.token.encode(), deadline, lambda: None, purpose=purpose) as odd:
         odd.setblocking(True)
         odd.sendall(message)
         with suppress(ConnectionResetError):
             assert odd.recv(1) == b""
     two.start(1)
-    assert [len(presence.cards) for presence in two.close()] == [2, 2]
+    assert [len(monitor.cards) for monitor in two.close()] == [2, 2]
 
 
-def test_a_member_that_makes_no_sense_is_lost_and_the_others_stay(job: Callable[[int], Job]) -> None:
+def test_a_member_that_makes_no_sense_is_lost(job: Callable[[int], Job]) -> None:
     three = job(3)
-    three.start(0)
+    members = [three.start(0)]
     place = three.hub()
     deadline = time.monotonic() + DEADLINE_S
-    with dial(2, 0, (place.address, place.port), place.token.encode(), deadline, lambda: None) as odd:
+    there, purpose = (place.address, place.port), TO_COORDINATOR + b"\0"
+    with dial(2, 0, there, place.token.encode(), deadline, lambda: None, purpose=purpose) as odd:
         Neighbour(odd).say(card=card_of(2) | {"size": 3})
-        three.start(1)
-        members = [each.result(DEADLINE_S) for each in three.coming]
         odd.setblocking(True)
         odd.sendall(NESTED)
-        wait_until(lambda: all(presence.ended() == {2} for presence in members))
-    three.close()
+        members.append(three.start(1))
+        for member in members:
+            error = assert_fails_at_once(member, "lost rank 2")
+            assert (error.awaited, error.ended) == ({2}, True)
 
 
 def test_another_build_is_named_on_all_ranks(job: Callable[[int], Job]) -> None:
@@ -138,9 +144,9 @@ def test_a_hub_of_another_build_is_named_before_its_card_is_parsed(job: Callable
     """Its record is there before the rank, and the rest of it has a form that this build does not know."""
     two = job(2)
     with socket.create_server(("127.0.0.1", 0)) as program:
-        place = HubPlace.of(card_of(0), program.getsockname()[1], "key", "token")
+        place = CoordinatorPlace.of(card_of(0), program.getsockname()[1], "key", "token")
         other = replace(place, build="gradwire 99.0", address="127.0.0.1", text="a form of later versions")
-        two.store.set("hub", other.to_text())
+        two.store.set("coordinator", other.to_text())
         coming = two.start(1)
         if is_reached:
             with program.accept()[0] as connection:
@@ -156,7 +162,7 @@ def test_a_hub_of_another_build_is_named_before_its_card_is_parsed(job: Callable
 
 def test_a_record_of_an_unknown_form_is_an_error(job: Callable[[int], Job]) -> None:
     two = job(2)
-    two.store.set("hub", '{"rank": 0, "address": "127.0.0.1"}')
+    two.store.set("coordinator", '{"rank": 0, "address": "127.0.0.1"}')
     assert_fails_at_once(two.start(1), "is another version installed")
 
 
@@ -179,7 +185,7 @@ def test_a_world_that_has_begun_outlives_who_expects_another_number_of_ranks(job
     with pytest.raises(TurnedAway):
         two.start(2, size=3).result(DEADLINE_S / 2)
     two.coming.pop()
-    assert [presence.failure() for presence in two.close()] == [None, None]
+    assert [monitor.lost for monitor in two.close()] == [{}, {}]
 
 
 def fails() -> list[int]:
@@ -197,7 +203,7 @@ def test_a_rank_that_fails_before_it_finds_the_hub_is_named_at_once(
 ) -> None:
     """And all come the next time, when the note of its failure is still there."""
     two = job(2)
-    other: Future[Presence] | None = None
+    other: Future[Monitor] | None = None
     if not is_first:
         other = two.start(1 - victim)
         if victim == 1:
@@ -217,10 +223,10 @@ def test_a_rank_that_withdraws_is_named_at_once(job: Callable[[int], Job], comes
     """Where the first rank that arrives runs the hub."""
     three = job(3)
     if comes_first:
-        three.start(0, hub_rank=None)
+        three.start(0, coordinator_rank=None)
         three.hub()
     withdraw_from(three.store, ValueError("no"), 2, (), time.monotonic() + DEADLINE_S)
     for rank in range(comes_first, 2):
-        three.start(rank, hub_rank=None)
+        three.start(rank, coordinator_rank=None)
     for coming in three.coming:
         assert assert_fails_at_once(coming, "rank 2 raised ValueError: no").awaited == {2}
