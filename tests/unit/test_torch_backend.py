@@ -8,8 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gradwire.collectives.engine.point_to_point import MessageWork
-from gradwire.collectives.errors import CollectiveError
 from gradwire.collectives.torch_backend.group import GradwireGroup
 
 
@@ -21,7 +19,12 @@ class Cuda(torch.Tensor):
 
 @pytest.mark.parametrize(
     ("verb", "older"),
-    [("all_gather_single", "_allgather_base"), ("all_to_all_single", "alltoall_base"), ("broadcast", "broadcast")],
+    [
+        ("all_gather_single", "_allgather_base"),
+        ("all_to_all_single", "alltoall_base"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+        ("broadcast", "broadcast"),
+    ],
 )
 @pytest.mark.parametrize("is_older", [False, True])
 def test_nccl_is_called_by_the_name_that_this_torch_has(verb: str, older: str, is_older: bool) -> None:
@@ -31,16 +34,3 @@ def test_nccl_is_called_by_the_name_that_this_torch_has(verb: str, older: str, i
     tensor = torch.ones(1).as_subclass(Cuda)  # type: ignore[no-untyped-call]
     assert getattr(GradwireGroup, verb)(group, tensor, tensor) == f"{called} of 2"
     assert getattr(GradwireGroup, older) is getattr(GradwireGroup, verb)
-
-
-def test_a_message_of_a_broken_group_is_completed() -> None:
-    """The thread that moves messages asks for this, and must survive that the group breaks meanwhile."""
-
-    def fail(*_: Any) -> bool:
-        raise CollectiveError("the group is broken", rank=0, operation="recv")
-
-    operations = SimpleNamespace(usable=True, all_gone=lambda peers: False, try_message=fail)
-    messages = cast(Any, SimpleNamespace(transport=SimpleNamespace(size=2, rank=0), operations=operations))
-    assert MessageWork(
-        messages, "recv", cast(Any, SimpleNamespace(flat=torch.ones(1))), 1, 0, sends=False
-    ).is_completed()
