@@ -19,9 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives.communicator import Communicator, abandon_all, close_all
 from gradwire.collectives.control.attempt import Attempt
+from gradwire.collectives.control.membership import coming_together
 from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.environment import TORCH_BACKEND
-from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
@@ -105,13 +105,9 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             self._nccl = nccl_group(PrefixStore("nccl", self._own_store), self.rank(), self.size(), self._timeout)
             self._connections = NcclConnections(self._nccl._get_backend(torch.device("cuda")))
         if device is not None:
-            seconds, call = self._timeout.total_seconds(), f"the first operation on {device}"
-            try:
-                self._connections.connect(device, time.monotonic() + seconds)
-            except LinkError as error:
-                if error.timed_out:
-                    raise CollectiveTimeout(seconds, (), rank=self.rank(), operation=call, detail=str(error)) from None
-                raise CollectiveError(str(error), rank=self.rank(), operation=call) from None
+            timeout_s = self._timeout.total_seconds()
+            with coming_together(self.rank(), timeout_s, operation=f"the first operation on {device}"):
+                self._connections.connect(device, time.monotonic() + timeout_s)
         return self._nccl
 
     # Reductions
