@@ -27,27 +27,23 @@ class Dense(Codec):
     def wire_bytes(self, numel: int) -> int:
         return pad16((numel * self.bits + 7) // 8)
 
-    def _encoder(self) -> tuple[Any, ...]:
-        """Return the encoding kernel's parameters."""
-        return ()
-
-    def _decoder(self) -> tuple[Any, ...]:
-        """Return the decoding kernel's parameters."""
-        return ()
+    def settings(self) -> tuple[Any, ...]:
+        """Return the parameters of the kernels: the fields of the codec."""
+        return tuple(vars(self).values())
 
     def c_functions(self) -> CFunctions | None:
         if (type(self)._encode, type(self)._decode) != (Dense._encode, Dense._decode):
             return None  # a class that others have derived
         kernels = kernels_for(torch.device("cpu"))
         encode, decode = getattr(kernels, f"{self.name}_encode"), getattr(kernels, f"{self.name}_decode")
-        return CFunctions(encode.bound(*self._encoder()), decode.bound(*self._decoder()))
+        return CFunctions(encode.bound(*self.settings()), decode.bound(*self.settings()))
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         encode = getattr(kernels_for(values.device), f"{self.name}_encode")
-        encode(values, residual, wire, *self._encoder(), seed)
+        encode(values, residual, wire, *self.settings(), seed)
 
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        getattr(kernels_for(out.device), f"{self.name}_decode")(wire, out, *self._decoder(), add, scale)
+        getattr(kernels_for(out.device), f"{self.name}_decode")(wire, out, *self.settings(), add, scale)
 
 
 class Blocked(Dense):
@@ -69,12 +65,6 @@ class Blocked(Dense):
 
     def wire_bytes(self, numel: int) -> int:
         return super().wire_bytes(numel) + pad16(self.scale_bytes * -(-numel // self.block))
-
-    def _encoder(self) -> tuple[Any, ...]:
-        return (self.block,)
-
-    def _decoder(self) -> tuple[Any, ...]:
-        return (self.block,)
 
 
 @register_codec
@@ -134,12 +124,6 @@ class Float8(Blocked):
         if self.format not in ("e4m3", "e5m2"):
             raise ValueError(f"fp8: format must be 'e4m3' or 'e5m2', not {self.format!r}")
 
-    def _encoder(self) -> tuple[Any, ...]:
-        return (self.format, self.block)
-
-    def _decoder(self) -> tuple[Any, ...]:
-        return (self.format, self.block)
-
 
 @register_codec
 @dataclass(frozen=True)
@@ -159,9 +143,6 @@ class Int8(Blocked):
     @property
     def omega(self) -> float:
         return self.block / (4 * 127**2) if self.stochastic else 0.0
-
-    def _encoder(self) -> tuple[Any, ...]:
-        return (self.block, self.stochastic)
 
 
 @register_codec
@@ -184,9 +165,6 @@ class Int4(Blocked):
     @property
     def omega(self) -> float:
         return self.block * (1 + 2**-7) ** 2 / (4 * 7**2) if self.stochastic else 0.0
-
-    def _encoder(self) -> tuple[Any, ...]:
-        return (self.block, self.stochastic)
 
 
 @register_codec
@@ -227,9 +205,6 @@ class QSGD(Blocked):
     @property
     def omega(self) -> float:
         return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
-
-    def _encoder(self) -> tuple[Any, ...]:
-        return (self.levels, self.block)
 
 
 @register_codec

@@ -151,7 +151,7 @@ def code(pair: Pair, codec: Codec, values: Tensor, residual: Tensor | None) -> N
     writes: tuple[Any, ...]
     reads: tuple[Any, ...]
     if isinstance(codec, Dense):
-        writes, reads = (*codec._encoder(), SEED), codec._decoder()
+        writes, reads = (*codec.settings(), SEED), codec.settings()
     elif isinstance(codec, ChunkTopK):
         writes = reads = (codec.k,)
     else:

@@ -100,6 +100,6 @@ def test_on_the_current_stream(kernels: CudaKernels) -> None:
             product = product @ product / 2048
         values += product[0, 0]
         out = torch.empty_like(values)
-        kernels.int8_encode(values, None, wire, *codec._encoder(), 0)
-        kernels.int8_decode(wire, out, *codec._decoder(), False, 1.0)
+        kernels.int8_encode(values, None, wire, *codec.settings(), 0)
+        kernels.int8_decode(wire, out, *codec.settings(), False, 1.0)
         assert torch.equal(out, torch.ones_like(out))

@@ -73,7 +73,7 @@ def test_large_results_have_the_same_bits(codec: OneBit) -> None:
     wire, out = encoded(codec, numbers(numel, "gaussian")), torch.full((numel,), 0.1)
     for offset in (0, 1):
         for add, scale in ((False, 0.37), (True, 1.0)):
-            pair.both("onebit_decode", wire, out, *codec._decoder(), add, scale, at=offset)
+            pair.both("onebit_decode", wire, out, *codec.settings(), add, scale, at=offset)
     assert pair.failures == []
 
 

@@ -15,6 +15,7 @@ from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
+    field,
     float32_at,
     float_of,
     float_of_bfloat16,
@@ -138,73 +139,89 @@ def loss(c, decoded):
     return c - decoded if abs(decoded) < INFINITY else ZERO
 
 
-@njit(inline="always")
-def encode_each(narrow, widen, codes, code_bytes, values, residual, wire, numel, seed):
-    """Encode number after number, without scales. Return 0. narrow: returns a number's code; widen: returns a code's number."""
-    v, r = float32_at(values), float32_at(residual)
-    seed = uint32(seed)
-    for i in range(numel):
-        c = corrected(v, r, i, residual != 0)
-        code = narrow(c, i, seed)
-        codes[i] = code
-        if residual != 0:
-            r[i] = loss(c, widen(code))
-    clear_padding(wire, code_bytes * numel, 0)
-    return 0
+def each_by_itself(narrow, widen, codes_at, code_bytes):
+    """Return the kernels that encode and decode number after number, without scales.
 
-
-@njit(inline="always")
-def decode_each(widen, codes, out, numel, add, scale):
-    """Decode what encode_each() writes. Return 0."""
-    o = float32_at(out)
-    for i in range(numel):
-        put(o, i, widen(codes[i]) * scale, add)
-    return 0
-
-
-@njit(inline="always")
-def encode_blocks(widths, scaling, coding, values, residual, wire, numel, block, limit, way, seed):
-    """Encode block after block. Return 0.
-
-    widths: bits of a code, bytes of a scale: 4 of a float32, or 2 of a bfloat16. scaling: returns a block's scale, NaN if the
-    block is not finite, and another number for `coding`. coding: writes codes and residual of a block; it has room for PIECE
-    digits. limit, way: arguments of these two.
+    narrow: returns a number's code. widen: returns a code's number. codes_at: returns the codes at an address, of so many bytes.
     """
-    bits, scale_bytes = widths
-    code_bytes = (numel * bits + 7) // 8
-    scales = wire + pad16(code_bytes)
-    partials, digits = room(), room()
-    seed = uint32(seed)
-    blocks = (numel + block - 1) // block
-    for index in range(blocks):
-        start = index * block
-        n = min(block, numel - start)
-        codes = wire + start * bits // 8
-        v, r = values + 4 * start, residual_at(residual, start)
-        scale, factor = scaling(v, r, n, limit, partials)
-        if scale_bytes == 2:
-            uint16_at(scales)[index] = bfloat16_of(scale)
-        else:
-            float32_at(scales)[index] = scale
-        if scale != scale:
-            clear(codes, (n * bits + 7) // 8)
+
+    def encode(values, residual, wire, numel, settings, seed):
+        v, r, codes = float32_at(values), float32_at(residual), codes_at(wire)
+        seed = uint32(seed)
+        for i in range(numel):
+            c = corrected(v, r, i, residual != 0)
+            code = narrow(c, i, seed)
+            codes[i] = code
             if residual != 0:
-                clear(r, 4 * n)
-            continue
-        coding(v, r, codes, digits, n, scale, factor, limit, way, start, seed)
-    clear_padding(wire, code_bytes, scale_bytes * blocks)
-    return 0
+                r[i] = loss(c, widen(code))
+        clear_padding(wire, code_bytes * numel, 0)
+        return 0
+
+    def decode(wire, out, numel, settings, add, scale):
+        o, codes = float32_at(out), codes_at(wire)
+        for i in range(numel):
+            put(o, i, widen(codes[i]) * scale, add)
+        return 0
+
+    return encode, decode
 
 
-@njit(inline="always")
-def decode_blocks(widths, decoding, wire, out, numel, block, way, scale, add):
-    """Decode the codes of encode_blocks(). Return 0. decoding: decodes a block, given its scale."""
-    bits, scale_bytes = widths
-    scales = wire + pad16((numel * bits + 7) // 8)
-    digits = room()
-    for index in range((numel + block - 1) // block):
-        start = index * block
-        n = min(block, numel - start)
-        block_scale = float_of_bfloat16(uint16_at(scales)[index]) if scale_bytes == 2 else float32_at(scales)[index]
-        decoding(wire + start * bits // 8, digits, out + 4 * start, n, block_scale, way, scale, add != 0)
-    return 0
+def block_by_block(bits, scale_bytes, limit_of, scaling, coding, decoding, block_at=0, way_at=1):
+    """Return the kernels that encode and decode block after block.
+
+    bits: of a code. scale_bytes: 4 of a float32, or 2 of a bfloat16. block_at: the place of the length of a block among the
+    settings. way_at: that of the codec's other setting, if there is one: `way`. limit_of: returns `limit` for `way`. scaling:
+    returns a block's scale, NaN if the block is not finite, and another number for `coding`. coding: writes codes and residual of
+    a block; it has room for PIECE digits. decoding: decodes a block, given its scale.
+    """
+
+    def encode(values, residual, wire, numel, settings, seed):
+        block, way = field(settings, block_at), field(settings, way_at)
+        limit = limit_of(way)
+        code_bytes = (numel * bits + 7) // 8
+        scales = wire + pad16(code_bytes)
+        partials, digits = room(), room()
+        seed = uint32(seed)
+        blocks = (numel + block - 1) // block
+        for index in range(blocks):
+            start = index * block
+            n = min(block, numel - start)
+            codes = wire + start * bits // 8
+            v, r = values + 4 * start, residual_at(residual, start)
+            scale, factor = scaling(v, r, n, limit, partials)
+            if scale_bytes == 2:
+                uint16_at(scales)[index] = bfloat16_of(scale)
+            else:
+                float32_at(scales)[index] = scale
+            if scale != scale:
+                clear(codes, (n * bits + 7) // 8)
+                if residual != 0:
+                    clear(r, 4 * n)
+                continue
+            coding(v, r, codes, digits, n, scale, factor, limit, way, start, seed)
+        clear_padding(wire, code_bytes, scale_bytes * blocks)
+        return 0
+
+    def decode(wire, out, numel, settings, add, scale):
+        block, way = field(settings, block_at), field(settings, way_at)
+        scales = wire + pad16((numel * bits + 7) // 8)
+        digits = room()
+        for index in range((numel + block - 1) // block):
+            start = index * block
+            n = min(block, numel - start)
+            block_scale = float_of_bfloat16(uint16_at(scales)[index]) if scale_bytes == 2 else float32_at(scales)[index]
+            decoding(wire + start * bits // 8, digits, out + 4 * start, n, block_scale, way, scale, add != 0)
+        return 0
+
+    return encode, decode
+
+
+def always(limit):
+    """Return a limit_of() that returns the same number for every `way`."""
+    number = np.float32(limit)
+
+    @njit
+    def limit_of(way):
+        return number
+
+    return limit_of

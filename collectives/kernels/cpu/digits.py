@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import float32, int32, njit, uint8, uint16
 
-from gradwire.collectives.kernels.cpu.blocks import put
+from gradwire.collectives.kernels.cpu.blocks import put, residual_at
 from gradwire.collectives.kernels.cpu.intrinsics import float32_at, int32_at, uint8_at, uint16_at
 from gradwire.collectives.kernels.cpu.scratch import PIECE
 
@@ -59,19 +59,30 @@ def _decode_digits(digits, offset, out, n, block_scale, scale, add):
         put(out, i, float32(int32(int32(digits[i]) - offset)) * block_scale * scale, add)
 
 
-@njit
-def decode_fours(codes, digits, out, n, block_scale, way, scale, add):
-    """Decode codes of 4 bits: see decode_blocks()."""
-    for at in range(0, n, PIECE):
-        length = min(PIECE, n - at)
-        unpack_fours(codes + at // 2, digits, length)
-        _decode_digits(digits, int32(8), out + 4 * at, length, block_scale, scale, add)
+def packing(write, pack, per_byte):
+    """Return a `coding` for block_by_block() of codes smaller than a byte. write: writes digits and residual of a piece of a
+    block."""
+
+    @njit(inline="always")
+    def coding(values, residual, codes, digits, n, scale, factor, limit, way, start, seed):
+        for at in range(0, n, PIECE):
+            v, r, length = values + 4 * at, residual_at(residual, at), min(PIECE, n - at)
+            write(v, r, digits, length, scale, factor, limit, way, start + at, seed)
+            pack(digits, codes + at // per_byte, length)
+
+    return coding
 
 
-@njit
-def decode_twos(codes, digits, out, n, block_scale, way, scale, add):
-    """Decode codes of 2 bits: see decode_blocks()."""
-    for at in range(0, n, PIECE):
-        length = min(PIECE, n - at)
-        unpack_twos(codes + at // 4, digits, length)
-        _decode_digits(digits, int32(2), out + 4 * at, length, block_scale, scale, add)
+def _unpacking(unpack, per_byte, offset):
+    @njit
+    def decoding(codes, digits, out, n, block_scale, way, scale, add):
+        for at in range(0, n, PIECE):
+            length = min(PIECE, n - at)
+            unpack(codes + at // per_byte, digits, length)
+            _decode_digits(digits, int32(offset), out + 4 * at, length, block_scale, scale, add)
+
+    return decoding
+
+
+#: The `decoding` of codes of 4 and of 2 bits for block_by_block().
+decode_fours, decode_twos = _unpacking(unpack_fours, 2, 8), _unpacking(unpack_twos, 4, 2)

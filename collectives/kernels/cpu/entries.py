@@ -23,10 +23,12 @@ def _addresses(*tensors: Tensor | None) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def _words(*settings: Any) -> np.ndarray:
-    """Return settings as 64-bit words, which the caller keeps while a kernel uses them. A format of fp8 becomes whether it is
-    e5m2."""
-    return np.array([each == "e5m2" if isinstance(each, str) else each for each in settings], dtype=np.int64)
+def _words(*settings: Any) -> tuple[int, np.ndarray]:
+    """Return the address of settings as at least two 64-bit words, and the words, which the caller keeps while a kernel uses
+    them. A format of fp8 becomes whether it is e5m2."""
+    numbers = [each == "e5m2" if isinstance(each, str) else each for each in settings]
+    words = np.array([*numbers, 0, 0], dtype=np.int64)
+    return words.ctypes.data, words
 
 
 class CodecKernel:
@@ -41,11 +43,11 @@ class CodecKernel:
 
     def bound(self, *settings: Any) -> tuple[int, np.ndarray]:
         """Return the address of the C function, and the words whose address it takes as `settings`."""
-        return kernel(self._module, self._name).address, _words(*settings)
+        return kernel(self._module, self._name).address, _words(*settings)[1]
 
     def _call(self, tensors: Sequence[Tensor | None], numel: int, settings: Sequence[Any], *others: Any) -> int:
-        words = _words(*settings)
-        result: int = kernel(self._module, self._name).call(*_addresses(*tensors), numel, words.ctypes.data, *others)
+        place, _kept = _words(*settings)
+        result: int = kernel(self._module, self._name).call(*_addresses(*tensors), numel, place, *others)
         return result
 
 

@@ -12,8 +12,9 @@ from gradwire.collectives.kernels.cpu.blocks import (
     NAN,
     ONE,
     ZERO,
+    always,
+    block_by_block,
     corrected,
-    encode_blocks,
     ordered_sum,
     pad16,
     put,
@@ -113,8 +114,7 @@ def _to_mean(values, residual, n, limit, partials):
     return total / float32(n) if total < INFINITY else NAN, ZERO
 
 
-def onebit_encode(values, residual, wire, numel, settings, seed):
-    return encode_blocks((1, 4), _to_mean, _taken, values, residual, wire, numel, field(settings, 0), ZERO, 0, seed)
+onebit_encode, _ = block_by_block(1, 4, always(0), _to_mean, _taken, None)
 
 
 def onebit_decode(wire, out, numel, settings, add, scale):

@@ -11,22 +11,19 @@ from numba import float32, int8, int32, njit, uint8, uint16
 
 from gradwire.collectives.kernels.cpu.blocks import (
     ONE,
+    always,
+    block_by_block,
     corrected,
-    decode_blocks,
-    decode_each,
-    encode_blocks,
-    encode_each,
+    each_by_itself,
     maximum_of,
     put,
     quotient,
-    residual_at,
     scaling_to,
 )
-from gradwire.collectives.kernels.cpu.digits import decode_fours, pack_fours
+from gradwire.collectives.kernels.cpu.digits import decode_fours, pack_fours, packing
 from gradwire.collectives.kernels.cpu.intrinsics import (
     bfloat16_of,
     bits_of,
-    field,
     float32_at,
     float_of,
     float_of_bfloat16,
@@ -37,7 +34,6 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint16_at,
 )
 from gradwire.collectives.kernels.cpu.randomness import rounded_stochastically
-from gradwire.collectives.kernels.cpu.scratch import PIECE
 
 # fp16, bf16: a number of 16 bits for each of 32.
 
@@ -52,28 +48,13 @@ def _to_bfloat16(number, index, seed):
     return bfloat16_of(number)
 
 
-def fp16_encode(values, residual, wire, numel, settings, seed):
-    return encode_each(_to_half, float_of_half, uint16_at(wire), 2, values, residual, wire, numel, seed)
-
-
-def fp16_decode(wire, out, numel, settings, add, scale):
-    return decode_each(float_of_half, uint16_at(wire), out, numel, add, scale)
-
-
-def bf16_encode(values, residual, wire, numel, settings, seed):
-    return encode_each(_to_bfloat16, float_of_bfloat16, uint16_at(wire), 2, values, residual, wire, numel, seed)
-
-
-def bf16_decode(wire, out, numel, settings, add, scale):
-    return decode_each(float_of_bfloat16, uint16_at(wire), out, numel, add, scale)
+fp16_encode, fp16_decode = each_by_itself(_to_half, float_of_half, uint16_at, 2)
+bf16_encode, bf16_decode = each_by_itself(_to_bfloat16, float_of_bfloat16, uint16_at, 2)
 
 
 # int8, int4: the integers nearest to, or stochastically around, multiples of each block's scale.
 
 _ROUND = np.float32(1.5 * 2**23)  # added to a number below 2^22, rounds it, half to even, and puts that in the low bits
-
-
-_INT8, _INT4, _FP8 = (8, 4), (4, 2), (8, 4)  # bits of a code, bytes of a scale
 
 
 @njit
@@ -105,17 +86,6 @@ def _bytes_decoded(codes, digits, out, n, block_scale, way, scale, add):
         put(out, i, float32(codes[i]) * block_scale * scale, add)
 
 
-def int8_encode(values, residual, wire, numel, settings, seed):
-    block, stochastic = field(settings, 0), field(settings, 1)
-    return encode_blocks(
-        _INT8, scaling_to, _bytes, values, residual, wire, numel, block, float32(127), stochastic, seed
-    )
-
-
-def int8_decode(wire, out, numel, settings, add, scale):
-    return decode_blocks(_INT8, _bytes_decoded, wire, out, numel, field(settings, 0), 0, scale, add)
-
-
 @njit
 def _to_rounded_up(values, residual, n, limit, partials):
     """Return (scale, inverse) of a block, the scale rounded up to bfloat16."""
@@ -124,23 +94,9 @@ def _to_rounded_up(values, residual, n, limit, partials):
     return scale, quotient(ONE, scale)
 
 
-@njit(inline="always")
-def _nibbles(values, residual, codes, digits, n, scale, inverse, limit, stochastic, start, seed):
-    for at in range(0, n, PIECE):
-        v, r, length = values + 4 * at, residual_at(residual, at), min(PIECE, n - at)
-        _integers(v, r, digits, length, scale, inverse, limit, stochastic, start + at, seed)
-        pack_fours(digits, codes + at // 2, length)
-
-
-def int4_encode(values, residual, wire, numel, settings, seed):
-    block, stochastic = field(settings, 0), field(settings, 1)
-    return encode_blocks(
-        _INT4, _to_rounded_up, _nibbles, values, residual, wire, numel, block, float32(7), stochastic, seed
-    )
-
-
-def int4_decode(wire, out, numel, settings, add, scale):
-    return decode_blocks(_INT4, decode_fours, wire, out, numel, field(settings, 0), 0, scale, add)
+_nibbles = packing(_integers, pack_fours, 2)
+int8_encode, int8_decode = block_by_block(8, 4, always(127), scaling_to, _bytes, _bytes_decoded)
+int4_encode, int4_decode = block_by_block(4, 2, always(7), _to_rounded_up, _nibbles, decode_fours)
 
 
 # fp8
@@ -187,12 +143,10 @@ def _float8_decoded(codes, digits, out, n, block_scale, e5m2, scale, add):
         put(out, i, number * block_scale * scale, add)
 
 
-def fp8_encode(values, residual, wire, numel, settings, seed):
-    e5m2, block = field(settings, 0), field(settings, 1)
-    limit = float32(57344) if e5m2 else float32(448)
-    return encode_blocks(_FP8, scaling_to, _float8, values, residual, wire, numel, block, limit, e5m2, seed)
+@njit
+def _largest(e5m2):
+    """Return the largest number of a format."""
+    return float32(57344) if e5m2 else float32(448)
 
 
-def fp8_decode(wire, out, numel, settings, add, scale):
-    e5m2, block = field(settings, 0), field(settings, 1)
-    return decode_blocks(_FP8, _float8_decoded, wire, out, numel, block, e5m2, scale, add)
+fp8_encode, fp8_decode = block_by_block(8, 4, _largest, scaling_to, _float8, _float8_decoded, block_at=1, way_at=0)

@@ -8,29 +8,22 @@ from numba import float32, int8, int32, njit, uint8, uint32
 from gradwire.collectives.kernels.cpu.blocks import (
     LARGEST,
     NAN,
-    ONE,
     ZERO,
+    always,
+    block_by_block,
     corrected,
-    decode_blocks,
-    decode_each,
-    encode_blocks,
-    encode_each,
+    each_by_itself,
     maximum_of,
     ordered_sum,
     quotient,
-    residual_at,
     scaling_to,
 )
-from gradwire.collectives.kernels.cpu.digits import decode_fours, decode_twos, pack_fours, pack_twos
-from gradwire.collectives.kernels.cpu.intrinsics import bits_of, field, float32_at, float_of, int8_at, uint8_at
+from gradwire.collectives.kernels.cpu.digits import decode_fours, decode_twos, pack_fours, pack_twos, packing
+from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
 from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
-from gradwire.collectives.kernels.cpu.scratch import PIECE
 
 _NAN_BITS, _INFINITY_BITS = np.int32(0x7FC00000), np.int32(0x7F800000)
 _NATURAL_OFFSET = np.int32(127 - 77)  # exponent field of a float less the code of its power of two: 1 stands for 2^-76
-
-
-_QSGD, _TERNGRAD = (4, 4), (2, 4)  # bits of a code, bytes of a scale
 
 
 @njit
@@ -47,7 +40,7 @@ def _to_norm(values, residual, n, levels, partials):
 
 
 @njit
-def _levels(values, residual, digits, n, scale, inverse, levels, start, seed):
+def _levels(values, residual, digits, n, scale, inverse, levels, way, start, seed):
     v, r, digits = float32_at(values), float32_at(residual), int8_at(digits)
     for i in range(n):
         c = corrected(v, r, i, residual != 0)
@@ -59,25 +52,12 @@ def _levels(values, residual, digits, n, scale, inverse, levels, start, seed):
             r[i] = c - float32(digit) * scale
 
 
-@njit
-def _nibbles(values, residual, codes, digits, n, scale, inverse, levels, way, start, seed):
-    for at in range(0, n, PIECE):
-        v, r, length = values + 4 * at, residual_at(residual, at), min(PIECE, n - at)
-        _levels(v, r, digits, length, scale, inverse, levels, start + at, seed)
-        pack_fours(digits, codes + at // 2, length)
-
-
-def qsgd_encode(values, residual, wire, numel, settings, seed):
-    levels, block = field(settings, 0), field(settings, 1)
-    return encode_blocks(_QSGD, _to_norm, _nibbles, values, residual, wire, numel, block, float32(levels), 0, seed)
-
-
-def qsgd_decode(wire, out, numel, settings, add, scale):
-    return decode_blocks(_QSGD, decode_fours, wire, out, numel, field(settings, 0), 0, scale, add)
+_nibbles = packing(_levels, pack_fours, 2)
+qsgd_encode, qsgd_decode = block_by_block(4, 4, float32, _to_norm, _nibbles, decode_fours, block_at=1, way_at=0)
 
 
 @njit
-def _ternaries(values, residual, digits, n, scale, inverse, start, seed):
+def _ternaries(values, residual, digits, n, scale, inverse, limit, way, start, seed):
     v, r, digits = float32_at(values), float32_at(residual), int8_at(digits)
     for i in range(n):
         c = corrected(v, r, i, residual != 0)
@@ -88,21 +68,8 @@ def _ternaries(values, residual, digits, n, scale, inverse, start, seed):
             r[i] = c - float32(digit) * scale
 
 
-@njit
-def _pairs(values, residual, codes, digits, n, scale, inverse, limit, way, start, seed):
-    for at in range(0, n, PIECE):
-        v, r, length = values + 4 * at, residual_at(residual, at), min(PIECE, n - at)
-        _ternaries(v, r, digits, length, scale, inverse, start + at, seed)
-        pack_twos(digits, codes + at // 4, length)
-
-
-def terngrad_encode(values, residual, wire, numel, settings, seed):
-    block = field(settings, 0)
-    return encode_blocks(_TERNGRAD, scaling_to, _pairs, values, residual, wire, numel, block, ONE, 0, seed)
-
-
-def terngrad_decode(wire, out, numel, settings, add, scale):
-    return decode_blocks(_TERNGRAD, decode_twos, wire, out, numel, field(settings, 0), 0, scale, add)
+_pairs = packing(_ternaries, pack_twos, 4)
+terngrad_encode, terngrad_decode = block_by_block(2, 4, always(1), scaling_to, _pairs, decode_twos)
 
 
 # natural: bits of the magnitude + 23 random ones, whose carry is the rounding; the exponent that is then there, less an
@@ -128,9 +95,4 @@ def _float_of_natural(code):
     return float_of(int32(bits | int32(int32(code & int32(128)) << int32(24))))
 
 
-def natural_encode(values, residual, wire, numel, settings, seed):
-    return encode_each(_natural_of, _float_of_natural, uint8_at(wire), 1, values, residual, wire, numel, seed)
-
-
-def natural_decode(wire, out, numel, settings, add, scale):
-    return decode_each(_float_of_natural, uint8_at(wire), out, numel, add, scale)
+natural_encode, natural_decode = each_by_itself(_natural_of, _float_of_natural, uint8_at, 1)

@@ -18,50 +18,41 @@ _TENSOR = np.dtype(
 _FRACTION = {"e4m3": 3, "e5m2": 2}  # bits of the mantissa
 _WARPS = THREADS // 32
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # lengths that a warp holds in registers
-_DEFAULTS = {"block": 512, "stochastic": False, "levels": 7}  # of parameters that a function does not take
 
 
 @lru_cache(maxsize=None, typed=True)
-def _instance(name: str, template: str, names: tuple[str, ...], *values: Any) -> tuple[str, int] | None:
+def _instance(name: str, template: str, block_at: int, *settings: Any) -> tuple[str, int] | None:
     """Return the type of a codec as C++ text, and the number of elements that a warp processes (Layout::TILE of codecs.cuh).
-    Return None if a block is too long for a warp. names, values: those of the codec's parameters."""
-    parameters = _DEFAULTS | dict(zip(names, values, strict=True))
-    block = parameters["block"]
+    Return None if a block is too long for a warp."""
+    block = settings[block_at] if settings else 512
     if block not in _BLOCKS:
         return None
-    written = {
-        parameter: literal(value) if isinstance(value, bool) else _FRACTION.get(value, value)
-        for parameter, value in parameters.items()
-    }
-    return template.format(**written), 1024 if block > 512 or name == "onebit" else 512
+    written = [literal(value) if isinstance(value, bool) else _FRACTION.get(value, value) for value in settings]
+    return template.format(*written), 1024 if block > 512 or name == "onebit" else 512
 
 
-def _codec(
-    name: str, template: str, encoder: tuple[str, ...] = (), decoder: tuple[str, ...] = ()
-) -> tuple[Callable[..., None], Callable[..., None]]:
+def _codec(name: str, template: str, block_at: int = 0) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return <name>_encode and <name>_decode, with the arguments of the functions of reference.quantize.
 
-    template: the codec's type in codecs.cuh. encoder, decoder: the names of the parameters of each function.
+    template: the codec's type in codecs.cuh, with the places of its settings. block_at: the place of `block` among them.
     """
 
-    def encode(
-        self: Quantizers, values: Tensor, residual: Tensor | None, wire: Tensor, *parameters_and_seed: Any
-    ) -> None:
-        *given, seed = parameters_and_seed
-        if instance := _instance(name, template, encoder, *given):
+    def encode(self: Quantizers, values: Tensor, residual: Tensor | None, wire: Tensor, *given: Any) -> None:
+        *settings, seed = given
+        if instance := _instance(name, template, block_at, *settings):
             codec, tile = instance
             kernel = f"encode<{codec}, {literal(residual is not None)}>"
             self.work_through(kernel, tile, values, residual, wire, seed=seed)
         else:
-            getattr(reference, f"{name}_encode")(values, residual, wire, *given, seed)
+            getattr(reference, f"{name}_encode")(values, residual, wire, *given)
 
-    def decode(self: Quantizers, wire: Tensor, out: Tensor, *parameters_and_how: Any) -> None:
-        *given, add, scale = parameters_and_how
-        if instance := _instance(name, template, decoder, *given):
+    def decode(self: Quantizers, wire: Tensor, out: Tensor, *given: Any) -> None:
+        *settings, add, scale = given
+        if instance := _instance(name, template, block_at, *settings):
             codec, tile = instance
             self.work_through(f"decode<{codec}, {literal(add)}>", tile, out, None, wire, scale=scale)
         else:
-            getattr(reference, f"{name}_decode")(wire, out, *given, add, scale)
+            getattr(reference, f"{name}_decode")(wire, out, *given)
 
     return encode, decode
 
@@ -74,12 +65,12 @@ class Quantizers:
 
     fp16_encode, fp16_decode = _codec("fp16", "Fp16")
     bf16_encode, bf16_decode = _codec("bf16", "Bf16")
-    fp8_encode, fp8_decode = _codec("fp8", "Fp8<{block}, {format}>", ("format", "block"), ("format", "block"))
-    int8_encode, int8_decode = _codec("int8", "Int8<{block}, {stochastic}>", ("block", "stochastic"), ("block",))
-    int4_encode, int4_decode = _codec("int4", "Int4<{block}, {stochastic}>", ("block", "stochastic"), ("block",))
-    onebit_encode, onebit_decode = _codec("onebit", "OneBit<{block}>", ("block",), ("block",))
-    qsgd_encode, qsgd_decode = _codec("qsgd", "Qsgd<{block}, {levels}>", ("levels", "block"), ("block",))
-    terngrad_encode, terngrad_decode = _codec("terngrad", "TernGrad<{block}>", ("block",), ("block",))
+    fp8_encode, fp8_decode = _codec("fp8", "Fp8<{1}, {0}>", block_at=1)
+    int8_encode, int8_decode = _codec("int8", "Int8<{0}, {1}>")
+    int4_encode, int4_decode = _codec("int4", "Int4<{0}, {1}>")
+    onebit_encode, onebit_decode = _codec("onebit", "OneBit<{0}>")
+    qsgd_encode, qsgd_decode = _codec("qsgd", "Qsgd<{1}, {0}>", block_at=1)
+    terngrad_encode, terngrad_decode = _codec("terngrad", "TernGrad<{0}>")
     natural_encode, natural_decode = _codec("natural", "Natural")
 
     def work_through(

@@ -1,8 +1,8 @@
 """The dense codecs in plain torch. Every other kernel must write and read the same bytes.
 
 <codec>_encode(values, residual, wire, <parameters>, seed) and <codec>_decode(wire, out, <parameters>, add, scale), with
-tensors as in gradwire.collectives.compression.codec; decoders take only the parameters that they need. All arithmetic is
-float32, rounded to nearest even after every operation, with denormals and without fused operations.
+tensors as in gradwire.collectives.compression.codec; the parameters are the fields of the codec. All arithmetic is float32,
+rounded to nearest even after every operation, with denormals and without fused operations.
 
 A wire is [codes][scales, one per block], each section padded with zero bytes to a multiple of 16. A block with a NaN, an
 Inf or a magnitude of 2^127 or more is *not finite*: its scale is NaN and its codes are 0, so that the whole block decodes
@@ -16,7 +16,7 @@ later steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,10 +84,12 @@ def _cast_decode(dtype: torch.dtype) -> Callable[[Tensor, Tensor, bool, float], 
     return decode
 
 
-def _digits_decode(
-    bits: int, of_scales: torch.dtype = torch.float32
-) -> Callable[[Tensor, Tensor, int, bool, float], None]:
-    def decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+def _digits_decode(bits: int, of_scales: torch.dtype = torch.float32, block_at: int = 0) -> Callable[..., None]:
+    """Return <codec>_decode for codes of so many bits. block_at: the place of `block` among the parameters."""
+
+    def decode(wire: Tensor, out: Tensor, *parameters_and_how: Any) -> None:
+        *parameters, add, scale = parameters_and_how
+        block = parameters[block_at]
         code_bytes = (out.numel() * bits + 7) // 8
         codes = in_blocks(signed(unpack(wire[:code_bytes], bits, out.numel()), bits), block)
         put(out, scaled(codes, scales_of(wire, code_bytes, len(codes), of_scales), out.numel()), add, scale)
@@ -95,7 +97,11 @@ def _digits_decode(
     return decode
 
 
-int4_decode, qsgd_decode, terngrad_decode = _digits_decode(4, torch.bfloat16), _digits_decode(4), _digits_decode(2)
+int4_decode, qsgd_decode, terngrad_decode = (
+    _digits_decode(4, torch.bfloat16),
+    _digits_decode(4, block_at=1),
+    _digits_decode(2),
+)
 fp16_encode, fp16_decode = _cast_encode(torch.float16), _cast_decode(torch.float16)
 bf16_encode, bf16_decode = _cast_encode(torch.bfloat16), _cast_decode(torch.bfloat16)
 
@@ -119,7 +125,7 @@ def int8_encode(values: Tensor, residual: Tensor | None, wire: Tensor, block: in
     keep_dense_loss(residual, blocks, codes, scales)
 
 
-def int8_decode(wire: Tensor, out: Tensor, block: int, add: bool, scale: float) -> None:
+def int8_decode(wire: Tensor, out: Tensor, block: int, stochastic: bool, add: bool, scale: float) -> None:
     codes = in_blocks(wire[: out.numel()].view(torch.int8).to(torch.float32), block)
     put(out, scaled(codes, scales_of(wire, out.numel(), len(codes)), out.numel()), add, scale)
 
