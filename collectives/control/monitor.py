@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,8 @@ class Monitor:
         self._is_connected = False
         self._reaching: set[int] = set()  # ranks to which this one connects again
         self._number = 0
+        self._outbox = deque[tuple[str, str, Sequence[Any]]]()
+        self._is_sending = False
         self._seen = [0] * size
         self._seen_ending: set[tuple[int, int]] = set()  # (rank, the rank that saw its connection end)
         self._given_up: set[int] = set()  # ranks that a launcher counts as lost
@@ -225,12 +227,13 @@ class Monitor:
     def send(self, tag: str, kind: str, body: Sequence[Any]) -> None:
         """Send a message to all ranks of a Channel, this one included; of all Channels if the tag is empty."""
         with self.lock:
-            self._number += 1
-            text = json.dumps([tag, kind, body]).encode()
-            self._forward(_HEADER.pack(self.rank, self._number) + text, ())
-            if any(neighbour.outgoing for neighbour in self._neighbours.values()):
-                self.wake_up()
-            self._take(self.rank, tag, kind, list(body))  # last: it may send an answer
+            self._outbox.append((tag, kind, body))
+            if not self._is_sending:  # else the garbage collector has called, in the middle of another message
+                self._is_sending = True
+                try:
+                    self._send_all()
+                finally:
+                    self._is_sending = False
 
     def report_alive(self, place: int) -> None:
         """Report to all ranks that a rank is alive, but not connected to this one."""
@@ -318,7 +321,7 @@ class Monitor:
                 self._coordinator.let_in(arrived)
             else:
                 arrived.connection.close()
-        elif key in self._accepted or key[0] not in (_BETWEEN_MONITORS, *map(_purpose_of, self._channels)):
+        elif key in self._accepted or key[0] not in (_BETWEEN_MONITORS, *map(_purpose_of, list(self._channels))):
             arrived.connection.close()
         elif key[0] == _BETWEEN_MONITORS and self._is_connected:
             self._add(arrived.rank, arrived.connection)
@@ -333,7 +336,7 @@ class Monitor:
             return
         give_up_on_silence(connection)
         self._neighbours[place] = Neighbour(connection)
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             channel.repeat_to(place)
         self.wake_up()
 
@@ -344,7 +347,7 @@ class Monitor:
         while new:
             reached |= new
             new = {peer for rank in new for peer in neighbours(rank, self.size)} & running - reached
-        members = {place for channel in self._channels.values() for place in channel.places}
+        members = {place for channel in list(self._channels.values()) for place in channel.places}
         for place in (running & members) - reached - self._reaching - self._neighbours.keys():
             if place > self.rank:  # the other end accepts
                 self._reaching.add(place)
@@ -361,6 +364,17 @@ class Monitor:
                 self._add(place, made)
 
     # Messages
+
+    def _send_all(self) -> None:
+        """Send what is in the outbox."""
+        while self._outbox:
+            tag, kind, body = self._outbox.popleft()
+            self._number += 1
+            text = json.dumps([tag, kind, body]).encode()
+            self._forward(_HEADER.pack(self.rank, self._number) + text, ())
+            self._take(self.rank, tag, kind, list(body))
+        if any(neighbour.outgoing for neighbour in self._neighbours.values()):
+            self.wake_up()
 
     def _receive(self, message: bytes, sender: int) -> None:
         """Process a message, and forward it, unless it has arrived before."""
@@ -402,7 +416,7 @@ class Monitor:
                 self._seen_ending.add((about, by))
             lost = self._given_up | {who for who, _ in self._seen_ending}
             self.lost = {who: self.lost.get(who, time.monotonic()) for who in lost}
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             channel.note(self.lost, self.gone, self.cut)
         if kind == "lost" and body[0] == self.rank:
             self.send("", "alive", body)
@@ -419,14 +433,17 @@ class Monitor:
                 with suppress(InterruptedError):
                     ready = dict(poll.poll(None if due == math.inf else max(0.0, due - time.monotonic()) * 1000 + 1))
                 with self.lock:
+                    self._is_sending = True
                     self._look(ready)
+                    self._send_all()
+                    self._is_sending = False
                     if self._close_by is not None and self._has_closed(self._close_by):
                         return
                 due = self._do_what_is_due(ready)
         except Exception as error:  # the end of the connections makes the other ranks count this one as lost
             _log.exception("gradwire: rank %d no longer receives news of the other ranks", self.rank)
             with self.lock:
-                for channel in self._channels.values():
+                for channel in list(self._channels.values()):
                     channel.fail(repr(error))
         finally:
             if self._coordinator is not None:

@@ -340,3 +340,21 @@ def test_ranks_whose_connections_have_ended_with_others_connect_again() -> None:
         assert not any(channel.lost for channel in pair)
         end_abruptly(pair[1])
         assert_all_see(pair[:1], lambda channel: set(channel.lost) == {1})
+
+
+def test_what_is_sent_in_the_middle_of_another_message_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a Communicator that is deleted, which the garbage collector does at any place."""
+    with channels(2) as (first, second):
+        doomed = [monitor_of(channel).open(range(2), "doomed") for channel in (first, second)]
+        forward, monitor = monitor_of(first)._forward, monitor_of(first)
+
+        def collect(*arguments: Any) -> None:
+            monkeypatch.undo()
+            doomed[0].report_leaving(3)
+            doomed[0].close()
+            forward(*arguments)
+
+        monkeypatch.setattr(monitor, "_forward", collect)
+        first.post("topic", 1)
+        assert_all_see([second], lambda channel: channel.posts.get("topic") == {0: 1})
+        assert_all_see([doomed[1]], lambda channel: channel.left == {0: 3} and channel.done == {0})
