@@ -1,5 +1,7 @@
 """Exact inputs: unique per rank, and every result a small number that its dtype represents, so equality is the test."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,11 +103,18 @@ def reduced(world_size: int, numel: int, dtype: torch.dtype, op: str = "sum") ->
 
 
 class Checks:
-    """Collects the cases that failed on a rank, each with its parameters, for the test to find none."""
+    """Collects the cases that failed on a rank, each with its parameters, and raises AssertionError with them at the end of a
+    with block."""
 
     def __init__(self) -> None:
         self.failures: list[str] = []
         self._case = ""
+
+    def __enter__(self) -> Checks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert kind is not None or not self.failures, "\n".join(self.failures[:20])
 
     @contextmanager
     def case(self, **parameters: object) -> Iterator[None]:

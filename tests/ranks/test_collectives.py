@@ -302,12 +302,11 @@ def rows_of(layouts: tuple[str, ...]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def exact(layout: str, rows: list[tuple[Any, ...]]) -> list[str]:
+def exact(layout: str, rows: list[tuple[Any, ...]]) -> None:
     """Call verbs as the rows say, in the background or at once, and at once again: what is known goes another way."""
-    checks = Checks()
     with on_host(layout[dist.get_rank()]):
         comm = communicator()
-    with comm:
+    with Checks() as checks, comm:
         hosts = tuple(tuple(rank for rank, host in enumerate(layout) if host == each) for each in dict.fromkeys(layout))
         assert comm.topology.hosts == hosts
         for name, algorithm, dtype, op, numel, kind, place, async_op in rows:
@@ -326,7 +325,6 @@ def exact(layout: str, rows: list[tuple[Any, ...]]) -> list[str]:
                         checks.equal(elements(tensor), values.reshape(-1))
                         if kind == "strided" and tensor._base is not None:
                             assert tensor._base[1::2].eq(1).all(), "what lies between the elements has changed"
-    return checks.failures
 
 
 @pytest.mark.parametrize(
@@ -343,7 +341,7 @@ def test_every_verb_is_exact(ranks: Worlds, layout: str) -> None:
     # The first layout has most of the cases: one rank, which is quick.
     layouts = LAYOUTS if layout in LAYOUTS else ("a", *LARGE_LAYOUTS)
     mine = [row for each, *row in rows_of(layouts) if each == layout]
-    assert ranks(len(layout)).run(exact, layout, mine) == [[]] * len(layout)
+    ranks(len(layout)).run(exact, layout, mine)
 
 
 def digests(layout: str, rows: list[tuple[str, torch.dtype, str]]) -> list[str]:
@@ -381,23 +379,21 @@ def test_bits_are_the_same_on_all_ranks_and_in_every_run(ranks: Worlds, layout: 
 @on_ranks(3, initialized=False)
 def test_shapes_without_dimensions_or_elements() -> None:
     """Tensors of no dimension and of no elements keep their shape."""
-    checks = Checks()
-    with communicator() as comm:
+    with Checks() as checks, communicator() as comm:
         for algorithm in ("rsag", "native", "auto"):
             for tensor in (contribution(comm.rank, comm.size, 1, torch.float32)[0], torch.empty(3, 0, 2)):
                 with checks.case(algorithm=algorithm, shape=tensor.shape):
                     wanted = reduced(comm.size, tensor.numel(), torch.float32).view(tensor.shape)
                     comm.allreduce(tensor, algorithm=algorithm)
                     checks.equal(tensor, wanted)
-    assert not checks.failures
 
 
-def every_row_of_the_table(layout: str) -> list[str]:
+def every_row_of_the_table(layout: str) -> None:
     """'auto' on messages of the sizes that its table tells apart."""
-    checks, sizes = Checks(), (4_000, 40_000, 300_000, 2_200_000)
+    sizes = (4_000, 40_000, 300_000, 2_200_000)
     with on_host(layout[dist.get_rank()]):
         comm = Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
-    with comm:
+    with Checks() as checks, comm:
         rows = {rule.algorithm for rule in comm.tables["allreduce"]}
         assert rows == {comm.chosen("allreduce", nbytes) for nbytes in sizes}
         for nbytes in sizes:
@@ -406,13 +402,12 @@ def every_row_of_the_table(layout: str) -> list[str]:
                 tensor = numbers * (comm.rank + 1)
                 comm.allreduce(tensor)
                 checks.equal(tensor, numbers * sum(range(comm.size + 1)))
-    return checks.failures
 
 
 @ON_EVERY_TRANSPORT
 @pytest.mark.parametrize("layout", ["aa", "ab", "aaaa", "abcd", "aabb"])
 def test_auto_by_size_and_hosts(ranks: Worlds, layout: str) -> None:
-    assert ranks(len(layout)).run(every_row_of_the_table, layout) == [[]] * len(layout)
+    ranks(len(layout)).run(every_row_of_the_table, layout)
 
 
 def thing(rank: int) -> dict[str, object]:

@@ -42,18 +42,15 @@ def communicator(segment_bytes: int = SEGMENT_BYTES) -> Communicator:
     return Communicator(timeout_s=EXCHANGE_TIMEOUT_S, segment_bytes=segment_bytes)
 
 
-def by_layout(ranks: Worlds, layouts: Sequence[str], check: Callable[[list[Any]], Any], rows: list[Any]) -> list[Any]:
-    """Run a check on worlds whose ranks are on these hosts, each with the rows that begin with it; what its ranks return."""
-    return [
-        found
-        for layout in layouts
-        for found in ranks(len(layout)).run(on_hosts_of, layout, check, [row[1:] for row in rows if row[0] == layout])
-    ]
+def by_layout(ranks: Worlds, layouts: Sequence[str], check: Callable[[list[Any]], None], rows: list[Any]) -> None:
+    """Run a check on worlds whose ranks are on these hosts, each with the rows that begin with it."""
+    for layout in layouts:
+        ranks(len(layout)).run(on_hosts_of, layout, check, [row[1:] for row in rows if row[0] == layout])
 
 
-def on_hosts_of(layout: str, check: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
+def on_hosts_of(layout: str, check: Callable[[list[Any]], None], rows: list[Any]) -> None:
     with on_host(layout[dist.get_rank()]):
-        return check(rows)
+        check(rows)
 
 
 def elements(numel: int | str, size: int) -> int:
@@ -74,9 +71,8 @@ NUMELS = (0, 1, "-1", "+0", "+1", 2999, LARGE)
 IN_MANY_CHUNKS = ("int8", "onebit", "topk", "chunktopk", "dgc")
 
 
-def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
-    checks = Checks()
-    with communicator() as comm:
+def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> None:
+    with Checks() as checks, communicator() as comm:
         for name, numel, op, with_feedback in rows:
             codec, numel = COMPRESSING[name], elements(numel, comm.size)
             model = ShotModel(codec, numel, comm.topology.hosts, SEGMENT_BYTES, with_feedback=with_feedback)
@@ -92,7 +88,6 @@ def same_as_model(rows: list[tuple[str, int | str, str, bool]]) -> list[str]:
                         wanted = model.feedbacks[comm.rank].tensors()
                         for key, tensor in feedback.tensors().items():
                             checks.equal(tensor, wanted[key])
-    return checks.failures
 
 
 @ABOVE_TRANSPORTS
@@ -106,7 +101,7 @@ def test_the_shot_equals_its_model(ranks: Worlds, layouts: tuple[str, ...]) -> N
         return other == LARGE and one not in (*IN_MANY_CHUNKS, *layouts)
 
     rows = cover(layouts, [*COMPRESSING], NUMELS, ("sum", "average"), (True, False), clash=clash)
-    assert not any(by_layout(ranks, layouts, same_as_model, rows))
+    by_layout(ranks, layouts, same_as_model, rows)
 
 
 def digests(rows: list[tuple[str, str]], numel: int = 30_011) -> list[str]:
@@ -125,10 +120,9 @@ def digests(rows: list[tuple[str, str]], numel: int = 30_011) -> list[str]:
     return found
 
 
-def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> list[str]:
+def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> None:
     """Numbers so small that their sums are exact in any float."""
-    checks = Checks()
-    with communicator(200) as comm:
+    with Checks() as checks, communicator(200) as comm:
         for name, algorithm, op, numel in rows:
             codec, numel = make_codec(name), elements(numel, comm.size)
             for step in (0, 1):
@@ -143,7 +137,6 @@ def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> list[str]:
                     tolerance = 0.01 if op == "average" and comm.size & (comm.size - 1) else 0
                     if not torch.allclose(mine, expected, rtol=tolerance, atol=0):
                         checks.equal(mine, expected)
-    return checks.failures
 
 
 @ABOVE_TRANSPORTS
@@ -151,7 +144,7 @@ def exact_sums(rows: list[tuple[str, str, str, int | str]]) -> list[str]:
 def test_summable_codecs_ride_any_algorithm(ranks: Worlds, layouts: tuple[str, ...]) -> None:
     algorithms = (*ALLREDUCES, "native", "auto", "two_shot")
     rows = cover(layouts, SUMMABLE, algorithms, ("sum", "average"), (0, 1, "+1", SEVERAL_SEGMENTS))
-    assert not any(by_layout(ranks, layouts, exact_sums, rows))
+    by_layout(ranks, layouts, exact_sums, rows)
     size = len(layouts[-1])
     found = ranks(size).run(digests, cover(SUMMABLE, algorithms), 10_007)
     assert found == [found[0]] * size
@@ -176,21 +169,18 @@ def test_what_a_summable_codec_leaves_out_is_returned_later() -> None:
 @on_ranks(2, initialized=False)
 def test_numbers_in_place_of_codes() -> None:
     """What is too short for a code goes as it is, but in the shards of its codec, which differ from codec to codec."""
-    checks = Checks()
-    with communicator() as comm:
+    with Checks() as checks, communicator() as comm:
         for _ in range(2):
             for codec in (make_codec("fp16"), Int8(), make_codec("natural")):
                 mine, feedback = contribution(comm.rank, comm.size, 8, torch.float32), comm.new_feedback(codec, 8)
                 with checks.case(codec=codec):
                     comm.allreduce(mine, compression=codec, feedback=feedback, algorithm="two_shot")
                     checks.equal(mine, reduced(comm.size, 8, torch.float32))
-    assert not checks.failures
 
 
-def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> list[str]:
+def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> None:
     """Codes that are decoded and encoded on their way: the same bits everywhere, near the sum."""
-    checks = Checks()
-    with communicator(400) as comm:
+    with Checks() as checks, communicator(400) as comm:
         for algorithm, stochastic, numel in rows:
             numel = elements(numel, comm.size)
             numbers = inputs(comm.size, numel, 0)
@@ -203,14 +193,13 @@ def ride_all_algorithms(rows: list[tuple[str, bool, int | str]]) -> list[str]:
                 checks.equal(mine, first)
                 scale = max((float(tensor.abs().max()) for tensor in numbers if numel), default=0.0)
                 assert bool(((mine - expected).abs() <= (2 * comm.size + 1) * comm.size * scale / 127).all())
-    return checks.failures
 
 
 @ABOVE_TRANSPORTS
 @pytest.mark.parametrize("layouts", [("a", "aaa", "aabb", "abaca")], ids="-".join)
 def test_codes_ride_all_algorithms(ranks: Worlds, layouts: tuple[str, ...]) -> None:
     rows = cover(layouts, [*PLANNERS["allreduce"]], (False, True), (0, 1, "+1", SEVERAL_SEGMENTS))
-    assert not any(by_layout(ranks, layouts, ride_all_algorithms, rows))
+    by_layout(ranks, layouts, ride_all_algorithms, rows)
 
 
 @on_ranks(3, initialized=False)
@@ -233,42 +222,39 @@ def test_codes_ride_what_was_registered() -> None:
                 assert torch.allclose(tensor, torch.full((999,), float(comm.size)), rtol=1e-2)
 
 
-def poisoned(rows: list[tuple[str, float]]) -> list[str]:
+def poisoned(rows: list[tuple[str, float]]) -> None:
     """One rank has a number that is not finite, once."""
-    numel, at, complaints = 4001, 1234, []
-    with communicator() as comm:
+    numel, at = 4001, 1234
+    with Checks() as checks, communicator() as comm:
         for name, value in rows:
             codec = COMPRESSING[name]
             for algorithm in ("auto", shot_of(codec)):
-                case, feedback = f"{name}, {value}, {algorithm}", comm.new_feedback(codec, numel)
+                feedback = comm.new_feedback(codec, numel)
+                options = {"compression": codec, "feedback": feedback, "algorithm": algorithm}
                 for step in range(3):
                     mine = inputs(comm.size, numel, step)[comm.rank]
                     if step == 1 and comm.rank == comm.size - 1:
                         mine[at] = value
-                    comm.allreduce(
-                        mine, "average", compression=codec, feedback=feedback, step=step, algorithm=algorithm
-                    )
-                    finite = mine.isfinite()
-                    if bool(finite.all()) != (step != 1):
-                        complaints.append(f"{case}: step {step}: {int((~finite).sum())} not finite")
-                    if step == 1 and bool(finite[at]) and "randomk" not in name:
-                        complaints.append(f"{case}: finite where it was not")
+                    comm.allreduce(mine, "average", step=step, **options)
+                    case = f"{name}, {value}, {algorithm}, step {step}"
+                    if bool(mine.isfinite().all()) != (step != 1):
+                        checks.failures.append(f"{case}: {int((~mine.isfinite()).sum())} not finite")
+                    if step == 1 and bool(mine[at].isfinite()) and "randomk" not in name:
+                        checks.failures.append(f"{case}: finite where it was not")
                 infinite = [key for key, tensor in feedback.state_dict().items() if not bool(tensor.isfinite().all())]
-                complaints += [f"{case}: {key}" for key in infinite]
-    return complaints
+                checks.failures += [f"{name}, {value}, {algorithm}: {key}" for key in infinite]
 
 
 def test_not_a_number_reaches_every_rank(ranks: Worlds) -> None:
     layouts = ("a", "aaa")
     rows = cover(layouts, [*COMPRESSING], (float("nan"), float("-inf")))
-    assert not any(by_layout(ranks, layouts, poisoned, rows))
+    by_layout(ranks, layouts, poisoned, rows)
 
 
 @on_ranks(1, 2, 3, initialized=False)
 def test_other_tensors() -> None:
     """Other dtypes, views, scales; 'none', which is no codec; a sum beyond half precision."""
-    checks = Checks()
-    with communicator() as comm:
+    with Checks() as checks, communicator() as comm:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
             values = contribution(comm.rank, comm.size, 600, dtype).view(20, 30)
             padded = torch.full((20, 60), 7, dtype=dtype)
@@ -287,14 +273,13 @@ def test_other_tensors() -> None:
             mine = torch.full((SEVERAL_SEGMENTS,), 57344.0)
             comm.allreduce(mine, compression="fp16")
             checks.equal(mine, torch.full((SEVERAL_SEGMENTS,), 57344.0 * comm.size))
-    assert not checks.failures
 
 
 @on_ranks(2, initialized=False)
 def test_calls_are_counted() -> None:
     """Calls that do not say step and seed are those that do, also when a checkpoint comes between."""
-    numel, checks = 3000, Checks()
-    with communicator() as comm:
+    numel = 3000
+    with Checks() as checks, communicator() as comm:
         for name in ("randomk", "int8, stochastic", "dgc, warming up"):
             codec = COMPRESSING[name]
             counting, told = comm.new_feedback(codec, numel, seed=5), comm.new_feedback(codec, numel)
@@ -310,4 +295,3 @@ def test_calls_are_counted() -> None:
                     checks.equal(mine, wanted)
                 results.append(mine)
             assert not torch.equal(results[0] != 0, results[1] != 0) or name != "randomk", "another draw in every step"
-    assert not checks.failures
