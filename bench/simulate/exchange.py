@@ -15,7 +15,6 @@ from functools import partial
 from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.schedule import Place
 from gradwire.collectives.schedules.selection import default_segment_bytes
 from gradwire.collectives.schedules.topology import Topology
@@ -127,7 +126,7 @@ class AllreducePredictor:
             part = numel * number // count
             self._check(algorithm, numel, number)
             legs = [self.legs(rank, algorithm, part) for rank in local]
-            sent = max(sum(map(_sent_bytes, each)) for each in legs) * numel / part
+            sent = max(sum(leg.program.sent_bytes(leg.nbytes) for leg in each) for each in legs) * numel / part
             return price(costs, legs, partial(_like, len(local), costs.size))
 
         count = self._segments(algorithm, numel)
@@ -191,10 +190,3 @@ def _like(local: int, size: int, sender: int, receiver: int) -> tuple[int, int]:
     ranks."""
     receiving = receiver % local
     return (sender - receiver + receiving) % size, receiving
-
-
-def _sent_bytes(leg: Leg) -> int:
-    if isinstance(leg.program, CodedProgram):
-        assert leg.code_bytes is not None
-        return leg.program.sent_bytes(leg.code_bytes)
-    return leg.itemsize * leg.program.sent()[1]

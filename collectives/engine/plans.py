@@ -199,8 +199,8 @@ class Plans:
         if name not in PLANNERS[collective]:
             return None
         element_size = 4 if nbytes % 4 == 0 else 1
-        numel = nbytes // element_size
-        return element_size * self.of_buffer(collective, name, 0, numel, element_size, grouped=False).sent()[1]
+        plain = self.of_buffer(collective, name, 0, nbytes // element_size, element_size, grouped=False)
+        return plain.sent_bytes(lambda length: length * element_size)
 
     @_once
     def of_buffer(

@@ -62,12 +62,9 @@ class CodedProgram(Program):
         self._lengths = sorted({span.length for layout in segments for span in layout})
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
 
-    def sent_bytes(self, wire_bytes: Callable[[int], int]) -> int:
-        """Return how many bytes this rank sends. wire_bytes: returns the length of the code of a number of elements."""
-        return sum(wire_bytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
-
     def tables_for(self, wire_bytes: Callable[[int], int]) -> Iterable[array[int]]:
-        """Return the instructions as tables() does, but with the length of a message in bytes. wire_bytes: see sent_bytes()."""
+        """Return the instructions as tables() does, but with the length of a message in bytes. wire_bytes: returns the
+        length of the code of a number of elements."""
         return self._in_tables(
             (
                 each._replace(length=wire_bytes(each.length)) if each.kind in (Kind.SEND, Kind.RECEIVE) else each

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -132,10 +132,9 @@ class Program:
             self._tables[key] = list(_pieces(iter(instructions)))
         return self._tables[key]
 
-    def sent(self) -> tuple[int, int]:
-        """Return the number of messages that this rank sends, and of their elements."""
-        lengths = [instruction.length for instruction in self if instruction.kind == Kind.SEND]
-        return len(lengths), sum(lengths)
+    def sent_bytes(self, nbytes: Callable[[int], int]) -> int:
+        """Return how many bytes this rank sends. nbytes: returns the bytes of a message of a number of elements."""
+        return sum(nbytes(instruction.length) for instruction in self if instruction.kind == Kind.SEND)
 
     def _laid_out(self) -> Iterator[Instruction]:
         rounds = len(self._schedule.rounds)

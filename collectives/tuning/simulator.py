@@ -34,9 +34,9 @@ class Leg(NamedTuple):
     codec: str = ""
     code_bytes: Callable[[int], int] | None = None
 
-    def nbytes(self, message: Instruction) -> int:
-        """Return the bytes of a message of the Program."""
-        return message.length * self.itemsize if self.code_bytes is None else self.code_bytes(message.length)
+    def nbytes(self, length: int) -> int:
+        """Return the bytes of a message of so many elements."""
+        return length * self.itemsize if self.code_bytes is None else self.code_bytes(length)
 
 
 def in_segments(count: int, simulated: Callable[[int], float]) -> float:
@@ -59,7 +59,7 @@ def busiest_uplink_s(costs: Costs, legs: Sequence[Sequence[Leg]]) -> float:
                 ends = host[rank], host[message.peer]
                 if message.kind == _SEND and ends[0] != ends[1]:
                     for direction, end in enumerate(ends):
-                        moved[direction, end] += leg.nbytes(message)
+                        moved[direction, end] += leg.nbytes(message.length)
     return max((nbytes * costs.uplinks[end] for (_, end), nbytes in moved.items()), default=0.0)
 
 
@@ -138,7 +138,7 @@ class _Simulation:
                 elif kind == _POST:
                     for message in outgoing:
                         to = (*self._alike(rank, message.peer), index, message.segment)
-                        sent[message.number] = self._send(rank, to, leg.nbytes(message))
+                        sent[message.number] = self._send(rank, to, leg.nbytes(message.length))
                     outgoing.clear()
                 elif kind != _WAIT:
                     self._compute(rank, self._seconds(leg, instruction))

@@ -54,16 +54,6 @@ def costs(*hosts: tuple[int, ...], byte_s: float = 1e-3, latency_s: float = 0.25
     )
 
 
-def pairs(*links: tuple[int, int], size: int, nbytes: int) -> list[list[Leg]]:
-    """Return what sends a message over each of these links at once."""
-
-    def steps(rank: int) -> Round:
-        sent = sum((send(to, ALL) for each, to in links if each == rank), ())
-        return sent + sum((receive(each, ALL) for each, to in links if to == rank), ())
-
-    return [leg_of(rank, size, nbytes, steps(rank)) for rank in range(size)]
-
-
 def leg_of(rank: int, size: int, nbytes: int, *rounds: Round) -> list[Leg]:
     return [Leg(Program(Schedule(rank, size, 1, rounds), [(Span(0, nbytes),)]), 1)]
 
@@ -86,24 +76,42 @@ def test_a_ring_of_two_takes_two_messages_of_half_the_buffer() -> None:
     assert ring(added, 4000) == pytest.approx(1.0 + 2 * (0.5 + 2.25 + 0.5) + 0.2)
 
 
-def test_ranks_of_a_host_share_its_uplink_in_each_direction() -> None:
-    four = costs((0, 1), (2, 3))
-    assert price(four, pairs((0, 2), size=4, nbytes=1000)) == pytest.approx(1.25)
-    assert price(four, pairs((0, 2), (2, 0), size=4, nbytes=1000)) == pytest.approx(1.25)
-    assert price(four, pairs((0, 2), (1, 3), size=4, nbytes=1000)) == pytest.approx(2.25)
-    assert price(four, pairs((0, 1), (2, 3), size=4, nbytes=1000)) == 0.0
-    three = costs((0,), (1,), (2,))
-    assert price(three, pairs((0, 2), (1, 2), size=3, nbytes=1000)) == pytest.approx(2.25)
-    slow = replace(three, slow_links=(SlowLink((2, 0), 3e-3),))
-    assert price(slow, pairs((0, 2), (1, 0), size=3, nbytes=1000)) == pytest.approx(3.25)
+FOUR, THREE = costs((0, 1), (2, 3)), costs((0,), (1,), (2,))
+SLOW = replace(THREE, slow_links=(SlowLink((2, 0), 3e-3),))
+BURSTS = replace(THREE, burst_bytes=2000)
+BUSY = replace(costs((0, 1, 2, 3)), inside=LinkCost(0.0, 0.0, 1.0, 0.0))
+SWAPS = [(0, 1), (1, 0), (2, 3), (3, 2)]
 
 
-def test_ranks_wait_for_a_core_where_they_share_it() -> None:
-    busy = replace(costs((0, 1, 2, 3)), inside=LinkCost(0.0, 0.0, 1.0, 0.0))
-    exchange = pairs((0, 1), (1, 0), (2, 3), (3, 2), size=4, nbytes=1)
-    assert price(busy, exchange) == pytest.approx(2.0)
-    assert price(replace(busy, cores=(Cores((0, 1, 2, 3), 2),)), exchange) == pytest.approx(4.0)
-    assert price(replace(busy, slowness=(1.0, 1.0, 1.0, 3.0)), exchange) == pytest.approx(6.0)
+@pytest.mark.parametrize(
+    ("by", "links", "nbytes", "seconds"),
+    [
+        # Ranks of a host share its uplink in each direction.
+        (FOUR, [(0, 2)], 1000, 1.25),
+        (FOUR, [(0, 2), (2, 0)], 1000, 1.25),
+        (FOUR, [(0, 2), (1, 3)], 1000, 2.25),
+        (FOUR, [(0, 1), (2, 3)], 1000, 0.0),
+        (THREE, [(0, 2), (1, 2)], 1000, 2.25),
+        (SLOW, [(0, 2), (1, 0)], 1000, 3.25),
+        # Ranks wait for a core where they share it.
+        (BUSY, SWAPS, 1, 2.0),
+        (replace(BUSY, cores=(Cores((0, 1, 2, 3), 2),)), SWAPS, 1, 4.0),
+        (replace(BUSY, slowness=(1.0, 1.0, 1.0, 3.0)), SWAPS, 1, 6.0),
+        # A call begins with a burst, but no link exceeds its lasting rate.
+        (BURSTS, [(0, 1)], 100, 0.25),
+        (BURSTS, [(0, 1)], 1000, 1.0),
+        (BURSTS, [(0, 2), (1, 2)], 1000, 2.0),
+        (BURSTS, [(0, 1), (0, 2)], 1000, 2.0),
+    ],
+)
+def test_messages_at_once_wait_for_what_they_share(
+    by: Costs, links: list[tuple[int, int]], nbytes: int, seconds: float
+) -> None:
+    def steps(rank: int) -> Round:
+        sent = sum((send(to, ALL) for each, to in links if each == rank), ())
+        return sent + sum((receive(each, ALL) for each, to in links if to == rank), ())
+
+    assert price(by, [leg_of(rank, by.size, nbytes, steps(rank)) for rank in range(by.size)]) == pytest.approx(seconds)
 
 
 @settings(max_examples=40, deadline=None)
@@ -180,17 +188,6 @@ def test_a_call_in_a_burst_does_not_make_a_prediction_quicker_than_the_links(bur
     assert predict(three, "allreduce", "tree", 1000, 1 << 20) == pytest.approx(seconds)
     two = replace(costs((0,), (1,), byte_s=8e-9, latency_s=5e-5), burst_bytes=1000 * burst_bytes)
     assert predict(two, "allreduce", "ring", 2_000_000, 1 << 10) >= 2_000_000 * 8e-9  # without measured calls
-
-
-@pytest.mark.parametrize(
-    ("links", "nbytes", "seconds"),
-    [([(0, 1)], 100, 0.25), ([(0, 1)], 1000, 1.0), ([(0, 2), (1, 2)], 1000, 2.0), ([(0, 1), (0, 2)], 1000, 2.0)],
-)
-def test_a_call_begins_with_a_burst_but_no_link_exceeds_its_lasting_rate(
-    links: list[tuple[int, int]], nbytes: int, seconds: float
-) -> None:
-    three = replace(costs((0,), (1,), (2,)), burst_bytes=2000)
-    assert price(three, pairs(*links, size=3, nbytes=nbytes)) == pytest.approx(seconds)
 
 
 def test_among_some_ranks_what_is_known_of_them_stays() -> None:

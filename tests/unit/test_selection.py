@@ -98,9 +98,12 @@ def test_the_host_id_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_id() == "rack7" != found
 
 
-def costs(hosts: tuple[tuple[int, ...], ...], latency_s: float, byte_s: float) -> Costs:
+EIGHT = tuple((rank,) for rank in range(8))
+
+
+def costs(hosts: tuple[tuple[int, ...], ...], byte_s: float = 8e-9) -> Costs:
     size = sum(map(len, hosts))
-    near, far = LinkCost(1e-7, 0.0, 1e-6, 1e-11), LinkCost(latency_s, byte_s, 1e-6, 1e-11)
+    near, far = LinkCost(1e-7, 0.0, 1e-6, 1e-11), LinkCost(1e-4, byte_s, 1e-6, 1e-11)
     machines, cores = ("a machine",) * len(hosts), (Cores(tuple(range(size)), size),)
     return Costs(hosts, machines, near, far, (byte_s,) * len(hosts), cores, (1.0,) * size, 1e-6, 1e-11)
 
@@ -110,15 +113,10 @@ def measured(costs: Costs, usual: str = "tree") -> Chooser:
 
 
 def test_measured_links_choose_few_rounds_for_small_messages_and_few_bytes_for_large_ones() -> None:
-    eight = tuple((rank,) for rank in range(8))
-    chooses = measured(costs(eight, 1e-4, 1e-8)).choose
-    assert chooses("allreduce", 64) in ("recursive_doubling", "direct")
-    assert chooses("allreduce", 64 << 20) in ("ring", "rsag", "direct")  # of which none sends more bytes than another
-
-
-def test_the_table_that_is_shown_has_the_choices() -> None:
-    eight = measured(costs(tuple((rank,) for rank in range(8)), 1e-4, 1e-8))
-    table = eight.table("allreduce")
+    eight = measured(costs(EIGHT, 1e-8))
+    assert eight.choose("allreduce", 64) in ("recursive_doubling", "direct")
+    assert eight.choose("allreduce", 64 << 20) in ("ring", "rsag", "direct")  # of which none sends more bytes
+    table = eight.table("allreduce")  # as it is shown
     assert (table[0].start, table[-1].stop) == (0, None)
     assert len({rule.algorithm for rule in table}) > 1
     near = [size + more for rule in table for size in (rule.start, 64, 1000) for more in (-1, 0, 1) if size + more >= 0]
@@ -127,19 +125,18 @@ def test_the_table_that_is_shown_has_the_choices() -> None:
 
 
 def test_a_link_keeps_an_algorithm_of_its_own_that_was_not_measured() -> None:
-    known = costs(((0, 1),), 1e-4, 8e-9)
-    chooses = Chooser(known, {"barrier": ("tree", "shared")}, 1 << 20, lambda *_: "shared")
+    chooses = Chooser(costs(((0, 1),)), {"barrier": ("tree", "shared")}, 1 << 20, lambda *_: "shared")
     assert chooses.choose("barrier", 1) == "shared"
 
 
 def test_interleaved_ranks_that_share_an_uplink_cross_it_once() -> None:
     interleaved = ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert measured(costs(interleaved, 1e-4, 8e-9)).choose("allreduce", 64 << 20).startswith("hierarchical")
+    assert measured(costs(interleaved)).choose("allreduce", 64 << 20).startswith("hierarchical")
 
 
 @pytest.mark.parametrize("host", [0, 4, 7])
 def test_a_host_on_a_slow_link_is_a_leaf_of_the_tree(host: int) -> None:
-    eight = costs(tuple((rank,) for rank in range(8)), 1e-4, 8e-9)
+    eight = costs(EIGHT)
     slow = replace(eight, uplinks=tuple(10 * each if rank == host else each for rank, each in enumerate(eight.uplinks)))
     seconds = {name: taken for taken, name in measured(slow, "ring").ranked("allreduce", 64 << 20)}
     assert measured(slow, "ring").choose("allreduce", 64 << 20) == min(seconds, key=seconds.__getitem__) == "tree"
@@ -147,6 +144,5 @@ def test_a_host_on_a_slow_link_is_a_leaf_of_the_tree(host: int) -> None:
 
 
 def test_near_equals_leave_what_is_usual() -> None:
-    two = costs(((0,), (1,)), 1e-4, 8e-9)
     for usual in ("rsag", "ring", "direct"):  # the same exchange between two
-        assert measured(two, usual).choose("allreduce", 1 << 20) == usual
+        assert measured(costs(((0,), (1,))), usual).choose("allreduce", 1 << 20) == usual
