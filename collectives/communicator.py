@@ -362,10 +362,10 @@ def _check_arguments(
 def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:
     """Close several Communicators in little more time than one: all of them report it before any waits. error: the exception by
     which this rank leaves, which the others' errors then name."""
-    closing.close_all([communicator._engine for communicator in communicators], error)
+    closing.close_all([communicator._engine.closing for communicator in communicators], error)
 
 
 def abandon_all(communicators: Iterable[Communicator], error: BaseException) -> None:
     """End several Communicators at once, without waiting for other ranks: operations under way fail on all ranks. error: the
     reason, which the others' errors then name. Takes a fraction of a second, whatever the others do."""
-    closing.abandon_all([communicator._engine for communicator in communicators], error)
+    closing.abandon_all([communicator._engine.closing for communicator in communicators], error)

@@ -1,10 +1,10 @@
 """The check that all ranks make the same call: before any data moves if the call is new, else while ranks wait.
 
-Each rank posts its new calls with their numbers over link.watch, and waits for those of the others. A call on which all
-ranks have agreed is *known*, and runs without posts. Ranks agree in the order of the operations, so all ranks know the
-same calls, and forget them at the same time. If ranks make different calls with the same number, those whose call is
-known may have moved data. They compare the posts of others with the calls that they remember, and answer with their
-own.
+A call on which all ranks have agreed is *known*, and runs without a check. Ranks agree in the order of the operations, so all
+ranks know the same calls, and forget them at the same time. For a new call, the ranks reduce a hash of its text over the
+connections that carry data. Only if hashes differ, or a call takes long, do ranks post their calls with their numbers over the
+Watch. If ranks make different calls with the same number, those whose call is known may have moved data: ranks compare the
+posts of others with the calls that they remember, and answer with their own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,16 @@ _MOST_KNOWN = 4096
 #: How many of its last calls a rank posts. A rank that compares an earlier call needs that one.
 _POSTED = 4
 
-#: Seconds between two checks of a wait, unless news comes first. The second value applies while progress() moves messages.
-_POLL_S, _PROGRESS_POLL_S = 0.1, 0.001
+#: Seconds between two checks of a wait, unless news comes first.
+_POLL_S = 0.1
+
+#: The bytes of a hash and its complement, by which ranks compare calls.
+HASH_BYTES = 16
 
 _TOPIC = "calls"
+
+#: Replaces a tensor of HASH_BYTES bytes by its maximum over all ranks.
+Maximum = Callable[[torch.Tensor], None]
 
 #: The call with which a joined rank raises a failure that others reported. It agrees with every call.
 ANY_CALL = "join()"
@@ -117,8 +124,8 @@ def arguments_of(call: str) -> dict[str, list[str]]:
 class Agreement:
     """Compares the calls of one Communicator's ranks.
 
-    Attributes: known, the signatures (see Operations.submit) on which all ranks have agreed; settled, the number of the
-    last operation in which calls differed before any data moved.
+    Attributes: known, the signatures of the calls on which all ranks have agreed; settled, the number of the last operation in
+    which calls differed before any data moved.
     """
 
     def __init__(self, watch: Channel) -> None:
@@ -141,14 +148,16 @@ class Agreement:
         posts = list(self._watch.posts.get(_TOPIC, {}).items())
         return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
 
-    def agree(self, call: Call, deadline: float, progress: Callable[[], bool], in_vain: Callable[[], bool]) -> None:
-        """Wait until all ranks have posted their calls with this number, and compare the calls.
+    def agree(self, call: Call, maximum: Maximum | None, deadline: float, in_vain: Callable[[], bool]) -> None:
+        """Compare the calls of all ranks with this number.
 
-        deadline: in time.monotonic() seconds. progress: moves this rank's unfinished messages, and returns whether there
-        are any. in_vain: returns whether the wait cannot succeed any more. Raises Mismatch, on all ranks, if calls
-        differ and no data has moved. Raises LinkError if calls differ otherwise, or if calls are still missing at the
-        end.
+        maximum: takes the maximum over all ranks, by the connections that carry data; None if these cannot tell it from the data
+        of another call: then ranks post their calls. deadline: in time.monotonic() seconds. in_vain: returns whether a wait for
+        posts cannot succeed any more. Raises Mismatch, on all ranks, if calls differ and no data has moved. Raises LinkError if
+        calls differ otherwise, or if calls are still missing at the end.
         """
+        if maximum is not None and _is_equal_everywhere(call.text, maximum):
+            return
         self.post(call)
         everyone = self._watch.others | {self._watch.rank}
 
@@ -169,10 +178,11 @@ class Agreement:
                 return not missing or is_clear or in_vain()
 
             while not is_over() and (left_s := until - time.monotonic()) > 0:
-                self._watch.wait_for(is_over, min(left_s, _PROGRESS_POLL_S if progress() else _POLL_S))
+                self._watch.wait_for(is_over, min(left_s, _POLL_S))
 
-        wait(deadline, for_all=False)
-        if compared()[2]:
+        if maximum is None:
+            wait(deadline, for_all=False)
+        if maximum is not None or compared()[2]:
             wait(min(deadline, time.monotonic() + self.patience_s()), for_all=True)
         calls, missing, differ = compared()
         if differ and not missing and not any(each.moved for each in calls.values()):
@@ -191,17 +201,24 @@ class Agreement:
             self.known.clear()
         self.known.add(signature)
 
-    def differs_from(self, remembered: Mapping[int, str], call_of: Callable[[int], Call]) -> bool:
-        """Return whether another rank has posted a different call with a number that this rank remembers. Post this
-        rank's own call in answer, unless the calls are equal and this rank has posted one with this number or a later
-        one. remembered: the texts of this rank's calls, by number. call_of: returns the Call with a number."""
+    def differs_from(self, remembered: Mapping[int, str], unagreed: int, call_of: Callable[[int, str], Call]) -> bool:
+        """Return whether another rank has posted a different call with a number that this rank remembers, and some data of one
+        of both may have moved, or the ranks that agree() waits for do not come.
+
+        Post this rank's own call in answer, unless the calls are equal and this rank has posted one with this number or a later
+        one. remembered: the texts of this rank's calls, by number. unagreed: the number of the call that agree() compares now.
+        call_of: returns the Call with a number and a text."""
         differs = False
         for rank, call in self.posted():
-            mine = remembered.get(call.sequence)
-            if rank != self._watch.rank and call.sequence > self.settled and mine not in (None, ANY_CALL):
-                if mine != call.text or all(own.sequence < call.sequence for own in self._own):
-                    self.post(call_of(call.sequence))
-                differs = differs or mine != call.text
+            text = remembered.get(call.sequence)
+            if rank == self._watch.rank or call.sequence <= self.settled or text is None or text == ANY_CALL:
+                continue
+            if not call.moved and call.sequence == unagreed:
+                differs |= text != call.text and self.patience_s() <= 0.0
+            elif text != call.text or all(own.sequence < call.sequence for own in self._own):
+                if all(own.sequence != call.sequence for own in self._own):
+                    self.post(call_of(call.sequence, text))
+                differs |= text != call.text
         return differs
 
     def patience_s(self) -> float:
@@ -220,3 +237,14 @@ class Agreement:
 
         self._watch.wait_for(lambda: len(posted_places()) == self._watch.size, GRACE_S)
         return posted_places()
+
+
+def _is_equal_everywhere(text: str, maximum: Maximum) -> bool:
+    """Return whether all ranks give the same text. The maximum of a byte and that of its complement are complements again if
+    the byte is the same on all ranks."""
+    given = blake2b(text.encode(), digest_size=HASH_BYTES // 2).digest()
+    both = bytearray(given + bytes(255 - byte for byte in given))
+    hashes = torch.frombuffer(both, dtype=torch.uint8)
+    maximum(hashes)
+    half = HASH_BYTES // 2
+    return all(one == 255 - other for one, other in zip(both[:half], both[half:], strict=True))

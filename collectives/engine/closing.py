@@ -8,20 +8,17 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import ExceptHook
+from gradwire.collectives.engine.monitor import weakly
 from gradwire.collectives.engine.operations import Operations
+from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.queue import WorkQueue
-from gradwire.collectives.engine.supervision import weakly
 from gradwire.collectives.errors import CollectiveError
 from gradwire.collectives.forks import in_forked_child
 from gradwire.collectives.transports.base import Transport
-
-if TYPE_CHECKING:
-    from gradwire.collectives.engine.engine import Engine
 
 #: How long close() waits for the queued operations, and then for the other ranks.
 DRAIN_S = 5.0
@@ -40,50 +37,50 @@ _DELETED = (
 _ACKNOWLEDGE_S = 0.3
 
 
-class ClosableOperations(Operations):
-    """Operations that end: their Communicator is closed or abandoned, or ends with this object or the process. Arguments: see
-    Operations."""
+class Closing:
+    """Ends the operations of one Communicator: it is closed or abandoned, or ends with this object or the process. messages: the
+    sent ones are finished before the end."""
 
-    def __init__(
-        self, transport: Transport, watch: Channel, timeout_s: float, stall_warning_s: float | None = None
-    ) -> None:
-        super().__init__(transport, watch, timeout_s, stall_warning_s)
+    def __init__(self, operations: Operations, messages: Messages, transport: Transport, watch: Channel) -> None:
+        self._operations, self._messages = operations, messages
+        self._queue, self._monitor = operations.queue, operations.monitor
+        self._transport, self._watch = transport, watch
         self._at_exit = weakly(self.exit)
         atexit.register(self._at_exit)
-        weakref.finalize(self, _abandon, os.getpid(), self._queue, watch, self._at_exit).atexit = False
+        weakref.finalize(self, _abandon, os.getpid(), operations.queue, watch, self._at_exit).atexit = False
         self._hook = ExceptHook.register(self)
-        in_forked_child(self, ClosableOperations.disown)
+        in_forked_child(self, Closing.disown)
 
     def leave(self, why: str) -> None:
         """Report to the other ranks the exception that is about to end this rank."""
-        self._watch.report_leaving(self._unfinished, why)
+        self._watch.report_leaving(self._monitor.unfinished, why)
 
     def finish_calls(self, deadline: float) -> None:
         """Wait for the functions to be called after operations, but not beyond the deadline (time.monotonic())."""
         self._queue.finish_calls(max(0.0, deadline - time.monotonic()))
 
-    def announce_close(self, error: BaseException | None = None) -> bool:
+    def announce(self, error: BaseException | None = None) -> bool:
         """Report to the other ranks how many operations this one has issued, and that it issues no more. This is the first of
         four steps to close (drain, part and join follow), which take a few seconds at most, even after a failure. Return False,
         with nothing done, the second time. error: the exception that makes this rank leave."""
-        promised = None if self._queue.sealed else self._queue.seal()
-        if promised is None:
+        if (promised := self._queue.seal()) is None:
             return False
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
         self._watch.report_leaving(promised, "" if error is None else whereabouts.of_exception(error))
         return True
 
-    def drain(self, deadline: float, finish: Callable[[float], None]) -> None:
-        """Finish the queued operations, then call finish(deadline), but not beyond the deadline (time.monotonic()). Report the
-        end to the other ranks."""
-        if self._failure is not None or not self._queue.close(max(0.0, deadline - time.monotonic())):
-            if self._failure is None:
-                self._break("close", "the end of the time for what was queued", self._unfinished)
+    def drain(self, deadline: float) -> None:
+        """Finish the queued operations and the sent messages, but not beyond the deadline (time.monotonic()). Report the end to
+        the other ranks."""
+        monitor = self._monitor
+        if monitor.failure is not None or not self._queue.close(max(0.0, deadline - time.monotonic())):
+            if monitor.failure is None:
+                monitor.break_off("close", "the end of the time for what was queued", monitor.unfinished)
             self._transport.abort()
             self._queue.close(_LET_GO_S)
         else:
-            finish(deadline)
+            self._messages.drain(deadline)
         self._watch.report_done()
 
     def part(self, deadline: float) -> None:
@@ -92,35 +89,37 @@ class ClosableOperations(Operations):
 
         If a rank closed its connections at once, a slow rank could lose messages that it has yet to receive.
         """
-        watch = self._watch
-        all_done = self._failure is None and watch.wait_for(
-            self._all_done, min(_ACKNOWLEDGE_S, deadline - time.monotonic())
-        )
-        hopeless = self._failure is not None or (not all_done and watch.is_unconfirmed())
+        watch, has_failed = self._watch, self._monitor.failure is not None
+
+        def all_done() -> bool:
+            return watch.others <= watch.done | watch.lost.keys()
+
+        is_done = not has_failed and watch.wait_for(all_done, min(_ACKNOWLEDGE_S, deadline - time.monotonic()))
+        hopeless = has_failed or (not is_done and watch.is_unconfirmed())
         if not hopeless:
-            watch.wait_for(self._all_done, deadline - time.monotonic())
+            watch.wait_for(all_done, deadline - time.monotonic())
         watch.close(after_failure=hopeless)
+
+    def join(self) -> None:
+        """Wait until the connections that carry news are closed, and close the transport: the last step to close."""
+        self._watch.join()
+        self._transport.close()
 
     def abandon(self, error: BaseException) -> bool:
         """Report to the other ranks that this one takes part in no more operations, and end the running ones, without waiting
-        for any rank. join() is the second step. Arguments and result: see announce_close()."""
-        is_first = self.announce_close(error)
+        for any rank. join() is the second step. Arguments and result: see announce()."""
+        is_first = self.announce(error)
         if is_first:
-            self.drain(time.monotonic(), lambda _: None)
+            self.drain(time.monotonic())
             self._watch.close(after_failure=True)
         return is_first
-
-    def _all_done(self) -> bool:
-        return self._watch.others <= self._watch.done | self._watch.lost.keys()
-
-    def join(self) -> None:
-        """Wait until the connections that carry news are closed: the last step to close."""
-        self._watch.join()
 
     def disown(self) -> None:
         """Break the Communicator in a forked child, which lacks the Communicator's threads, and close the child's copies of the
         connections."""
-        self._failure = CollectiveError("this process is a fork of the rank", rank=self._rank, operation="fork")
+        self._monitor.failure = CollectiveError(
+            "this process is a fork of the rank", rank=self._transport.rank, operation="fork"
+        )
         self._queue.sealed = True  # without its lock, which a thread of the parent may have held
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
@@ -131,8 +130,8 @@ class ClosableOperations(Operations):
 
         A thread that is still inside the backend when the interpreter has ended would abort the process.
         """
-        self._exiting = True
-        self._watch.report_leaving(self._unfinished)
+        self._monitor.exiting = True
+        self._watch.report_leaving(self._monitor.unfinished)
         if self._queue.busy():
             self._transport.abort()
             self._queue.close(_LET_GO_S)
@@ -140,31 +139,31 @@ class ClosableOperations(Operations):
         self._watch.join()
 
 
-def close_all(engines: Iterable[Engine], error: BaseException | None = None) -> None:
-    """Close the Communicators of several engines. Arguments: see communicator.close_all()."""
-    engines = list(engines)
+def close_all(closings: Iterable[Closing], error: BaseException | None = None) -> None:
+    """Close several Communicators. Arguments: see communicator.close_all()."""
+    closings = list(closings)
     if error is None:  # operations that callbacks call count
         call_by = time.monotonic() + DRAIN_S
-        for engine in engines:
-            engine.operations.finish_calls(call_by)
-    engines = [engine for engine in engines if engine.operations.announce_close(error)]
+        for each in closings:
+            each.finish_calls(call_by)
+    closings = [each for each in closings if each.announce(error)]
     drain_by = time.monotonic() + DRAIN_S
     try:
-        for engine in engines:
-            engine.operations.drain(drain_by, engine.messages.drain)
+        for each in closings:
+            each.drain(drain_by)
     finally:
         part_by = time.monotonic() + MEET_S
-        for engine in engines:
-            engine.operations.part(part_by)
-        for engine in engines:
-            engine.join()
+        for each in closings:
+            each.part(part_by)
+        for each in closings:
+            each.join()
 
 
-def abandon_all(engines: Iterable[Engine], error: BaseException) -> None:
-    """End the Communicators of several engines at once. Arguments: see communicator.abandon_all()."""
-    engines = [engine for engine in engines if engine.operations.abandon(error)]
-    for engine in engines:
-        engine.join()
+def abandon_all(closings: Iterable[Closing], error: BaseException) -> None:
+    """End several Communicators at once. Arguments: see communicator.abandon_all()."""
+    closings = [each for each in closings if each.abandon(error)]
+    for each in closings:
+        each.join()
 
 
 def _abandon(owner: int, queue: WorkQueue, watch: Channel, at_exit: Callable[[], None]) -> None:

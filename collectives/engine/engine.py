@@ -14,14 +14,16 @@ from gradwire.collectives.compression.partition import Partition, effective
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.journal import OperationTally
+from gradwire.collectives.diagnostics.mismatch import HASH_BYTES
 from gradwire.collectives.diagnostics.timeline import Lane, now_ns
 from gradwire.collectives.engine.buffers import Buffer, is_plain
-from gradwire.collectives.engine.closing import ClosableOperations
-from gradwire.collectives.engine.operations import Turn
+from gradwire.collectives.engine.closing import Closing
+from gradwire.collectives.engine.monitor import weakly
+from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.plans import Plans
 from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.prepared import PreparedCall
-from gradwire.collectives.engine.work import DONE, Work
+from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import carried, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.program import Program
@@ -62,8 +64,9 @@ class Engine:
         self.device_types = ("cpu", "cuda") if "cpu" in self.can.device_types else ("cuda",)
         self.control_device = self.device_types[0]
         self.via_host = "cuda" not in self.can.device_types
-        self.operations = ClosableOperations(transport, watch, timeout_s, stall_warning_s)
+        self.operations = Operations(transport, watch, timeout_s, stall_warning_s, weakly(self._comparing))
         self.messages = Messages(transport, self.operations)
+        self.closing = Closing(self.operations, self.messages, transport, watch)
         self.watch = watch
         self._lane: Lane | None = None
         self._tally: OperationTally | None = None
@@ -95,14 +98,7 @@ class Engine:
         run = (direct and call.direct) or call.run
         if self._records:
             run = self._recorded(run, call, now_ns())
-        is_usual = not async_op and timeout_s is None and call.signature is call.text
-        if is_usual and self.operations.run_now(call.text, call.digest, run, source, destination):
-            return DONE
-
-        def body(turn: Turn) -> None:
-            run(source, destination, turn.tag, turn.deadline)
-
-        return self.operations.submit(call.text, body, async_op=async_op, signature=call.signature, timeout_s=timeout_s)
+        return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
 
     def record(self, lane: Lane | None, tally: OperationTally | None) -> None:
         """Record later calls, and in the lane also the parts of programs and codes. None: record nothing there."""
@@ -323,6 +319,15 @@ class Engine:
         rows: list[list[int]] = everything.tolist()
         return rows
 
+    def _comparing(self) -> Run | None:
+        """Return what takes the maximum of HASH_BYTES bytes over all ranks, by which they compare a new call; None if the
+        transport could take messages of another call for its messages."""
+        like = torch.empty(0, dtype=torch.uint8, device=self.control_device)
+        if not self.knows_tags(like):
+            return None
+        chosen = self.plans.choose("allreduce", "auto", HASH_BYTES, on_gpu=False)
+        return self.prepare("allreduce", "rsag" if chosen == "native" else chosen, like, HASH_BYTES, "max")
+
     # What a verb may ask of a tensor
 
     def receives_from_any(self, tensor: torch.Tensor) -> bool:
@@ -332,11 +337,6 @@ class Engine:
     def knows_tags(self, tensor: torch.Tensor) -> bool:
         """Return whether the transport matches messages of such a tensor by their tags."""
         return self.via_host or tensor.device.type not in self.can.posts_together
-
-    def join(self) -> None:
-        """Wait until the connections that operations.part() is closing are closed, and close the transport."""
-        self.operations.join()
-        self._transport.close()
 
 
 # How a program's run becomes that of a verb

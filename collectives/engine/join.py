@@ -160,7 +160,7 @@ class Absence:
     def __init__(self, verbs: Any, engine: Engine) -> None:
         self._verbs = verbs
         self._operations = engine.operations
-        self._joined = engine.operations.joined
+        self._joined = engine.operations.monitor.joined
         self._watch = engine.watch
 
     @property
@@ -176,7 +176,7 @@ class Absence:
     @property
     def has_failed(self) -> bool:
         """Whether an operation on this rank has failed, so that the Communicator is broken."""
-        return self._operations.has_failed
+        return self._operations.monitor.failure is not None
 
     @property
     def everyone_left(self) -> bool:
@@ -215,7 +215,7 @@ class Absence:
         another thread whenever there may be news."""
         self._operations.settle()
         self._joined.on_change = on_change
-        self._joined.join(self._operations.issued)
+        self._joined.join(self._operations.queue.issued)
 
     def fail(self) -> None:
         """Raise the failure of other ranks, if is_broken or has_leavers."""
@@ -227,7 +227,7 @@ class Absence:
         An operation that is not allowed is returned only when all ranks that have not joined are in it, so that all of them
         know that it is refused.
         """
-        sequence = self._operations.issued
+        sequence = self._operations.queue.issued
         joined = self._joined.ranks()
         missed = [each for rank, each in self._joined.missed().items() if rank not in joined]
         there = [each for each in missed if each[-1][0] >= sequence]
@@ -247,7 +247,7 @@ class Absence:
 
     def resume(self) -> None:
         """End the absence: this rank calls operations itself again. No operation may be under way."""
-        self._joined.resume(self._operations.issued)
+        self._joined.resume(self._operations.queue.issued)
 
 
 def _call_with_zeros(verbs: Any, call: str, device: torch.device) -> bool:

@@ -10,8 +10,9 @@ from datetime import timedelta
 from typing import cast
 
 from gradwire.collectives.engine.buffers import Buffer
+from gradwire.collectives.engine.monitor import LAST_WORDS_S
 from gradwire.collectives.engine.operations import Operations
-from gradwire.collectives.engine.supervision import LAST_WORDS_S
+from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveTimeout, LinkError
 from gradwire.collectives.reduction import MOVED, carried
@@ -41,7 +42,7 @@ class MessageWork:
         """peer: the other rank; None receives from any."""
         self._transport = transport = messages.transport
         self._operations = messages.operations
-        self._call = call
+        self._call = PreparedCall(call, call, _in_parts, digest=0)
         self._buffer: Buffer | None = buffer  # None once the message is done
         self._peer = peer
         others = frozenset(range(transport.size)) - {transport.rank}
@@ -65,12 +66,12 @@ class MessageWork:
             deadline = time.monotonic() + seconds
             while not self.is_completed():
                 if time.monotonic() >= deadline:
-                    raise CollectiveTimeout(seconds, (), rank=self._transport.rank, operation=self._call)
+                    raise CollectiveTimeout(seconds, (), rank=self._transport.rank, operation=self._call.text)
                 time.sleep(DONE_POLL_S)
         if self._beginning is not None:
             self._beginning.wait()
         if not self._is_over and self._peer is not None:
-            self._operations.submit_message(self._call, self._peers, self._finish, async_op=False)
+            self._operations.run_message(self._call, self._peers, self._finish, async_op=False)
 
     def is_completed(self) -> bool:
         """Return True once wait() would return or raise at once. The call also advances this rank's messages."""
@@ -80,7 +81,7 @@ class MessageWork:
             return False
         if self._peer is None:
             return True
-        if self._operations.all_gone(self._peers):
+        if self._operations.monitor.all_gone(self._peers):
             self._vain_since = min(self._vain_since, time.monotonic())
             if time.monotonic() >= self._vain_since + LAST_WORDS_S:
                 return True
@@ -97,14 +98,12 @@ class MessageWork:
         # so later calls wait.
         knows_peer = self._peer is not None
         body = self._begin if knows_peer else self._run
-        self._beginning = self._operations.submit_message(
-            self._call, self._peers, body, async_op=True, at_once=knows_peer
-        )
+        self._beginning = self._operations.run_message(self._call, self._peers, body, async_op=True, at_once=knows_peer)
         return self
 
     def run(self) -> None:
         """Begin the message and wait for it."""
-        self._operations.submit_message(self._call, self._peers, self._run, async_op=False)
+        self._operations.run_message(self._call, self._peers, self._run, async_op=False)
 
     def finish_sending(self, deadline: float) -> None:
         """Wait for a sent message when its Communicator closes, after the last turn."""
@@ -114,7 +113,7 @@ class MessageWork:
             self._finish(deadline)
         except LinkError as error:
             rank = self._transport.rank
-            _log.warning("gradwire: rank %d closes before %s has completed: %s", rank, self._call, error)
+            _log.warning("gradwire: rank %d closes before %s has completed: %s", rank, self._call.text, error)
 
     # The parts of a turn, which may raise LinkError
 
@@ -152,6 +151,10 @@ class MessageWork:
             return self._pending.is_done()
         except LinkError:
             return True
+
+
+def _in_parts(*given: object) -> None:
+    """Stand for PreparedCall.run: the parts of a message run in turns of their own."""
 
 
 class Messages:

@@ -233,6 +233,6 @@ def _check_splits(engine: Engine, outgoing: list[int], incoming: list[int], tag:
         or any(row[size + other] != rows[other][rank] for other in range(size))
     }
     if wrong:
-        operation, places = engine.operations.running_places()
+        operation, places = engine.operations.monitor.running_places()
         raise Mismatch(wrong, rank=engine.rank, operation=operation, places=places)
     return max(sum(row[:size]) for row in rows)

@@ -139,6 +139,7 @@ class Tally:
 def differ(pairs: list[tuple[int, int]]) -> Tally:
     """Call each pair of ways, one of them on one rank and the other on all others."""
     comm = Communicator(timeout_s=FAR_S)
+    comm.allreduce(ones(3))  # which may compile kernels
     tally = Tally()
     for number, pair in enumerate(pairs):
         odd = number % comm.size

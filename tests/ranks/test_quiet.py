@@ -18,6 +18,7 @@ from gradwire.collectives import Communicator
 from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.diagnostics.timeline import Timeline
 from gradwire.collectives.engine.operations import Operations
+from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.kernels.cpu import library
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.schedules.program import Program
@@ -36,8 +37,8 @@ def prepared_inside_operations() -> list[str]:
     found: list[str] = []
 
     def noting(take: Callable[..., None]) -> Callable[..., None]:
-        def noted(self: Operations, call: str, *args: Any, **kwargs: Any) -> None:
-            running.call = call
+        def noted(self: Operations, call: PreparedCall, *args: Any, **kwargs: Any) -> None:
+            running.call = call.text
             try:
                 take(self, call, *args, **kwargs)
             finally:
@@ -53,7 +54,6 @@ def prepared_inside_operations() -> list[str]:
         return kept(file)
 
     Operations._take_turn = noting(Operations._take_turn)  # type: ignore[method-assign]
-    Operations._take_message_turn = noting(Operations._take_message_turn)  # type: ignore[method-assign]
     library._kept = noted_kept
     return found
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.collectives import CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives.engine.prepared import PreparedCall
 from tests.harness import ON_EVERY_TRANSPORT, World
 from tests.ranks.training import on_ranks
 
@@ -169,7 +170,7 @@ def test_times_are_positive() -> None:
         comm.barrier()
 
 
-def fails(turn: object = None) -> None:
+def fails(*given: object) -> None:
     raise ValueError("a batch\nof " + "nothing " * 100)
 
 
@@ -182,10 +183,14 @@ def test_the_others_hear_what_a_rank_raised(how: str) -> None:
     comm.barrier()
     if comm.rank == 1:
         with pytest.raises(ValueError, match="a batch"), comm:
-            comm._engine.submit("a meeting", fails, async_op=False) if how == "in an operation" else fails()
+            comm._engine.run(
+                PreparedCall("a meeting", "a meeting", fails), None, None
+            ) if how == "in an operation" else fails()
         return
     with pytest.raises(PeerLost) as caught:
-        comm._engine.submit("a meeting", comm._engine.meet, async_op=False)
+        comm._engine.run(
+            PreparedCall("a meeting", "a meeting", lambda *given: comm._engine.meet(*given[2:])), None, None
+        )
     said = r"rank 1 raised ValueError: a batch of nothing .{200,300}\.\.\. at .*test_stall\.py:\d+, fails"
     assert re.search(rf"lost rank 1: {said}$", str(caught.value)), str(caught.value)
     assert caught.value.ranks == (1,)

@@ -15,7 +15,7 @@ from tests.unit.test_monitor import DEADLINE_S, channels, end_abruptly
 
 def outcome(agreement: Agreement, call: Call, patience_s: float = DEADLINE_S) -> Exception | None:
     try:
-        agreement.agree(call, time.monotonic() + patience_s, lambda: False, lambda: False)
+        agreement.agree(call, None, time.monotonic() + patience_s, lambda: False)
     except (LinkError, Mismatch) as error:
         return error
     return None
@@ -36,9 +36,7 @@ def test_ranks_that_call_the_same_agree_and_those_that_differ_are_all_told() -> 
             assert error.calls == {0: "sum", 1: "max", 2: "sum"}
             assert "ranks 0, 2 called sum at a.py:1; rank 1 called max at b.py:2" in str(error)
         assert outcomes(agreements, [Call(2, "sum")] * 3) == [None] * 3  # the old difference is settled
-        assert not any(
-            agreement.differs_from({2: "sum"}, lambda number: Call(number, "sum")) for agreement in agreements
-        )
+        assert not any(agreement.differs_from({2: "sum"}, -1, Call) for agreement in agreements)
 
 
 def test_a_rank_that_has_moved_data_makes_it_worse_for_all() -> None:
@@ -53,8 +51,9 @@ def test_a_rank_that_runs_something_else_answers() -> None:
         agreements = [Agreement(watch) for watch in all_watches]
         agreements[0].post(Call(7, "sum"))
         assert all_watches[1].wait_for(lambda: bool(all_watches[1].posts), DEADLINE_S)
-        assert not agreements[1].differs_from({6: "max"}, lambda number: Call(number, "max", moved=True))
-        assert agreements[1].differs_from({6: "max", 7: "max"}, lambda number: Call(number, "max", moved=True))
+        moved = lambda number, text: Call(number, text, moved=True)  # noqa: E731
+        assert not agreements[1].differs_from({6: "max"}, -1, moved)
+        assert agreements[1].differs_from({6: "max", 7: "max"}, -1, moved)
         assert all_watches[0].wait_for(lambda: len(agreements[0].posted()) == 2, DEADLINE_S)
         assert (1, Call(7, "max", moved=True)) in agreements[0].posted()
 

@@ -16,9 +16,10 @@ import torch
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.control.neighbour import Neighbour
 from gradwire.collectives.engine.buffers import Buffer
-from gradwire.collectives.engine.closing import ClosableOperations, close_all
-from gradwire.collectives.engine.operations import Operations, Turn
+from gradwire.collectives.engine.closing import Closing, close_all
+from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.point_to_point import Messages
+from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
@@ -64,29 +65,44 @@ def echo(watch: Channel) -> None:
 
 
 @contextmanager
-def operations(size: int) -> Iterator[tuple[ClosableOperations, StuckTransport, list[Channel]]]:
+def operations(size: int) -> Iterator[tuple[Operations, StuckTransport, list[Channel]]]:
     """Rank 0's, its transport, and the watches of all ranks."""
     with channels(size) as all_watches:
         transport = StuckTransport(size)
         for watch in all_watches[1:]:
             echo(watch)
-        yield ClosableOperations(transport, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
+        yield Operations(transport, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
 
 
-def nothing(turn: Turn) -> None:
+SEND = PreparedCall("send", "send", lambda *given: None, digest=0)
+
+
+def closing_of(mine: Operations, transport: StuckTransport, watch: Channel) -> Closing:
+    return Closing(mine, Messages(transport, mine), transport, watch)  # type: ignore[arg-type]
+
+
+def nothing(number: int, deadline: float) -> None:
     pass
 
 
-def submit(mine: Operations) -> None:
-    mine.submit("allreduce", nothing, async_op=False)
+def submit(
+    mine: Operations,
+    body: Callable[[int, float], object] = nothing,
+    text: str = "allreduce",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Work:
+    """Run body(number, deadline) as an operation."""
+
+    def run(source: None, destination: None, tag: int, deadline: float) -> None:
+        body(mine.monitor.running, deadline)
+
+    return mine.run(PreparedCall(text, text, run), run, None, None, async_op=async_op, timeout_s=timeout_s)
 
 
-def run_now(mine: Operations) -> bool:
-    return mine.run_now("allreduce", 0, lambda *arguments: None, None, None)
-
-
-def waits(transport: StuckTransport, began: threading.Event) -> Callable[[Turn], None]:
-    def body(turn: Turn) -> None:
+def waits(transport: StuckTransport, began: threading.Event) -> Callable[[int, float], None]:
+    def body(number: int, deadline: float) -> None:
         began.set()
         transport.wait()
 
@@ -103,28 +119,28 @@ def test_messages_are_not_counted_and_wait_for_their_turn() -> None:
         numbers: list[int] = []
         go_on = threading.Event()
 
-        def operation(turn: Turn) -> None:
-            numbers.append(turn.sequence)
+        def operation(number: int, deadline: float) -> None:
+            numbers.append(number)
 
-        def slow(turn: Turn) -> None:
+        def slow(number: int, deadline: float) -> None:
             assert go_on.wait(DEADLINE_S)
 
         def message(deadline: float) -> None:
             numbers.append(-1)
 
-        mine.submit("allreduce", operation, async_op=False)
-        assert mine.submit_message("send", frozenset({1}), message, async_op=True) is None
-        mine.submit("allreduce", slow, async_op=True)
-        assert not mine.try_message("send", frozenset({1}), message)
-        queued = mine.submit_message("send", frozenset({1}), message, async_op=True)
+        submit(mine, operation)
+        assert mine.run_message(SEND, frozenset({1}), message, async_op=True) is None
+        submit(mine, slow, async_op=True)
+        assert not mine.try_message(SEND, frozenset({1}), message)
+        queued = mine.run_message(SEND, frozenset({1}), message, async_op=True)
         assert queued is not None
-        last = mine.submit("allreduce", operation, async_op=True)
+        last = submit(mine, operation, async_op=True)
         assert last is not None
         go_on.set()
         last.wait()
         assert queued.is_completed()
         assert numbers == [0, -1, -1, 2]
-        mine.submit("allreduce", operation, async_op=False)
+        submit(mine, operation)
         assert numbers[-1] == 3
 
 
@@ -154,19 +170,19 @@ def test_an_operation_with_its_own_timeout_leaves_those_of_the_others_alone() ->
         given_s: list[float] = []
         go_on = threading.Event()
 
-        def operation(turn: Turn) -> None:
+        def operation(number: int, deadline: float) -> None:
             assert go_on.wait(DEADLINE_S)
-            given_s.append(round(turn.deadline - time.monotonic(), -1))
+            given_s.append(round(deadline - time.monotonic(), -1))
 
-        def late(turn: Turn) -> None:
+        def late(number: int, deadline: float) -> None:
             transport.abort()
             raise LinkError(1, timed_out=True, detail="rank 1 is late")
 
         for timeout_s in (None, None, 100.0, None):
-            mine.submit("allreduce", operation, async_op=True, timeout_s=timeout_s)
+            submit(mine, operation, async_op=True, timeout_s=timeout_s)
         go_on.set()
         with pytest.raises(CollectiveTimeout, match="not done after 7 s waiting for rank 1"):
-            mine.submit("barrier", late, async_op=False, timeout_s=7.0)
+            submit(mine, late, "barrier", timeout_s=7.0)
         assert given_s[1:] == [300.0, 100.0, 300.0]  # the first one has waited for go_on itself
         assert mine.timeout_s == 300.0
 
@@ -184,7 +200,7 @@ def test_a_message_is_given_up_when_its_own_rank_has_left(leaver: int) -> None:
 
         def call() -> None:
             try:
-                mine.submit_message("recv", frozenset({1}), message, async_op=False)
+                mine.run_message(SEND, frozenset({1}), message, async_op=False)
             except CollectiveError as error:
                 errors.append(error)
             ended.set()
@@ -210,7 +226,7 @@ def test_a_wait_that_the_link_does_not_end_is_ended(goes: Callable[[Channel], No
         threading.Thread(target=lambda: (began.wait(DEADLINE_S), goes(all_watches[2]))).start()
 
         def call() -> None:
-            mine.submit("allreduce", waits(transport, began), async_op=async_op).wait()
+            submit(mine, waits(transport, began), async_op=async_op).wait()
 
         with pytest.raises(PeerLost) as caught:
             call()
@@ -223,7 +239,7 @@ def test_what_is_known_to_be_in_vain_is_not_begun(goes: Callable[[Channel], None
         goes(all_watches[1])
         assert all_watches[0].wait_for(lambda: bool(all_watches[0].lost or all_watches[0].left), DEADLINE_S)
         with pytest.raises(PeerLost, match="lost rank 1"):
-            mine.submit("allreduce", lambda turn: pytest.fail("it was begun"), async_op=False)
+            submit(mine, lambda *_: pytest.fail("it was begun"))
 
 
 def test_a_rank_that_leaves_later_does_not_disturb() -> None:
@@ -237,10 +253,10 @@ def test_a_rank_that_leaves_later_does_not_disturb() -> None:
 
 
 def test_a_rank_that_exits_has_taken_part_in_what_it_finished() -> None:
-    with operations(2) as (mine, _, all_watches):
+    with operations(2) as (mine, transport, all_watches):
         for _ in range(3):
             submit(mine)
-        mine.exit()
+        closing_of(mine, transport, all_watches[0]).exit()
         assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 3}, DEADLINE_S)
 
 
@@ -250,9 +266,8 @@ def test_turns_of_several_threads_have_numbers_of_their_own() -> None:
 
         def call() -> None:
             for number in range(200):
-                body: Callable[[Turn], None] = lambda turn: taken.append(turn.sequence)  # noqa: E731
-                mine.submit("allreduce", body, async_op=number % 3 == 0).wait()
-                mine.run_now("allreduce", 0, lambda first, second, tag, deadline: taken.append(-1), None, None)
+                body: Callable[[int, float], object] = lambda number, _: taken.append(number)  # noqa: E731
+                submit(mine, body, async_op=number % 3 == 0).wait()
 
         threads = [threading.Thread(target=call) for _ in range(4)]
         for thread in threads:
@@ -284,30 +299,29 @@ def test_an_interrupt_before_an_operation_has_begun_leaves_the_queue_usable_and_
     with operations(1) as (mine, _, _):
         submit(mine)  # by which it is known
         taken: list[int] = []
-        for target, name, value in ((WorkQueue, "enter", interrupted), (mine, "_calls", Interrupting())):
-            for call in (run_now, submit):
-                with monkeypatch.context() as patched:
-                    patched.setattr(target, name, value)
-                    with pytest.raises(KeyboardInterrupt):
-                        call(mine)
-                assert run_now(mine)
-        mine.submit("allreduce", lambda turn: taken.append(turn.sequence), async_op=False)
-        assert taken == [5]
+        for target, name, value in ((WorkQueue, "enter", interrupted), (mine.monitor, "calls", Interrupting())):
+            with monkeypatch.context() as patched:
+                patched.setattr(target, name, value)
+                with pytest.raises(KeyboardInterrupt):
+                    submit(mine)
+            submit(mine)
+        submit(mine, lambda number, _: taken.append(number))
+        assert taken == [3]
 
 
 def test_a_wait_that_ends_as_if_all_were_well_is_a_failure_all_the_same() -> None:
     with operations(2) as (mine, transport, all_watches):
 
-        def body(turn: Turn) -> None:
+        def body(number: int, deadline: float) -> None:
             leaves(all_watches[1])
             with pytest.raises(LinkError):
                 transport.wait()
 
         with pytest.raises(PeerLost, match="lost rank 1"):
-            mine.submit("allreduce", body, async_op=False)
+            submit(mine, body)
 
 
-@pytest.mark.parametrize("patched", ["run", "_calls", "body"])
+@pytest.mark.parametrize("patched", ["run", "calls", "body"])
 def test_an_interrupt_in_a_wait_that_runs_an_operation(patched: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the operation begins, it stays queued, or its number is used by the next one; afterwards, the Communicator is
     broken."""
@@ -316,56 +330,56 @@ def test_an_interrupt_in_a_wait_that_runs_an_operation(patched: str, monkeypatch
         monkeypatch.setattr(WorkQueue, "_serve", lambda queue: None)
         taken: list[int] = []
 
-        def body(turn: Turn) -> None:
+        def body(number: int, deadline: float) -> None:
             if patched == "body":
                 signal.raise_signal(signal.SIGINT)
-            taken.append(turn.sequence)
+            taken.append(number)
 
-        work = mine.submit("allreduce", body, async_op=True)
+        work = submit(mine, body, async_op=True)
         if patched == "run":
             interrupted.setattr(Work, "run", mock.Mock(side_effect=KeyboardInterrupt))
-        if patched == "_calls":
-            interrupted.setattr(mine, "_calls", Interrupting())
+        if patched == "calls":
+            interrupted.setattr(mine.monitor, "calls", Interrupting())
         with pytest.raises(KeyboardInterrupt):
             work.wait()
         interrupted.undo()
         if patched == "run":
             work.wait()
             assert taken == [1]
-        elif patched == "_calls":
-            mine.submit("allreduce", body, async_op=False)
+        elif patched == "calls":
+            submit(mine, body)
             assert taken == [1]
         else:
-            assert mine.has_failed
+            assert mine.monitor.failure is not None
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_what_comes_as_another_thread_closes_is_refused(monkeypatch: pytest.MonkeyPatch, async_op: bool) -> None:
-    with operations(2) as (mine, _, all_watches):
+    with operations(2) as (mine, transport, all_watches):
         name = "submit" if async_op else "enter"
-        reached = getattr(WorkQueue, name)
+        reached, closing = getattr(WorkQueue, name), closing_of(mine, transport, all_watches[0])
 
         def late(queue: WorkQueue, argument: Any) -> Any:
             monkeypatch.undo()
-            assert mine.announce_close()
-            mine.drain(DEADLINE_S, lambda deadline: None)
+            assert closing.announce()
+            closing.drain(DEADLINE_S)
             return reached(queue, argument)
 
         monkeypatch.setattr(WorkQueue, name, late)
         with pytest.raises(CollectiveError, match="the Communicator is closed"):
-            mine.submit("allreduce", lambda turn: pytest.fail("it was begun"), async_op=async_op)
-        assert not mine.announce_close()
+            submit(mine, lambda *_: pytest.fail("it was begun"), async_op=async_op)
+        assert not closing.announce()
         assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 0}, DEADLINE_S)
 
 
 def test_an_interrupted_operation_is_told_to_the_others() -> None:
     with operations(2) as (mine, _, all_watches):
 
-        def body(turn: Turn) -> None:
+        def body(number: int, deadline: float) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            mine.submit("allreduce", body, async_op=False)
+            submit(mine, body)
         assert all_watches[1].wait_for(lambda: all_watches[1].left == {0: 0}, DEADLINE_S)
         with pytest.raises(CollectiveError, match="broken"):
             submit(mine)
@@ -379,8 +393,8 @@ def test_the_queue_lets_go_of_what_it_has_run() -> None:
 
         tensor = Tensor()
         gone = weakref.ref(tensor)
-        body: Callable[[Turn], Any] = lambda turn, held=tensor: None  # noqa: E731
-        mine.submit("allreduce", body, async_op=True).wait()
+        body: Callable[[int, float], object] = lambda number, deadline, held=tensor: None  # noqa: E731
+        submit(mine, body, async_op=True).wait()
         del tensor, body
         submit(mine)  # by when the queue's thread has put the first aside
         assert gone() is None
@@ -390,22 +404,24 @@ def test_a_thread_that_cannot_start_leaves_the_queue_as_it_was() -> None:
     with operations(1) as (mine, _, _):
         cannot = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
         with cannot, pytest.raises(RuntimeError, match="new thread"):
-            mine.submit("allreduce", nothing, async_op=True)
+            submit(mine, nothing, async_op=True)
         submit(mine)
-        mine.submit("allreduce", nothing, async_op=True).wait(DEADLINE_S)
+        submit(mine, nothing, async_op=True).wait(DEADLINE_S)
 
 
 def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
     before = set(threading.enumerate())
     with channels(2) as all_watches:
         echo(all_watches[1])
-        mine = ClosableOperations(StuckTransport(2), all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
-        mine.submit("allreduce", nothing, async_op=True).wait()
+        transport = StuckTransport(2)
+        mine = Operations(transport, all_watches[0], timeout_s=300.0)  # type: ignore[arg-type]
+        closing = closing_of(mine, transport, all_watches[0])
+        submit(mine, nothing, async_op=True).wait()
         submit(mine)
         gone = weakref.ref(mine)
         gc.disable()  # nothing may depend on it
         try:
-            del mine
+            del mine, closing
             wait_until(lambda: gone() is None)  # the thread that has run the first call may still be about to let go
         finally:
             gc.enable()
@@ -416,14 +432,13 @@ def test_what_nobody_uses_any_more_gives_its_threads_back() -> None:
 
 class _Steps:
     def __init__(self, name: str, steps: list[str]) -> None:
-        self.operations = self.messages = self
         self._name, self._steps = name, steps
 
-    def announce_close(self, error: BaseException | None) -> bool:
+    def announce(self, error: BaseException | None) -> bool:
         self._steps.append(f"announce {self._name}, {error}")
         return True
 
-    def drain(self, deadline: float, finish: object) -> None:
+    def drain(self, deadline: float) -> None:
         self._steps.append(f"drain {self._name}")
 
     def part(self, deadline: float) -> None:
@@ -449,10 +464,11 @@ def test_nobody_waits_for_long_for_ranks_that_are_out_of_reach(failed: bool, mon
         if failed:
             transport.abort()
             with pytest.raises(CollectiveError):
-                mine.submit("allreduce", lambda _: transport.wait(), async_op=False)
+                submit(mine, lambda *_: transport.wait())
             waited.clear()
-        assert mine.announce_close(None)
-        mine.drain(time.monotonic(), lambda _: None)
-        mine.part(time.monotonic() + 60)
+        closing = closing_of(mine, transport, watch)
+        assert closing.announce()
+        closing.drain(time.monotonic())
+        closing.part(time.monotonic() + 60)
         assert sum(waited) < 1
         assert all_watches[1].wait_for(lambda: 0 in all_watches[1].done, DEADLINE_S)

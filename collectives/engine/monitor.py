@@ -1,4 +1,4 @@
-"""Supervises the running operation: ends it if it cannot finish any more, and explains its failure."""
+"""The monitor of failures: it ends the running operation if that cannot finish any more, and explains why it failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
-from gradwire.collectives.diagnostics.mismatch import Agreement, Call
+from gradwire.collectives.diagnostics.mismatch import Agreement, Call, Maximum
 from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
 from gradwire.collectives.diagnostics.stall import Position, Stalls
 from gradwire.collectives.engine.join import Joined
@@ -29,7 +29,7 @@ LAST_WORDS_S = 0.5
 #: be further ahead; most ranks are one apart.
 COMPARED_CALLS = 16
 
-#: How often compare_calls() checks the running operation, and how long one must have run before it is posted.
+#: How often the running operation is checked, and how long one must have run before its call is posted.
 _POLL_S, _LONG_S = 0.25, 0.2
 
 _Result = TypeVar("_Result")
@@ -50,52 +50,49 @@ class OverdueError(LinkError):
         super().__init__(None, timed_out=True, detail=why)
 
 
-class Supervision:
-    """Compares what this rank runs with the news of the other ranks.
+class FailureMonitor:
+    """Compares what this rank runs with the news of the other ranks. watch: the news. stall_warning_s: see Stalls.
 
-    Operations, which derives from this class, writes what runs to its attributes. The Monitor's thread reads them, from
-    construction on. watch: the news of the other ranks. stall_warning_s: see Stalls."""
+    Attributes that a turn writes, and the Monitor's thread reads: sequence, the number of the last operation that began; running,
+    its number while it runs, else -1; calls, the last operations by number modulo COMPARED_CALLS, as number and text; unagreed,
+    the number of an operation while ranks still compare its call, else -1; where, the place of the running call in the user's
+    code, or its thread; message, the running message and its other ranks.
+
+    Attributes for reading: failure, the error that has broken the Communicator; interrupted, whether the running operation was
+    ended; joined, the ranks that have joined; agreement, which knows the calls on which all ranks have agreed. exiting: whether
+    the process ends.
+    """
 
     def __init__(self, transport: Transport, watch: Channel, stall_warning_s: float | None) -> None:
+        self.sequence = self.running = self.unagreed = -1
+        self.calls: list[tuple[int, str]] = [(-1, "")] * COMPARED_CALLS
+        self.where: str | int = ""
+        self.message: tuple[str, frozenset[int]] | None = None
+        self.failure: CollectiveError | None = None
+        self.interrupted = self.exiting = False
+        self.joined = Joined(watch)
+        self.agreement = Agreement(watch)
         self._transport = transport
         self._rank = transport.rank
         self._watch = watch
-        self.joined = Joined(watch)
-        self._agreement = Agreement(watch)
-        self._sequence = -1  # of the last turn that began
-        self._running = -1
         self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
-        self._calls: list[tuple[int, str]] = [(-1, "")] * COMPARED_CALLS  # the last calls that are agreed upon or known
-        self._where: str | int = ""  # place of the running call in the user's code, or its thread
-        self._call = ""  # the last call that run_now() did not run
-        self._message: tuple[str, frozenset[int]] | None = None  # the running message, and its other ranks
         self._vain_since = math.inf
-        self._interrupted = False
-        self._failure: CollectiveError | None = None
-        self._exiting = False  # whether the process ends
         watch.on_news(weakly(self.on_news))
-        if transport.size > 1:
-            watch.on_news(weakly(self.compare_calls))
         self._stalls = Stalls(watch, stall_warning_s, weakly(self.position))
         _all.add(self)
 
     @property
-    def has_failed(self) -> bool:
-        """Return whether an operation has failed, after which no other can run."""
-        return self._failure is not None
+    def unfinished(self) -> int:
+        """The number of the first operation that this rank has not finished."""
+        return self.running if self.running >= 0 else self.sequence + 1
 
-    @property
-    def _unfinished(self) -> int:
-        """Return the number of the first operation that this rank has not finished."""
-        return self._running if self._running >= 0 else self._sequence + 1
-
-    def _last_begun(self) -> int:
+    def last_begun(self) -> int:
         """Return the number of the last turn in which an operation began."""
-        return self._sequence
+        return self.sequence
 
-    def _place(self) -> str:
+    def place(self) -> str:
         """Return the place of the running call in the user's code; empty if it is not known any more."""
-        where = self._where
+        where = self.where
         if isinstance(where, str):
             return where
         return whereabouts.of_call(sys._getframe() if where == get_ident() else whereabouts.frame_of(where))
@@ -103,8 +100,8 @@ class Supervision:
     def running_places(self) -> tuple[str, dict[int, str]]:
         """Return the running call, which runs on all ranks, and by rank its place in the user's code, for the ranks that post
         theirs in time."""
-        call = self._recent_calls()[self._running]
-        return call, self._agreement.places(Call(self._running, call, self._place()))
+        text = dict(self.calls)[self.running]
+        return text, self.agreement.places(self._call(self.running, text))
 
     def position(self) -> Position:
         """Return this rank's current Position, with the waits of its other Communicators. Any thread may call this."""
@@ -114,16 +111,13 @@ class Supervision:
         return replace(self._position(), elsewhere=elsewhere)
 
     def _position(self) -> Position:
-        running = self._running
+        running = self.running
         is_running = running >= 0
-        return Position(running if is_running else self._sequence, is_running, self._recent_calls(), self._message)
+        return Position(running if is_running else self.sequence, is_running, dict(self.calls), self.message)
 
-    def _recent_calls(self) -> dict[int, str]:
-        """Return the last calls, by number, with the running one even if it is not agreed upon yet."""
-        running, calls = self._running, dict(self._calls)
-        if running >= 0:
-            calls.setdefault(running, self._call)
-        return calls
+    def _call(self, sequence: int, text: str) -> Call:
+        """Return one of the last calls, with its place if it runs."""
+        return Call(sequence, text, self.place() if sequence == self.running else "", sequence != self.unagreed)
 
     def _absent(self, sequence: int) -> bool:
         """Return whether some rank takes no part in an operation, because it left before, or failed there or earlier."""
@@ -137,23 +131,51 @@ class Supervision:
         watch = self._watch
         return peers <= {*list(watch.lost), *list(watch.done), *list(watch.reports)}
 
-    def _check_news(self, sequence: int) -> None:
-        """Raise LinkError if news already shows that an operation cannot finish. Else announce it to ranks that have joined."""
+    # What a turn calls before its operation
+
+    def check_news(self) -> None:
+        """Raise LinkError if news already shows that the operation cannot finish. Else announce it to ranks that have joined."""
         watch = self._watch
         if watch.failure:
             raise InVainError(f"this rank receives no news of the others: {watch.failure}")
-        if watch.lost or self._absent(sequence):
+        if watch.lost or self._absent(self.running):
             raise InVainError
-        self.joined.announce(sequence, self._recent_calls().items())
+        self.joined.announce(self.running, self.calls)
+
+    def begin_message(self, call: str, peers: frozenset[int], deadline: float) -> float:
+        """Note the message that is about to run, and its other ranks. Return its deadline (time.monotonic() seconds), which is
+        soon if they are gone: their last messages may have arrived. Raises LinkError if it cannot finish."""
+        self._vain_since = math.inf
+        self.message = (call, peers)
+        if not self._watch.has_news:
+            return deadline
+        if self._watch.failure:
+            raise InVainError(f"this rank receives no news of the others: {self._watch.failure}")
+        return min(deadline, time.monotonic() + LAST_WORDS_S) if self.all_gone(peers) else deadline
+
+    def agree(self, signature: str, maximum: Maximum | None, deadline: float) -> None:
+        """Compare the running call, which is new, with the calls of the other ranks, before any of its data moves."""
+        sequence, text = self.running, dict(self.calls)[self.running]
+
+        def in_vain() -> bool:
+            over = self.interrupted or self.exiting or self.failure is not None or bool(self._watch.failure)
+            return over or self._absent(sequence)
+
+        self.agreement.agree(self._call(sequence, text), maximum, deadline, in_vain)
+        self.agreement.take(signature)
+        self.unagreed = -1
+
+    # What the Monitor's thread calls
 
     def on_news(self) -> float | None:
-        """End the wait of the running operation if it cannot succeed. Return in how many seconds to check again, or None."""
-        running, message = self._running, self._message
+        """End the wait of the running operation if it cannot succeed, or if some rank made another call under its number.
+        Return in how many seconds to check again, or None."""
+        running, message = self.running, self.message
         peers = frozenset() if message is None else message[1]
         self.joined.note_news()
         if running >= 0:
-            self.joined.announce(running, self._recent_calls().items())
-        if self._interrupted:
+            self.joined.announce(running, self.calls)
+        if self.interrupted or self.failure is not None:
             return None
         now, vain_since = time.monotonic(), math.inf
         if peers and self.all_gone(peers):
@@ -163,52 +185,51 @@ class Supervision:
         elif running >= 0:
             vain_since = min([*self._watch.lost.values(), math.inf])
         left_s = vain_since + LAST_WORDS_S - now
-        if left_s <= 0:
+        if left_s <= 0 or self._differs(running, now):
             self._interrupt()
-        return left_s if 0 < left_s < math.inf else None
-
-    def compare_calls(self) -> float | None:
-        """Post the running call if it takes long, and end it if some rank made another call under a number that this rank
-        remembers. Return in how many seconds to check again, or None."""
-        if self._failure is not None or self._interrupted:
             return None
-        running = self._running
-        calls = {sequence: call for sequence, call in self._calls if sequence >= 0}
+        return min(left_s, _POLL_S)
 
-        def call_of(sequence: int) -> Call:
-            return Call(sequence, calls[sequence], self._place() if sequence == self._running else "", moved=True)
-
-        now = time.monotonic()
+    def _differs(self, running: int, now: float) -> bool:
+        """Post the running call if it takes long. Return whether some rank made another call under a number that this rank
+        remembers, and the operation cannot tell by itself."""
+        calls = {sequence: text for sequence, text in self.calls if sequence >= 0}
         if running != self._seen[0]:
             self._seen = (running, now)
         elif running in calls and now - self._seen[1] >= _LONG_S:
-            self._agreement.post(call_of(running))
-        if self._agreement.differs_from(calls, call_of):
-            self._interrupt()
-        return _POLL_S
+            self.agreement.post(self._call(running, calls[running]))
+        return self.agreement.differs_from(calls, self.unagreed, self._call)
 
     def _interrupt(self) -> None:
-        self._interrupted = True
+        self.interrupted = True
         self._transport.abort()
 
-    def _break(self, call: str, why: str, sequence: int, reason: str = "") -> None:
+    # How a Communicator breaks
+
+    def break_off(self, call: str, why: str, sequence: int, reason: str = "") -> None:
         """Break the Communicator, and report that this rank takes no part in operations from `sequence` on. reason: the text of
         the exception that caused this."""
-        self._failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
+        self.failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
         self._watch.report_leaving(sequence, reason)
         self._transport.abort()
 
-    def _explain(
+    def explain(
         self, error: LinkError, call: str, timeout_s: float, deadline: float, peers: frozenset[int]
     ) -> CollectiveError:
-        """Report a failed operation to the other ranks, and return the error that says which rank caused it. The arguments: see
-        Operations._failed()."""
-        if self._exiting:
+        """Break the Communicator, report the failed operation to the other ranks, and return the error that says which rank
+        caused it. timeout_s: the seconds from the start of the turn to the deadline. peers: the other ranks of a message."""
+        self.failure = self._explained(error, call, timeout_s, deadline, peers)
+        return self.failure
+
+    def _explained(
+        self, error: LinkError, call: str, timeout_s: float, deadline: float, peers: frozenset[int]
+    ) -> CollectiveError:
+        if self.exiting:
             return CollectiveError("this process is exiting", rank=self._rank, operation=call)
         is_overdue = isinstance(error, OverdueError)
         others = self._watch.others if not isinstance(error, InVainError) else frozenset()
         awaited = frozenset() if is_overdue else error.awaited or peers or others
-        sequence = self._sequence + bool(peers)  # after a message this rank takes no part in the next operation
+        sequence = self.sequence + bool(peers)  # after a message this rank takes no part in the next operation
         report = Report(
             sequence,
             call,
@@ -217,15 +238,15 @@ class Supervision:
             gave_up=error.timed_out,
             waited_s=timeout_s if is_overdue else timeout_s - (deadline - time.monotonic()),
             timeout_s=timeout_s,
-            before=tuple(sorted(done for done in self._calls if 0 <= done[0] < sequence)),
-            place="" if peers else self._place(),
+            before=tuple(sorted(done for done in self.calls if 0 <= done[0] < sequence)),
+            place="" if peers else self.place(),
             sent=_sent(error) if peers else "",
             lossy=tuple(self._transport.lossy_paths().items()),
         )
         self._watch.report_failure(report.to_news())
         self._transport.abort()
         asked_at = self._stalls.ask()
-        findings = inquire(self._watch, report, self._agreement)
+        findings = inquire(self._watch, report, self.agreement)
         where = self._stalls.answers(asked_at, findings.reports.keys())
         return verdict(replace(findings, whereabouts=where), self._rank, str(error))
 
@@ -251,4 +272,4 @@ def weakly(method: Callable[[], _Result]) -> Callable[[], _Result | None]:
 
 
 #: Those of this process. A report of a stall names the waits of all of them.
-_all: weakref.WeakSet[Supervision] = weakref.WeakSet()
+_all: weakref.WeakSet[FailureMonitor] = weakref.WeakSet()
