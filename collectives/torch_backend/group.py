@@ -364,9 +364,14 @@ def _tensors(given: Any) -> list[Tensor]:
     return [tensor for each in given for tensor in _tensors(each)] if isinstance(given, list | tuple) else []
 
 
-def _device_of(arguments: Any) -> torch.device | None:
-    """Return the CUDA device of the first CUDA tensor in nested lists or tuples; None without one."""
-    return next((tensor.device for tensor in _tensors(arguments) if tensor.is_cuda), None)
+def _device_of(arguments: Sequence[Any]) -> torch.device | None:
+    """Return the device of the first tensor in nested lists or tuples, if it is a CUDA device."""
+    for given in arguments:
+        while isinstance(given, list | tuple):
+            given = given[0] if given else None
+        if isinstance(given, Tensor):
+            return given.device if given.is_cuda else None
+    return None
 
 
 def _real(tensor: Tensor) -> Tensor:
