@@ -31,7 +31,7 @@ from gradwire.collectives.schedules.selection import (
     overrides,
     variables,
 )
-from gradwire.collectives.schedules.topology import Topology, host_id
+from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.shared_tensors import SharedTensors
 from gradwire.collectives.transports.registry import AUTO, check_link, connect
 
@@ -127,7 +127,6 @@ class Communicator(SharedTensors):
         self.global_ranks = membership.global_ranks
         try:
             with coming_together(membership.rank, timeout_s, membership.channel):
-                self.topology = Topology(membership.rank, membership.hosts)
                 settings = [f"segment_bytes={segment_bytes}"]
                 if "cuda" in membership.device_types:
                     settings.append(f"tensors on {' and '.join(membership.device_types)}")
@@ -139,7 +138,7 @@ class Communicator(SharedTensors):
             membership.channel.leave_unconnected()  # otherwise connected ranks would count this rank as lost
             raise
         try:
-            transport = connection.transport
+            transport, self.topology = connection.transport, connection.topology
             can = transport.capabilities
             quick = can.quick
             if segment_bytes is None:

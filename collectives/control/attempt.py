@@ -106,7 +106,7 @@ class Attempt:
         if size == 1:
             return Membership(0, 1, ((0,),), store_of_one(), device_types, b"", global_ranks=self._global_ranks)
         if (met := self._met()) is not None:
-            return replace(met, device_types=device_types)
+            return replace(met, device_types=device_types, host=host)
         deadline = time.monotonic() + timeout_s
         with coming_together(self._rank, timeout_s):
             try:

@@ -98,6 +98,7 @@ class Channel:
         self.is_changed = False  # whether the listeners are to be called
         self.due = math.inf  # when to call them without news
         self._has_news = False
+        self._exchanges = 0
         self._answered: set[int] = set()
         self._listeners: list[Callable[[], float | None]] = []
         self._monitor = monitor
@@ -196,12 +197,14 @@ class Channel:
         compile_s: float = 0.0,
         check: Callable[[], None] = lambda: None,
     ) -> list[Any]:
-        """Return every rank's record, by rank. A collective call. topic: unique among the exchanges of this Channel.
+        """Return every rank's record, by rank. A collective call. topic: the same on all ranks.
 
         deadline: time.monotonic() seconds, extended by compile_s for ranks that have called compiles(). check: called
         repeatedly; raises LinkError to end a useless wait. Raises LinkError with ranks that are missing, have ended, or cannot
         connect.
         """
+        topic = f"{topic} {self._exchanges}"  # a rank may begin the next exchange before this one has all records
+        self._exchanges += 1
         self.post(topic, mine)
         posts = self.posts[topic]
         while missing := set(range(self.size)) - posts.keys():

@@ -42,7 +42,8 @@ class Membership:
     of the ranks that have met; None for a rank alone. places: the members' ranks in `monitor`. scope: distinguishes
     Communicators of the same members. keepers: the member whose process serves the store, if one does. channel: of the
     Communicator that is made. cards: what each member has offered to the others, by rank, for a link of gradwire. unshared: why
-    ranks cannot share memory with the other ranks of their host.
+    ranks cannot share memory with the other ranks of their host. host: the name of this rank's host, where it may be another one
+    than when the ranks met.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class Membership:
     channel: Channel = field(repr=False, default_factory=lambda: Channel(0, 1))
     cards: tuple[dict[str, Any], ...] = field(repr=False, default=())
     unshared: Mapping[int, str] = field(default_factory=dict)
+    host: str = ""
 
     def subset(self, ranks: Sequence[int], name: str) -> Membership:
         """Return the Membership of some of these ranks, this one among them; ranks[r] becomes rank r.
@@ -93,7 +95,7 @@ class Membership:
     def everyones(self, name: str, mine: bytes, deadline: float) -> list[bytes]:
         """Return every rank's small record, by rank. A collective call.
 
-        name: unique among the exchanges of this Membership. mine: this rank's record. deadline: time.monotonic()
+        name: the same on all ranks. mine: this rank's record. deadline: time.monotonic()
         seconds. Raises LinkError with ranks that are missing or have ended.
         """
         return [bytes.fromhex(record) for record in self.channel.exchange(f"everyone's {name}", mine.hex(), deadline)]

@@ -13,7 +13,7 @@ from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import shared_memory_wanted
 from gradwire.collectives.errors import by_value, ranks_text
 from gradwire.collectives.parsing import check_name
-from gradwire.collectives.schedules.topology import Machine
+from gradwire.collectives.schedules.topology import Machine, Topology
 from gradwire.collectives.transports.base import Transport
 from gradwire.collectives.transports.process_group import process_group
 from gradwire.collectives.transports.routing import COMPILE_S, auto, offered
@@ -60,6 +60,7 @@ class Connection:
 
     transport: Transport
     channel: Channel
+    topology: Topology
     machines: tuple[Machine, ...]
 
     def close(self) -> None:
@@ -77,28 +78,31 @@ def connect(membership: Membership, link: str, settings: str, timeout_s: float) 
     LinkError, OSError or RuntimeError if the ranks do not connect within timeout_s seconds; TypeError for a link that returns no
     Transport; ValueError if its Transport is that of another rank, or prefers an algorithm that it does not offer.
     """
-    unshared: dict[int, str] = {}
     while True:
-        connection, problems = _connect(replace(membership, unshared=unshared), link, settings, timeout_s)
-        if connection is not None:
-            return connection
-        unshared |= problems  # these ranks share no memory; all ranks connect again
+        made = _connect(membership, link, settings, timeout_s)
+        if isinstance(made, Connection):
+            return made
+        membership = made
 
 
-def _connect(
-    membership: Membership, link: str, settings: str, timeout_s: float
-) -> tuple[Connection | None, dict[int, str]]:
-    """Connect the members. Return None if ranks cannot share memory with the other ranks of their host, and why, by rank."""
-    rank, size, channel, tries = membership.rank, membership.size, membership.channel, len(membership.unshared)
+def _connect(membership: Membership, link: str, settings: str, timeout_s: float) -> Connection | Membership:
+    """Connect the members. Return what they try next if the cards show that they are on other hosts than when they met, or the
+    commit that ranks cannot share memory with the other ranks of their host."""
+    rank, size, channel = membership.rank, membership.size, membership.channel
     settings = settings if link == AUTO else f"link={link!r}, {settings}"
-    card: dict[str, Any] = {"settings": settings, "machine": asdict(Machine.here())}
+    card: dict[str, Any] = {"settings": settings, "host": membership.host, "machine": asdict(Machine.here())}
     with ExitStack() as made, ExitStack() as offers:
         if link == AUTO:
             card |= offers.enter_context(offered(membership))
-        cards = channel.exchange(f"cards {tries}", card, time.monotonic() + timeout_s, COMPILE_S)
+        cards = channel.exchange("cards", card, time.monotonic() + timeout_s, COMPILE_S)
         given = [each["settings"] for each in cards]
         if len(set(given)) > 1:
             raise ValueError(_difference(rank, given))
+        topology = Topology(rank, membership.hosts)
+        if membership.host:
+            topology = Topology.from_host_ids(rank, [each["host"] for each in cards])
+            if topology.hosts != membership.hosts:
+                return replace(membership, hosts=topology.hosts, host="")
         problem = ""
         try:
             transport = LINKS[link](replace(membership, cards=tuple(cards)) if link == AUTO else membership, timeout_s)
@@ -108,12 +112,12 @@ def _connect(
         except Unshared as error:
             problem = str(error)
         # No rank raises an error and leaves while others still connect.
-        answers = channel.exchange(f"connected {tries}", problem, time.monotonic() + timeout_s)
+        answers = channel.exchange("connected", problem, time.monotonic() + timeout_s)
         if problems := {member: why for member, why in enumerate(answers) if why}:
-            return None, problems
+            return replace(membership, unshared={**membership.unshared, **problems})
         _check(transport, rank, size, link)
         made.pop_all()
-    return Connection(transport, channel, tuple(Machine(**each["machine"]) for each in cards)), {}
+    return Connection(transport, channel, topology, tuple(Machine(**each["machine"]) for each in cards))
 
 
 def _check(transport: Transport, rank: int, size: int, link: str) -> None:
