@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.collectives import Communicator, Work
-from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.codec import MatrixCodec
 from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.torch_internals import (
     CAN_MOVE_STORAGE,

@@ -21,7 +21,7 @@ from gradwire.collectives.compression.dense import (
     TernGrad,
 )
 from gradwire.collectives.compression.sparse import ChunkTopK, RandomK, Sparse, Threshold
-from gradwire.collectives.kernels.reference.sparse import CHUNK
+from gradwire.collectives.kernels.layout import CHUNK
 
 #: The bounds hold for real numbers, but codes are computed in float32.
 _ROUNDING = 1 + 1e-3

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives.kernels.reference.sparse import CHUNK
+from gradwire.collectives.kernels.layout import CHUNK
 
 #: The least maximum or norm of a block, so that nothing is divided by 0.
 _LEAST = 1e-30

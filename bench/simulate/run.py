@@ -32,8 +32,7 @@ from gradwire.bench.simulate.models import MODELS
 from gradwire.bench.simulate.presets import DEVICES, HOP_S, NEAR_HOP_S, PRESETS, Compared, compare
 from gradwire.bench.simulate.scenario import TCP_SHARE, Device, Prediction, Scenario, predict
 from gradwire.bench.simulate.training import EXCHANGES
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.codec import Codec, Raw
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.tuning.codec_benchmark import speed_of
 from gradwire.collectives.tuning.cost_model import Costs, LinkCost

@@ -1,6 +1,7 @@
 """Gradient codecs, which encode a chunk in fewer bytes before it is sent."""
 
 from gradwire.collectives.compression.codec import Codec as Codec
+from gradwire.collectives.compression.codec import MatrixCodec as MatrixCodec
 from gradwire.collectives.compression.dense import QSGD as QSGD
 from gradwire.collectives.compression.dense import BFloat16 as BFloat16
 from gradwire.collectives.compression.dense import Float8 as Float8
@@ -11,7 +12,6 @@ from gradwire.collectives.compression.dense import Natural as Natural
 from gradwire.collectives.compression.dense import OneBit as OneBit
 from gradwire.collectives.compression.dense import TernGrad as TernGrad
 from gradwire.collectives.compression.feedback import Feedback as Feedback
-from gradwire.collectives.compression.matrices import MatrixCodec as MatrixCodec
 from gradwire.collectives.compression.powersgd import PowerSGD as PowerSGD
 from gradwire.collectives.compression.registry import CODECS as CODECS
 from gradwire.collectives.compression.registry import make_codec as make_codec

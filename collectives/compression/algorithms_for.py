@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.schedules.algorithms import BETWEEN_HOSTS, PLANNERS, direct
 from gradwire.collectives.schedules.schedule import Planner
@@ -35,7 +33,7 @@ def algorithms_for(codec: Codec, algorithms: Sequence[str], *, with_feedback: bo
     the names of all allreduce algorithms."""
     if codec.summable:
         return (shot_of(codec), *algorithms)
-    if with_feedback or codec.needs_feedback or codec.new_state(1, torch.device("cpu")) is not None:
+    if with_feedback or codec.needs_feedback or codec.keeps_state:
         return (shot_of(codec),)
     return (shot_of(codec), *(name for name in algorithms if name in PLANNERS["allreduce"]))
 

@@ -1,14 +1,17 @@
-"""The base class of codecs, which turn float32 numbers into fewer bytes, and back."""
+"""The base classes of codecs, which turn float32 numbers into fewer bytes, and back, or sum fewer numbers; and no codec: Raw."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gradwire.collectives.kernels.layout import pad16
 
 #: The state that a codec keeps from earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
 State: TypeAlias = dict[str, Tensor]
@@ -86,6 +89,11 @@ class Codec(ABC):
         """Return the initial state for a part of numel elements; None for a codec without state."""
         return {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in self.remembers} or None
 
+    @property
+    def keeps_state(self) -> bool:
+        """Return whether new_state() returns tensors."""
+        return bool(self.remembers) or type(self).new_state is not Codec.new_state
+
     def c_functions(self) -> CFunctions | None:
         """Return the C functions that the compiled loop of an exchange on the CPU calls instead of encode() and decode(). None
         if the codec has a state, or no such functions."""
@@ -143,3 +151,71 @@ class Codec(ABC):
                 f"{self.name}: the wire of {numel} numbers is {nbytes} contiguous bytes (uint8) at a multiple of 16, "
                 f"not {wire.dtype} of shape {tuple(wire.shape)} at {wire.data_ptr():#x}"
             )
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """The plain numbers; a residual is added to them. Unbiased, omega = 0."""
+
+    name: ClassVar[str] = "none"
+    summable: ClassVar[bool] = True
+    wire_dtype: ClassVar[torch.dtype] = torch.float32
+
+    def wire_bytes(self, numel: int) -> int:
+        return pad16(4 * numel)
+
+    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
+        numbers, n = wire.view(torch.float32), values.numel()
+        numbers[n:] = 0
+        if residual is None:
+            numbers[:n].copy_(values)
+        else:
+            torch.add(values, residual, out=numbers[:n])
+            residual.zero_()
+
+    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
+        numbers = wire.view(torch.float32)[: out.numel()]
+        if add:
+            out.add_(numbers if scale == 1 else numbers * scale)
+        else:
+            torch.mul(numbers, scale, out=out)
+
+
+class MatrixCodec(ABC):
+    """Exchanges tensors by a sequence of sums over all ranks, not by codes of a buffer. Each sum may depend on the one before.
+
+    name: the name that users give.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def identity(self) -> str:
+        """Return the text that checkpoints contain: the name and all settings."""
+        return identity_of(self.name, self)
+
+    @abstractmethod
+    def new_state(self, shapes: Sequence[Sequence[int]], device: torch.device) -> MatrixState:
+        """Return the state of the exchanges of float32 tensors of these shapes, always given in this order."""
+
+    @abstractmethod
+    def wire_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
+        """Return how many bytes one exchange of float32 tensors of these shapes passes to allreduce."""
+
+
+class MatrixState(ABC):
+    """The state between exchanges of the same tensors, on one rank."""
+
+    @abstractmethod
+    def exchange(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Replace the tensors, in place, with an approximation of their sums over the ranks, bit for bit the same on all ranks.
+
+        tensors: contiguous float32. Do not use them until the iterator ends. The iterator yields one or more 1-D tensors. The
+        caller sums each over the ranks, in place, to the same bits on all ranks, before it takes the next. If all sums are
+        multiplied by a positive number, so is the result.
+        """
+
+    @abstractmethod
+    def kept(self, index: int) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return this rank's error of a tensor, and the codec's state for the tensor by name, which is the same on all ranks.
+        The caller may read and write both. None for a tensor that is summed uncompressed."""

@@ -19,20 +19,15 @@ from gradwire.collectives.kernels import kernels_for
 from gradwire.collectives.kernels.layout import pad16
 
 
-class Dense(Codec):
-    """Writes a code of `bits` bits for every number. A wire holds the codes, and zeros up to a multiple of 16 bytes."""
-
-    bits: ClassVar[int]
-
-    def wire_bytes(self, numel: int) -> int:
-        return pad16((numel * self.bits + 7) // 8)
+class ByKernels(Codec):
+    """A codec that the kernels of its name write and read. Their parameters are the fields of the codec."""
 
     def settings(self) -> tuple[Any, ...]:
-        """Return the parameters of the kernels: the fields of the codec."""
+        """Return the parameters of the kernels."""
         return tuple(vars(self).values())
 
     def c_functions(self) -> CFunctions | None:
-        if (type(self)._encode, type(self)._decode) != (Dense._encode, Dense._decode):
+        if (type(self)._encode, type(self)._decode) != (ByKernels._encode, ByKernels._decode):
             return None  # a class that others have derived
         kernels = kernels_for(torch.device("cpu"))
         encode, decode = getattr(kernels, f"{self.name}_encode"), getattr(kernels, f"{self.name}_decode")
@@ -44,6 +39,15 @@ class Dense(Codec):
 
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
         getattr(kernels_for(out.device), f"{self.name}_decode")(wire, out, *self.settings(), add, scale)
+
+
+class Dense(ByKernels):
+    """Writes a code of `bits` bits for every number. A wire holds the codes, and zeros up to a multiple of 16 bytes."""
+
+    bits: ClassVar[int]
+
+    def wire_bytes(self, numel: int) -> int:
+        return pad16((numel * self.bits + 7) // 8)
 
 
 class Blocked(Dense):

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.codec import Codec, Raw
 from gradwire.collectives.schedules.algorithms import direct
 from gradwire.collectives.schedules.schedule import Place, Planner
 from gradwire.collectives.schedules.spans import Layout, Span, split_aligned
@@ -101,6 +98,6 @@ def effective(codec: Codec, partition: Partition) -> Codec:
     """Return the codec, or Raw if the numbers are not longer than their code. A codec with state is always used, since its
     result may differ from the numbers. So is a one-shot codec, since each rank then adds all codes by itself."""
     longest = partition.longest
-    if codec.wire_bytes(longest) < 4 * longest or codec.one_shot or codec.new_state(1, torch.device("cpu")) is not None:
+    if codec.wire_bytes(longest) < 4 * longest or codec.one_shot or codec.keeps_state:
         return codec
     return Raw()

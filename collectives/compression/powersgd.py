@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.collectives.compression.matrices import MatrixCodec, MatrixState
+from gradwire.collectives.compression.codec import MatrixCodec, MatrixState
 from gradwire.collectives.kernels import kernels_for
 
 #: A tensor is compressed if it has at least this many times as many numbers as its factors.

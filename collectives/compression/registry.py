@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.codec import Codec, MatrixCodec, Raw
 from gradwire.collectives.compression.powersgd import PowerSGD
-from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.parsing import check_name
 
 #: The classes of codecs that encode any buffer, by name. This package registers its own codecs as other packages do.
@@ -25,13 +23,19 @@ def register_codec(codec: _Registered) -> _Registered:
 
     Raises TypeError for anything else, ValueError for a name that is malformed or taken.
     """
-    _check_class(codec)
+    given: Any = codec  # mypy expects all attributes of a Codec
+    is_codec = isinstance(given, type) and issubclass(given, Codec) and hasattr(given, "name") and is_dataclass(given)
+    if not is_codec or any(field.name == "name" for field in fields(given)):
+        raise TypeError(
+            f"{codec!r} must be a dataclass that derives from Codec, with `name: ClassVar[str]`; put @register_codec above "
+            "@dataclass(frozen=True)"
+        )
     name = codec.name
     check_name("codec", name, (*CODECS, PowerSGD.name))
     try:
         made = codec()
     except TypeError as error:
-        raise TypeError(f"codec {name!r}: every setting needs a default ({error})") from error
+        raise TypeError(f"codec {name!r}: it needs all methods, and a default for every setting ({error})") from error
     try:
         is_value = made == codec() and hash(made) == hash(codec())
     except TypeError:  # it has no hash
@@ -42,22 +46,6 @@ def register_codec(codec: _Registered) -> _Registered:
         )
     CODECS[name] = codec
     return codec
-
-
-def _check_class(given: object) -> None:
-    """Raise TypeError, which names what is missing, for anything but a class of codecs."""
-    if not isinstance(given, type) or not issubclass(given, Codec) or given is Codec:
-        raise TypeError(f"a dataclass that derives from Codec is needed, not {given!r}")
-    codec: Any = given  # the class may lack attributes that mypy expects of a Codec
-    is_named = hasattr(codec, "name")
-    if is_named and not is_dataclass(codec):
-        raise TypeError(
-            f"codec {codec.name!r} is not a dataclass yet: put @register_codec above @dataclass(frozen=True)"
-        )
-    if not is_named or any(field.name == "name" for field in fields(codec)):
-        raise TypeError(f"codec {codec.__name__} needs `name: ClassVar[str]`")
-    if missing := sorted(codec.__abstractmethods__):
-        raise TypeError(f"codec {codec.name!r} lacks {', '.join(missing)}")
 
 
 def find_codec(codec: str | Codec | MatrixCodec) -> Codec | MatrixCodec:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.codec import Codec, MatrixCodec
 
 #: The shape of a matrix that a matrix codec compresses.
 _SHAPE = (256, 256)

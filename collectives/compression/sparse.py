@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import CFunctions, Codec, State
+from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.dense import ByKernels
 from gradwire.collectives.compression.registry import register_codec
 from gradwire.collectives.compression.seeds import mixed
 from gradwire.collectives.kernels import kernels_for
-from gradwire.collectives.kernels.layout import pad16
-from gradwire.collectives.kernels.reference.sparse import CHUNK
+from gradwire.collectives.kernels.layout import CHUNK, pad16
 
 
 class Sparse(Codec):
@@ -215,7 +215,7 @@ _MOST_OF_A_CHUNK = 1024  # a kernel on a GPU has room for no more
 
 @register_codec
 @dataclass(frozen=True)
-class ChunkTopK(Codec):
+class ChunkTopK(ByKernels):
     """The k numbers of largest magnitude in every chunk of 4096: indices of 12 bits, values of 2 bits (a sign, and one of two
     magnitudes), and the two magnitudes of the chunk as bfloat16. For k = 64 that is 116 bytes a chunk, 141 times fewer than
     float32.
@@ -245,15 +245,3 @@ class ChunkTopK(Codec):
     def wire_bytes(self, numel: int) -> int:
         chunks = -(-numel // CHUNK)
         return sum(pad16(chunks * width) for width in (3 * self.k // 2, self.k // 4, 4))
-
-    def c_functions(self) -> CFunctions | None:
-        if (type(self)._encode, type(self)._decode) != (ChunkTopK._encode, ChunkTopK._decode):
-            return None  # a class that others have derived
-        kernels = kernels_for(torch.device("cpu"))
-        return CFunctions(kernels.chunktopk_encode.bound(self.k), kernels.chunktopk_decode.bound(self.k))
-
-    def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
-        kernels_for(wire.device).chunktopk_encode(values, residual, wire, self.k)
-
-    def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
-        kernels_for(wire.device).chunktopk_decode(wire, out, self.k, add, scale)

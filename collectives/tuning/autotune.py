@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.codec import Codec, Raw
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.schedules.algorithms import PLANNERS

@@ -150,10 +150,8 @@ def code(pair: Pair, codec: Codec, values: Tensor, residual: Tensor | None) -> N
     before, wire = numbers(numel, "wide", 1), _unwritten(codec.wire_bytes(numel))
     writes: tuple[Any, ...]
     reads: tuple[Any, ...]
-    if isinstance(codec, Dense):
+    if isinstance(codec, (Dense, ChunkTopK)):
         writes, reads = (*codec.settings(), SEED), codec.settings()
-    elif isinstance(codec, ChunkTopK):
-        writes = reads = (codec.k,)
     else:
         assert isinstance(codec, Sparse)
         k = codec.count(numel)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradwire.collectives.kernels.cuda.source import THREADS
+from gradwire.collectives.kernels.cuda.launch import THREADS
 from tests.cuda_machine import nvrtc, ptx
 from tests.cuda_machine.machine import Order, decode, run
 from tests.cuda_machine.memory import Memory

@@ -17,8 +17,7 @@ from gradwire.collectives.compression.dense import Dense, Int8
 from gradwire.collectives.compression.sparse import ChunkTopK, Sparse
 from gradwire.collectives.kernels.cuda import launch as cuda
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
-from gradwire.collectives.kernels.cuda.launch import CupyLaunch
-from gradwire.collectives.kernels.cuda.source import source
+from gradwire.collectives.kernels.cuda.launch import CupyLaunch, source
 from tests.cuda_machine import MachineLaunch, Order
 from tests.cuda_machine.cases import CHUNKED, CODECS, DENSE, KINDS, SPARSE, SPARSE_NUMELS, check
 from tests.cuda_machine.nvrtc import compile_kernel

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import gradwire as hvd
-from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.codec import Codec, Raw
 from gradwire.collectives.compression.dense import QSGD, Int4, Int8, OneBit
 from gradwire.collectives.compression.powersgd import PowerSGD
-from gradwire.collectives.compression.raw import Raw
 from gradwire.collectives.compression.registry import CODECS, find_codec
 from gradwire.collectives.compression.sparse import TopK
 from gradwire.trainer.reducer.checkpoint import KEY

@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.codec import Codec, MatrixCodec
 from gradwire.trainer.reducer.compression import Auto, Cast, Compression, Encoding, encoding_for
 from gradwire.trainer.reducer.setup import Combination
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import compression as codecs
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.codec import Codec, MatrixCodec
 from gradwire.collectives.compression.registry import find_codec
 
 LEAST_NUMEL = 4096

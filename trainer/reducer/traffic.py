@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.algorithms_for import shot_of
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.codec import Codec, Raw
 
 
 @dataclass(frozen=True)

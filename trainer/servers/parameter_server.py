@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.collectives.compression.matrices import MatrixCodec
+from gradwire.collectives.compression.codec import MatrixCodec
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.torch_internals import share_hooks

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec, State
-from gradwire.collectives.compression.raw import Raw
+from gradwire.collectives.compression.codec import Codec, Raw, State
 from gradwire.collectives.compression.registry import CODECS
 from gradwire.collectives.kernels.layout import pad16
 

@@ -52,14 +52,10 @@ class CodecKernel:
 
 
 class Encoder(CodecKernel):
-    """<codec>_encode, with the arguments of the reference. draws: whether the last one is a seed."""
+    """<codec>_encode, with the arguments of the reference."""
 
-    def __init__(self, module: str, name: str, *, draws: bool) -> None:
-        super().__init__(module, name)
-        self._draws = draws
-
-    def __call__(self, values: Tensor, residual: Tensor | None, wire: Tensor, *parameters: Any) -> None:
-        *settings, seed = parameters if self._draws else (*parameters, 0)
+    def __call__(self, values: Tensor, residual: Tensor | None, wire: Tensor, *settings_and_seed: Any) -> None:
+        *settings, seed = settings_and_seed
         self._call((values, residual, wire), values.numel(), settings, seed)
 
 
@@ -78,8 +74,8 @@ def _outside(out: Tensor) -> ValueError:
     )
 
 
-def _codec(module: str, name: str, *, draws: bool = True) -> tuple[Encoder, Decoder]:
-    return Encoder(module, f"{name}_encode", draws=draws), Decoder(module, f"{name}_decode")
+def _codec(module: str, name: str) -> tuple[Encoder, Decoder]:
+    return Encoder(module, f"{name}_encode"), Decoder(module, f"{name}_decode")
 
 
 fp16_encode, fp16_decode = _codec("quantize", "fp16")
@@ -92,7 +88,7 @@ qsgd_encode, qsgd_decode = _codec("stochastic", "qsgd")
 terngrad_encode, terngrad_decode = _codec("stochastic", "terngrad")
 natural_encode, natural_decode = _codec("stochastic", "natural")
 randomk_encode, randomk_decode = _codec("sparse", "randomk")
-chunktopk_encode, chunktopk_decode = _codec("chunks", "chunktopk", draws=False)
+chunktopk_encode, chunktopk_decode = _codec("chunks", "chunktopk")
 
 
 def _select(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradwire.collectives.kernels.cuda.source import THREADS, KernelLaunch, literal
+from gradwire.collectives.kernels.cuda.launch import THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.reference import quantize as reference
 
 _TENSOR = np.dtype(

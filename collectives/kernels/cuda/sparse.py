@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwire.collectives.kernels.cuda.source import THREADS, KernelLaunch, literal
-from gradwire.collectives.kernels.reference.sparse import CHUNK, powersgd_multiply, powersgd_orthonormalize
+from gradwire.collectives.kernels.cuda.launch import THREADS, KernelLaunch, literal
+from gradwire.collectives.kernels.layout import CHUNK
+from gradwire.collectives.kernels.reference.sparse import powersgd_multiply, powersgd_orthonormalize
 
 # The same as in sums.cuh.
 _CHUNK = 8192
@@ -72,7 +73,7 @@ class SparseKernels:
     def randomk_decode(self, wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scale: float) -> None:
         self._scatter(f"place<{literal(add)}>", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
 
-    def chunktopk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
+    def chunktopk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
         if values.numel() > 0:
             tensors = {"values": values, "residual": residual, "wire": wire}
             parameters = _parameters(tensors, numel=values.numel(), k=k)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
+#: Integers, or int64 tensors of them.
+_Integers = TypeVar("_Integers", int, Tensor)
 
-def random_bits(numel: int, seed: int, device: torch.device) -> Tensor:
-    """Return (numel,) int64, 32 random bits for each index: Wellons' lowbias32 (2018) of index * 0x9E3779B9 + seed."""
+
+def lowbias32(index: _Integers, seed: int) -> _Integers:
+    """Return 32 random bits for an index: Wellons' lowbias32 (2018) of index * 0x9E3779B9 + seed."""
     low = 0xFFFFFFFF
-    x = (torch.arange(numel, device=device, dtype=torch.int64) * 0x9E3779B9 + seed) & low
+    x = (index * 0x9E3779B9 + seed) & low
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & low
     x = ((x ^ (x >> 15)) * 0x846CA68B) & low
     return x ^ (x >> 16)
+
+
+def random_bits(numel: int, seed: int, device: torch.device) -> Tensor:
+    """Return (numel,) int64, 32 random bits for each index."""
+    return lowbias32(torch.arange(numel, device=device, dtype=torch.int64), seed)
 
 
 def uniform(numel: int, seed: int, device: torch.device) -> Tensor:

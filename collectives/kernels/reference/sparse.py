@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.collectives.kernels.layout import pad16
+from gradwire.collectives.kernels.layout import CHUNK, pad16
 from gradwire.collectives.kernels.reference.blocks import block_sums, corrected, in_blocks
 from gradwire.collectives.kernels.reference.randomness import random_bits
 
@@ -52,9 +52,6 @@ def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
 
 #: The key of every NaN.
 _NAN = 0x7F800001
-
-#: chunktopk: how many numbers a chunk has.
-CHUNK = 4096
 
 #: powersgd: a vector is mere rounding errors if at most this share of its squared norm remains after the projections.
 LOST = 1e-12
@@ -217,7 +214,7 @@ def _sections(wire: Tensor, chunks: int, k: int) -> tuple[Tensor, Tensor, Tensor
     return parts[0], parts[1], parts[2]
 
 
-def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
+def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
     """Send the k largest magnitudes of every chunk; of equal ones, the first. Send each as its place in the chunk, its
     sign, and whether its magnitude reaches the mean of the magnitudes sent. The scales of a chunk are the mean of the
     magnitudes below that mean and the mean of the others, as bfloat16; both are NaN if a number is not finite.
