@@ -138,8 +138,8 @@ class Attempt:
     def _met(self) -> Membership | None:
         """Return the Membership of these ranks if they have met."""
         met = None if self._meetings is None else self._meetings.find(self._global_ranks)
-        if met is None:
-            return None
+        if met is None or met.global_ranks == self._global_ranks:
+            return met
         return met.subset([met.global_ranks.index(rank) for rank in self._global_ranks], self._name)
 
     def _count(self, deadline: float) -> Store:

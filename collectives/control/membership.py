@@ -19,7 +19,7 @@ from gradwire.collectives.control.channel import Channel, Failure
 from gradwire.collectives.control.monitor import Monitor
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost, ranks_text
-from gradwire.collectives.schedules.topology import Topology
+from gradwire.collectives.schedules.topology import Machine, Topology
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 ROUNDING_S = 0.005
@@ -91,6 +91,12 @@ class Membership:
             return replace(self, channel=Channel(self.rank, self.size))
         channel = self.monitor.open(self.places, self.scope)
         return replace(self, channel=channel, store=PrefixStore(channel.tag, self.store))
+
+    def machines(self) -> tuple[Machine, ...]:
+        """Return the Machine of each member, by rank."""
+        if self.monitor is None:
+            return (Machine.here(),)
+        return tuple(Machine(**self.monitor.cards[place]["hardware"]) for place in self.places)
 
     def everyones(self, name: str, mine: bytes, deadline: float) -> list[bytes]:
         """Return every rank's small record, by rank. A collective call.

@@ -10,12 +10,14 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gradwire.collectives.control.names import look_up
 from gradwire.collectives.environment import INTERFACE_VARIABLES
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.schedules.topology import Machine
 
 #: Asks the kernel for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
@@ -61,12 +63,13 @@ def interface_of(address: str) -> str | None:
 def card_of(
     rank: int, host: str, machine: str, environment: Mapping[str, str], deadline: float, peer: str | None = None
 ) -> dict[str, Any]:
-    """Return this process's address, with the data that check_addresses needs.
+    """Return this process's address, with the data that check_addresses needs, and its Machine.
 
     host: the same on all ranks of a host. machine: the same on all ranks of a machine, which may be several hosts.
     deadline, peer: see own_address. Raises LinkError as own_address.
     """
     card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
+    card["hardware"] = asdict(Machine.here())
     try:
         address = own_address(environment, deadline, peer)
         return card | {"address": address, "loopback": _loopback(address, environment), "problem": ""}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradwire.collectives.control.channel import Channel
@@ -90,7 +90,7 @@ def _connect(membership: Membership, link: str, settings: str, timeout_s: float)
     commit that ranks cannot share memory with the other ranks of their host."""
     rank, size, channel = membership.rank, membership.size, membership.channel
     settings = settings if link == AUTO else f"link={link!r}, {settings}"
-    card: dict[str, Any] = {"settings": settings, "host": membership.host, "machine": asdict(Machine.here())}
+    card: dict[str, Any] = {"settings": settings, "host": membership.host}
     with ExitStack() as made, ExitStack() as offers:
         if link == AUTO:
             card |= offers.enter_context(offered(membership))
@@ -117,7 +117,7 @@ def _connect(membership: Membership, link: str, settings: str, timeout_s: float)
             return replace(membership, unshared={**membership.unshared, **problems})
         _check(transport, rank, size, link)
         made.pop_all()
-    return Connection(transport, channel, topology, tuple(Machine(**each["machine"]) for each in cards))
+    return Connection(transport, channel, topology, membership.machines())
 
 
 def _check(transport: Transport, rank: int, size: int, link: str) -> None:
