@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradwire.collectives.engine.buffers import kept, refusal
+from gradwire.collectives.engine.buffers import refusal
 from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.engine.point_to_point import MOST_TAG
 from gradwire.collectives.reduction import MOVED, Op, Reduction, check_arithmetic, check_dtype, op_name
@@ -35,10 +35,11 @@ def listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def held(tensors: Sequence[torch.Tensor], async_op: bool) -> list[torch.Tensor]:
-    """Return the tensors of an operation. For an asynchronous one, these are views of their present memory, even if the caller
-    gives the tensors other memory."""
-    return [kept(tensor) for tensor in tensors] if async_op else list(tensors)
+def former(engine: Engine, verb: str, given: dict[str, object], **now: str) -> TypeError:
+    """Return the error for keyword arguments that a verb does not have. now: the names that replace former arguments."""
+    name = next(iter(given))
+    remedy = f"; use {now[name]} instead" if name in now else ""
+    return TypeError(f"rank {engine.rank}: {verb} has no argument {name!r}{remedy}")
 
 
 def check_seconds(rank: int, name: str, seconds: float) -> None:
@@ -135,11 +136,10 @@ def part_lengths(
     return lengths
 
 
-def rooted_list(
-    engine: Engine, name: str, tensors: Sequence[torch.Tensor] | None, one: torch.Tensor, root_name: str, root: int
-) -> list[torch.Tensor]:
-    """Return the root's list of tensors; empty on other ranks."""
-    parts = list(tensors or ())
+def check_rooted(
+    engine: Engine, name: str, parts: Sequence[torch.Tensor], one: torch.Tensor, root_name: str, root: int
+) -> None:
+    """Raise ValueError unless the root, and no other rank, gives a tensor like `one` for each rank."""
     check_tensors(engine, one, *parts)
     wanted = engine.size if engine.rank == root else 0
     if len(parts) != wanted or any(part.numel() != one.numel() for part in parts):
@@ -147,7 +147,6 @@ def rooted_list(
             f"rank {engine.rank}: {name} has tensors of {[part.numel() for part in parts]} elements; with {root_name}={root} "
             f"this rank must give {wanted} of {one.numel()} elements"
         )
-    return parts
 
 
 def split_lengths(engine: Engine, name: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[int]:

@@ -32,14 +32,14 @@ from gradwire.collectives.schedules.selection import (
     variables,
 )
 from gradwire.collectives.schedules.topology import host_id
-from gradwire.collectives.shared_tensors import SharedTensors
 from gradwire.collectives.transports.registry import AUTO, check_link, connect
+from gradwire.collectives.verbs import Verbs
 
 if TYPE_CHECKING:
     from gradwire.collectives.tuning import Chooser, Costs, TuningFile
 
 
-class Communicator(SharedTensors):
+class Communicator(Verbs):
     """Runs collective operations among the ranks of a torch.distributed group, and sends messages between two of them.
 
     Making a Communicator is a collective call. So is each *verb*, a method that runs a collective operation, such as allreduce:

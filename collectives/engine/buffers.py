@@ -39,11 +39,6 @@ def apart(source: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
     return source.clone() if shared else source
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the numbers of a tensor lie in its memory contiguously and unnegated, so that a transport can use it."""
-    return tensor.is_contiguous() and not tensor.is_neg() and bool(tensor.data_ptr())
-
-
 def kept(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a tensor for an asynchronous operation.
 

@@ -16,7 +16,7 @@ from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.mismatch import HASH_BYTES
 from gradwire.collectives.diagnostics.timeline import Lane, now_ns
-from gradwire.collectives.engine.buffers import Buffer, is_plain
+from gradwire.collectives.engine.buffers import Buffer, kept
 from gradwire.collectives.engine.closing import Closing
 from gradwire.collectives.engine.monitor import weakly
 from gradwire.collectives.engine.operations import Operations
@@ -75,9 +75,63 @@ class Engine:
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
         self._rehearsed: set[tuple[Codec, str, bool]] = set()
-        self._calls: dict[tuple[torch.dtype, torch.Size, torch.device, Hashable], Any] = {}
+        self._calls: dict[Hashable, PreparedCall] = {}
 
     # Running calls
+
+    def call(
+        self,
+        prepare: Callable[..., PreparedCall],
+        source: Any,
+        destination: Any,
+        *given: Hashable,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Run a call of a verb. prepare(self, source, destination, *given) checks and prepares it; the result is kept for later
+        calls with tensors of the same dtypes, shapes and devices.
+
+        source, destination: what the call's run gets: a tensor, the same one if it runs in place; a list of tensors; or a tuple
+        of options of this call, which prepare() ignores. async_op, timeout_s: see run()."""
+        likes = self.likes(source)
+        if likes is not None and destination is not source:
+            others = self.likes(destination)
+            likes = None if others is None else (likes, others)
+        key = prepare, given, likes
+        call = None if likes is None else self._calls.get(key)
+        if call is None:
+            # What the call keeps must be usable in any mode.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                call = prepare(self, source, destination, *given)
+            if likes is not None and self.operations.usable:
+                if len(self._calls) == _KEPT_CALLS:
+                    self._calls.clear()
+                self._calls[key] = call
+        if async_op:
+            is_in_place = destination is source
+            source = _kept(source)
+            destination = source if is_in_place else _kept(destination)
+        return self.run(call, source, destination, direct=likes is not None, async_op=async_op, timeout_s=timeout_s)
+
+    def likes(self, given: Any) -> Hashable:
+        """Return the dtype, shape and device of a tensor that a call can use as it is, or those of each tensor in a list; None if
+        a tensor must be checked or copied."""
+        if type(given) is torch.Tensor:
+            try:
+                lies_plainly = given.is_contiguous() and not (given.is_neg() or given.is_conj()) and given.data_ptr()
+                if lies_plainly and (given.is_cpu or self._is_here(given)):
+                    return given.dtype, given.shape, given.device
+            except RuntimeError:
+                pass  # nested or sparse, or a wrapper of torch.func: no shape or address; see buffers.refusal
+            return None
+        if isinstance(given, list):
+            every = tuple(map(self.likes, given))
+            return None if None in every else every
+        return () if isinstance(given, tuple) else None
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Return whether the transport moves a CUDA tensor, which is on the current device."""
+        return not self.via_host and tensor.device.index == torch.cuda.current_device()
 
     def run(
         self,
@@ -89,8 +143,8 @@ class Engine:
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Work:
-        """Run a call in its turn. direct: whether known() has returned it for this tensor. async_op: do not wait for it; the
-        source and the destination must then keep their memory, see buffers.kept. timeout_s: of this call; None:
+        """Run a call in its turn. direct: whether the tensors can be used as they are, see likes(). async_op: do not wait for
+        it; the source and the destination must then keep their memory, see buffers.kept. timeout_s: of this call; None:
         operations.timeout_s."""
         if torch.is_inference_mode_enabled():  # tensors that the call makes and keeps must be usable in any mode
             with torch.inference_mode(False):
@@ -135,27 +189,6 @@ class Engine:
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return a context manager that records a part of a call, if its parts are recorded."""
         return nullcontext() if self._lane is None else self._lane.during(name, **details)
-
-    def known(self, tensor: torch.Tensor, key: Hashable) -> Any:
-        """Return what keep() was given for such a tensor and key; None if nothing was, or if the tensor needs a check or a
-        copy."""
-        if not self._calls or type(tensor) is not torch.Tensor:
-            return None
-        try:
-            if (prepared := self._calls.get((tensor.dtype, tensor.shape, tensor.device, key))) is None:
-                return None
-            is_here = tensor.is_cpu or tensor.device.index == torch.cuda.current_device()
-            return prepared if is_here and is_plain(tensor) else None
-        except RuntimeError:  # nested or sparse, or a wrapper of torch.func: no shape or address; see buffers.refusal
-            return None
-
-    def keep(self, tensor: torch.Tensor, key: Hashable, prepared: Any) -> None:
-        """Let known() return what is prepared for later calls with a tensor of this dtype, shape and device. key: the other
-        arguments."""
-        if self.operations.usable:
-            if len(self._calls) == _KEPT_CALLS:
-                self._calls.clear()
-            self._calls[tensor.dtype, tensor.shape, tensor.device, key] = prepared
 
     def choose_by(self, chooser: Callable[[str, int], str], place: Place) -> None:
         """See Plans.choose_by(). The choice also concerns calls that are prepared."""
@@ -337,6 +370,13 @@ class Engine:
     def knows_tags(self, tensor: torch.Tensor) -> bool:
         """Return whether the transport matches messages of such a tensor by their tags."""
         return self.via_host or tensor.device.type not in self.can.posts_together
+
+
+def _kept(given: Any) -> Any:
+    """Return what an asynchronous call is given, with views of the present memory of its tensors."""
+    if isinstance(given, list):
+        return list(map(kept, given))
+    return kept(given) if isinstance(given, torch.Tensor) else given
 
 
 # How a program's run becomes that of a verb

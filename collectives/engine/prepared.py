@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.collectives.engine.buffers import is_plain, kept
+from gradwire.collectives.engine.buffers import kept
 from gradwire.collectives.engine.work import Work
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PreparedOperation:
         self._place = tensor.data_ptr(), tensor.numel()
         self._call = call
         self._own = kept(tensor)
-        self._direct = is_plain(tensor)
+        self._direct = engine.likes(tensor) is not None
         self._work: Work | None = None
 
     def __call__(self) -> None:

@@ -10,126 +10,115 @@ from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.engine.buffers import Buffer, kept
+from gradwire.collectives.engine.buffers import Buffer
 from gradwire.collectives.engine.engine import CodesRun, Engine
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.work import Work
-from gradwire.collectives.reduction import Op, Reduction
+from gradwire.collectives.reduction import Op
 from gradwire.collectives.torch_internals import plain
+from gradwire.collectives.verbs import reductions
 
 
-def named_codec(
-    engine: Engine, codec: str | Codec | None, feedback: Feedback | None, step: int | None, seed: int | None
-) -> Codec | None:
-    """Return the codec that a caller names; None for no compression. Raises ValueError for an unknown codec, or an invalid step
-    or seed."""
-    if step is not None and (not isinstance(step, int) or step < 0):
-        raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
-    if seed is not None and not isinstance(seed, int):
-        raise ValueError(f"rank {engine.rank}: seed={seed!r}; a whole number is needed")
-    made = codec if codec is None or isinstance(codec, Codec) else make_codec(codec)
-    if made is None or made.name == "none":
-        if feedback is not None:
-            raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one there is no error")
-        return None
-    return made
-
-
-def allreduce_compressed(
+def allreduce(
     engine: Engine,
     tensor: Tensor,
     op: Op,
     prescale: float,
     postscale: float,
-    codec: Codec,
+    compression: str | Codec | None,
     feedback: Feedback | None,
     step: int | None,
     seed: int | None,
     algorithm: str,
+    *,
     async_op: bool,
 ) -> Work:
-    """Allreduce a tensor by codes; see Communicator.allreduce. codec: other than 'none'."""
-    key = "allreduce", op, prescale, postscale, codec, algorithm, feedback is not None
-    planned: CompressedCall | None = engine.known(tensor, key)
-    reduction = None if planned is None else planned.reduction
-    if reduction is None:
-        reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
-        if not tensor.dtype.is_floating_point or reduction.op not in ("sum", "average"):
-            raise ValueError(
-                f"rank {engine.rank}: codec {codec.name!r} is for the sum or average of floating-point tensors, not for op "
-                f"{reduction.op!r} of {tensor.dtype}"
-            )
+    """Run Communicator.allreduce with a codec."""
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ValueError(f"rank {engine.rank}: step={step!r}; a whole number from 0 is needed")
+    if seed is not None and not isinstance(seed, int):
+        raise ValueError(f"rank {engine.rank}: seed={seed!r}; a whole number is needed")
+    codec = compression if compression is None or isinstance(compression, Codec) else make_codec(compression)
+    if codec is None or codec.name == "none":
+        if feedback is not None:
+            raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one there is no error")
+        numbers = op, prescale, postscale, algorithm
+        return engine.call(reductions.allreduce, tensor, tensor, *numbers, async_op=async_op)
     if feedback is not None:
         _check_feedback(engine, feedback, codec, tensor)
     step, seed = _step_and_seed(engine, codec, feedback, step, seed)
-    present = codec.at(step)
-    if planned is None or planned.present != present:
-        planned = CompressedCall(engine, tensor, reduction, codec, present, algorithm, feedback is not None)
-        engine.keep(tensor, key, planned)
-    work = planned.submit(tensor, feedback, step, seed, async_op=async_op)
+    given = op, prescale, postscale, algorithm, codec, codec.at(step), feedback is not None
+    drawn = step if codec.draws else None
+    work = engine.call(_prepare, tensor, (feedback, step, seed), *given, drawn, async_op=async_op)
     if feedback is not None:
         feedback.step = step + 1
     return work
 
 
-class CompressedCall:
-    """An allreduce by codes that is planned for tensors of one dtype, shape and device. present: the codec in its form for the
-    step."""
+def _prepare(
+    engine: Engine,
+    tensor: Tensor,
+    _: object,
+    op: Op,
+    prescale: float,
+    postscale: float,
+    algorithm: str,
+    codec: Codec,
+    present: Codec,
+    with_feedback: bool,
+    drawn: int | None,
+) -> PreparedCall:
+    """Prepare an allreduce by codes, which runs on a tensor, in place, and a tuple of the feedback, the step and the seed.
 
-    def __init__(
-        self,
-        engine: Engine,
-        like: Tensor,
-        reduction: Reduction,
-        codec: Codec,
-        present: Codec,
-        algorithm: str,
-        with_feedback: bool,
-    ) -> None:
-        self._engine, self._codec = engine, codec
-        self.reduction, self.present = reduction, present
-        numel, nbytes, on_gpu = like.numel(), present.wire_bytes(like.numel()), like.is_cuda
-        chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=on_gpu)
-        corrected = ", error feedback" if with_feedback else ""
-        place = " on cuda" if on_gpu else ""  # which decides how the buffer is cut into chunks
-        # For a codec that draws by the step, every step would be a new call, if its signature named the step.
-        self._text, signature = (
-            f"allreduce({arguments.described(like)}{place}, {reduction}, {chosen}, {each.identity}{corrected}"
-            for each in (present, codec)
+    present: the codec in its form for the step. drawn: the step, if the codec selects numbers by it."""
+    reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
+    if not tensor.dtype.is_floating_point or reduction.op not in ("sum", "average"):
+        raise ValueError(
+            f"rank {engine.rank}: codec {codec.name!r} is for the sum or average of floating-point tensors, not for op "
+            f"{reduction.op!r} of {tensor.dtype}"
         )
-        text = f"{self._text})"
-        notes = engine.notes(chosen, 4 * numel, like, codec=codec.name)
-        self._call = PreparedCall(text, signature if present.draws else text, self._run, notes=notes)
-        engine.rehearse(codec, like.device, with_feedback=with_feedback)
-        divisor = engine.size if reduction.op == "average" else 1
-        if codec.summable and chosen != shot_of(codec):
-            self._exchange = _adding_codes(engine, present, numel, chosen, like, divisor)
-        else:
-            self._exchange = engine.prepare_codes(codec, present, numel, chosen, like.device, divisor)
+    numel, nbytes, device = tensor.numel(), present.wire_bytes(tensor.numel()), tensor.device
+    chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=tensor.is_cuda)
+    engine.rehearse(codec, device, with_feedback=with_feedback)
+    divisor = engine.size if reduction.op == "average" else 1
+    if codec.summable and chosen != shot_of(codec):
+        exchange = _adding_codes(engine, present, numel, chosen, tensor, divisor)
+    else:
+        exchange = engine.prepare_codes(codec, present, numel, chosen, device, divisor)
 
-    def submit(self, tensor: Tensor, feedback: Feedback | None, step: int, seed: int, *, async_op: bool) -> Work:
-        """Submit the operation for one tensor."""
-        call = self._call
-        if self.present.draws:
-            text = f"{self._text}, step={step})"
-            call = PreparedCall(text, call.signature, call.run, notes=call.notes)
-        held = kept(tensor) if async_op else tensor
-        return self._engine.run(call, held, (feedback, step, seed), async_op=async_op)
-
-    def _run(self, tensor: Tensor, options: tuple[Feedback | None, int, int], tag: int, deadline: float) -> None:
-        reduction, own = self.reduction, plain(tensor)
+    def run(given: Tensor, options: tuple[Feedback | None, int, int], tag: int, deadline: float) -> None:
+        own = plain(given)
         needs_copy = own.dtype is not torch.float32 or not own.is_contiguous() or own.is_neg()
         buffer = Buffer([own], via_host=False) if needs_copy else None
         flat = own.as_strided((own.numel(),), (1,)) if buffer is None else buffer.flat.to(torch.float32)
         if reduction.prescale != 1.0:
             reduction.begin(flat)
-        self._exchange(flat, *options, tag, deadline)
+        exchange(flat, *options, tag, deadline)
         if reduction.postscale != 1.0:
             reduction.end(flat)
         if buffer is not None:
             if flat.dtype is not buffer.flat.dtype:
                 buffer.flat.copy_(flat)
             buffer.store()
+
+    place = " on cuda" if tensor.is_cuda else ""  # which decides how the buffer is cut into chunks
+    corrected = ", error feedback" if with_feedback else ""
+    begin = f"allreduce({arguments.described(tensor)}{place}, {reduction}, {chosen}, "
+    text = f"{begin}{present.identity}{corrected}{'' if drawn is None else f', step={drawn}'})"
+    # For a codec that draws by the step, every step would be a new call, if its signature named the step.
+    signature = text if drawn is None else f"{begin}{codec.identity}{corrected}"
+    return PreparedCall(text, signature, run, notes=engine.notes(chosen, 4 * numel, tensor, codec=codec.name))
+
+
+def new_feedback(engine: Engine, compression: str | Codec, numel: int, device: torch.device, seed: int) -> Feedback:
+    """Run Communicator.new_feedback."""
+    codec = make_codec(compression)
+    if not isinstance(seed, int):
+        raise ValueError(f"rank {engine.rank}: seed={seed!r}; a whole number is needed")
+    if not isinstance(numel, int) or numel < 0:
+        raise ValueError(f"rank {engine.rank}: numel={numel!r}; a whole number from 0 is needed")
+    with torch.inference_mode(False):  # so that it can be used in any mode
+        return Feedback(codec, engine.plans.partition(codec, numel, device_type=device.type), device, seed)
 
 
 def _adding_codes(engine: Engine, codec: Codec, numel: int, algorithm: str, like: Tensor, divisor: int) -> CodesRun:
