@@ -6,7 +6,6 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,9 +110,8 @@ def test_all_ranks_measure_the_same_and_choose_alike_where_the_file_is_for_their
     assert costs.hosts == ((0, 2), (1, 3))
     assert min(*costs.uplinks, costs.reduce_byte_s) > 0
     assert len(names) == 3 * len(NBYTES)
-    Path(file).write_text(replace(costs, machines=("another", "another")).to_json())
-    for said in ranks(SIZE).run(refused, file):
-        assert "made for ranks 0,2 on another; ranks 1,3 on another; here are ranks 0," in said
+    for said in ranks(SIZE).run(refused, file):  # on one host
+        assert "here are ranks 0,1,2,3 on" in said
         assert "gradwire tune --out FILE" in said
 
 
