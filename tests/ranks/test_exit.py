@@ -60,14 +60,14 @@ STORE_STOPS = """
 """
 
 STORE_STOPS_AT_ONCE = """
-    from gradwire.collectives.transports import Membership
+    from gradwire.collectives.control.channel import Channel
     from gradwire.collectives.transports.registry import LINKS
 
-    def stop(*_):
+    def stop(*_, **__):
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if rank == 0 and arguments == ["everyones"]:
-        Membership.everyones = stop
+    if rank == 0 and arguments == ["exchange"]:
+        Channel.exchange = stop
     elif rank == 0:
         LINKS["process_group"] = stop
     Communicator(timeout_s=1, link="process_group")
@@ -220,7 +220,7 @@ def test_a_survivor_of_the_store_ends_in_order(tmp_path: Path) -> None:
 
 def test_a_store_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
     """It stops while a Communicator is made: when the ranks tell each other what they are, or when they connect."""
-    for ranks in begin_each(MEETS + STORE_STOPS_AT_ONCE, tmp_path, "everyones", "link"):
+    for ranks in begin_each(MEETS + STORE_STOPS_AT_ONCE, tmp_path, "exchange", "link"):
         error = of_the_survivor(ranks)
         assert "CollectiveTimeout: rank 1: making a Communicator: not done after 1 s waiting for rank 0: " in error
 
