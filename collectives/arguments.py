@@ -76,9 +76,10 @@ def check_written(engine: Engine, *tensors: torch.Tensor) -> None:
     expand()."""
     check_tensors(engine, *tensors)
     for tensor in tensors:
-        if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+        strides = tensor.stride()
+        if 0 in strides and any(length > 1 for stride, length in zip(strides, tensor.shape, strict=True) if not stride):
             raise ValueError(
-                f"rank {engine.rank}: a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot hold a "
+                f"rank {engine.rank}: a tensor of shape {list(tensor.shape)} and strides {list(strides)} cannot hold a "
                 "result, because several of its elements share memory; clone() it first"
             )
 

@@ -38,6 +38,7 @@ _POLL_S = 0.1
 
 #: The bytes of a hash and its complement, by which ranks compare calls.
 HASH_BYTES = 16
+_COMPLEMENTS = bytes(range(255, -1, -1))
 
 _TOPIC = "calls"
 
@@ -148,16 +149,13 @@ class Agreement:
         posts = list(self._watch.posts.get(_TOPIC, {}).items())
         return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
 
-    def agree(self, call: Call, maximum: Maximum | None, deadline: float, in_vain: Callable[[], bool]) -> None:
-        """Compare the calls of all ranks with this number.
+    def agree(self, call: Call, deadline: float, in_vain: Callable[[], bool], *, differs: bool = False) -> None:
+        """Post a call, and compare it with those of the other ranks with its number.
 
-        maximum: takes the maximum over all ranks, by the connections that carry data; None if these cannot tell it from the data
-        of another call: then ranks post their calls. deadline: in time.monotonic() seconds. in_vain: returns whether a wait for
-        posts cannot succeed any more. Raises Mismatch, on all ranks, if calls differ and no data has moved. Raises LinkError if
-        calls differ otherwise, or if calls are still missing at the end.
+        deadline: in time.monotonic() seconds. in_vain: returns whether a wait for posts cannot succeed any more. differs: whether
+        the call is known to differ on some rank. Raises Mismatch, on all ranks, if calls differ and no data has moved. Raises
+        LinkError if calls differ otherwise, or if calls are still missing at the end.
         """
-        if maximum is not None and _is_equal_everywhere(call.text, maximum):
-            return
         self.post(call)
         everyone = self._watch.others | {self._watch.rank}
 
@@ -180,9 +178,9 @@ class Agreement:
             while not is_over() and (left_s := until - time.monotonic()) > 0:
                 self._watch.wait_for(is_over, min(left_s, _POLL_S))
 
-        if maximum is None:
+        if not differs:
             wait(deadline, for_all=False)
-        if maximum is not None or compared()[2]:
+        if differs or compared()[2]:
             wait(min(deadline, time.monotonic() + self.patience_s()), for_all=True)
         calls, missing, differ = compared()
         if differ and not missing and not any(each.moved for each in calls.values()):
@@ -239,12 +237,11 @@ class Agreement:
         return posted_places()
 
 
-def _is_equal_everywhere(text: str, maximum: Maximum) -> bool:
+def is_equal_everywhere(text: str, maximum: Maximum) -> bool:
     """Return whether all ranks give the same text. The maximum of a byte and that of its complement are complements again if
     the byte is the same on all ranks."""
-    given = blake2b(text.encode(), digest_size=HASH_BYTES // 2).digest()
-    both = bytearray(given + bytes(255 - byte for byte in given))
-    hashes = torch.frombuffer(both, dtype=torch.uint8)
-    maximum(hashes)
     half = HASH_BYTES // 2
-    return all(one == 255 - other for one, other in zip(both[:half], both[half:], strict=True))
+    given = blake2b(text.encode(), digest_size=half).digest()
+    both = bytearray(given + given.translate(_COMPLEMENTS))
+    maximum(torch.frombuffer(both, dtype=torch.uint8))
+    return both[:half] == both[half:].translate(_COMPLEMENTS)

@@ -93,17 +93,13 @@ class Engine:
 
         source, destination: what the call's run gets: a tensor, the same one if it runs in place; a list of tensors; or a tuple
         of options of this call, which prepare() ignores. async_op, timeout_s: see run()."""
-        likes = self.likes(source)
-        if likes is not None and destination is not source:
-            others = self.likes(destination)
-            likes = None if others is None else (likes, others)
-        key = prepare, given, likes
-        call = None if likes is None else self._calls.get(key)
+        key = self._key(prepare, given, source, destination)
+        call = None if key is None else self._calls.get(key)
         if call is None:
             # What the call keeps must be usable in any mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
                 call = prepare(self, source, destination, *given)
-            if likes is not None and self.operations.usable:
+            if key is not None and self.operations.usable:
                 if len(self._calls) == _KEPT_CALLS:
                     self._calls.clear()
                 self._calls[key] = call
@@ -111,15 +107,31 @@ class Engine:
             is_in_place = destination is source
             source = _kept(source)
             destination = source if is_in_place else _kept(destination)
-        return self.run(call, source, destination, direct=likes is not None, async_op=async_op, timeout_s=timeout_s)
+        if async_op or timeout_s is not None or self._records or torch.is_inference_mode_enabled():
+            return self.run(call, source, destination, direct=key is not None, async_op=async_op, timeout_s=timeout_s)
+        run = call.run if key is None or call.direct is None else call.direct
+        return self.operations.run(call, run, source, destination)
+
+    def _key(self, prepare: object, given: tuple[Hashable, ...], source: Any, destination: Any) -> Hashable:
+        """Return what a call is kept by; None if a tensor must be checked or copied."""
+        if source is destination and type(source) is torch.Tensor:  # the case of small messages that must be quick
+            try:
+                is_plain = source.is_contiguous() and not (source.is_neg() or source.is_conj()) and source.data_ptr()
+                if is_plain and source.is_cpu:
+                    return prepare, given, source.dtype, source.shape
+            except RuntimeError:
+                return None
+        likes = self.likes(source)
+        others = likes if likes is None or destination is source else self.likes(destination)
+        return None if others is None else (prepare, given, likes, others)
 
     def likes(self, given: Any) -> Hashable:
         """Return the dtype, shape and device of a tensor that a call can use as it is, or those of each tensor in a list; None if
         a tensor must be checked or copied."""
         if type(given) is torch.Tensor:
             try:
-                lies_plainly = given.is_contiguous() and not (given.is_neg() or given.is_conj()) and given.data_ptr()
-                if lies_plainly and (given.is_cpu or self._is_here(given)):
+                is_plain = given.is_contiguous() and not (given.is_neg() or given.is_conj()) and given.data_ptr()
+                if is_plain and (given.is_cpu or self._is_here(given)):
                     return given.dtype, given.shape, given.device
             except RuntimeError:
                 pass  # nested or sparse, or a wrapper of torch.func: no shape or address; see buffers.refusal
@@ -149,7 +161,7 @@ class Engine:
         if torch.is_inference_mode_enabled():  # tensors that the call makes and keeps must be usable in any mode
             with torch.inference_mode(False):
                 return self.run(call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s)
-        run = (direct and call.direct) or call.run
+        run = call.direct if direct and call.direct is not None else call.run
         if self._records:
             run = self._recorded(run, call, now_ns())
         return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
@@ -217,14 +229,15 @@ class Engine:
         destination (of reduce_scatter in the source); None if the algorithm may divide the buffer freely. source_layout: their
         places in the source, for verbs that move blocks from one buffer to another. lengths: for alltoall, the elements to and
         from each rank."""
-        carry = _as_bytes if like.dtype is torch.bool else _as_it_is
+        is_bool = like.dtype is torch.bool
         like, op = carried(like, op)
         device_type = "cpu" if self.via_host else like.device.type
         planned_as = _PLANNED_AS.get(verb, verb)
         if algorithm not in PLANNERS["allreduce" if planned_as is not verb else verb]:
             outgoing, incoming = map(tuple, lengths)
             own = Operation(verb, algorithm, like.dtype, device_type, numel, op, root, outgoing, incoming)
-            return carry(self._transport.prepare(own))
+            run = self._transport.prepare(own)
+            return _as_bytes(run) if is_bool else run
         grouped, element_size = like.device.type in self.can.posts_together, like.element_size()
         if source_layout is not None:
             assert layout is not None
@@ -232,7 +245,9 @@ class Engine:
         else:
             where = numel if layout is None else layout
             program = self.plans.of_buffer(planned_as, algorithm, root, where, element_size, grouped=grouped)
-        run = carry(self.follow(verb, algorithm, program, like, numel, op, root))
+        run = self.follow(verb, algorithm, program, like, numel, op, root)
+        if is_bool:
+            run = _as_bytes(run)
         if source_layout is not None and layout is not None:
             return _moving(run, source_layout[self.rank], layout[self.rank])
         if verb == "allgather" and layout is not None:
@@ -416,10 +431,6 @@ def _moving(run: Run, own: Span, place: Span) -> Run:
         run(source, destination, tag, deadline)
 
     return moved
-
-
-def _as_it_is(run: Run) -> Run:
-    return run
 
 
 def _as_bytes(run: Run) -> Run:

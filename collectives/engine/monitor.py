@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
-from gradwire.collectives.diagnostics.mismatch import Agreement, Call, Maximum
+from gradwire.collectives.diagnostics.mismatch import Agreement, Call, Maximum, is_equal_everywhere
 from gradwire.collectives.diagnostics.postmortem import Report, inquire, verdict
 from gradwire.collectives.diagnostics.stall import Position, Stalls
 from gradwire.collectives.engine.join import Joined
@@ -154,14 +154,17 @@ class FailureMonitor:
         return min(deadline, time.monotonic() + LAST_WORDS_S) if self.all_gone(peers) else deadline
 
     def agree(self, signature: str, maximum: Maximum | None, deadline: float) -> None:
-        """Compare the running call, which is new, with the calls of the other ranks, before any of its data moves."""
+        """Compare the running call, which is new, with the calls of the other ranks, before any of its data moves. maximum: takes
+        the maximum over all ranks, by the connections that carry data; None if these cannot tell it from the data of another
+        call: then ranks post their calls. Raises as Agreement.agree()."""
         sequence, text = self.running, dict(self.calls)[self.running]
 
         def in_vain() -> bool:
             over = self.interrupted or self.exiting or self.failure is not None or bool(self._watch.failure)
             return over or self._absent(sequence)
 
-        self.agreement.agree(self._call(sequence, text), maximum, deadline, in_vain)
+        if maximum is None or not is_equal_everywhere(text, maximum):
+            self.agreement.agree(self._call(sequence, text), deadline, in_vain, differs=maximum is not None)
         self.agreement.take(signature)
         self.unagreed = -1
 

@@ -20,6 +20,7 @@ import gradwire as hvd
 from gradwire.collectives import Communicator, register_algorithm, register_codec, register_link
 from gradwire.collectives.compression import CODECS, Codec, Int8
 from gradwire.collectives.environment import LINK
+from gradwire.collectives.errors import CollectiveError
 from gradwire.collectives.schedules.algorithms import PLANNERS, ring
 from gradwire.collectives.transports import Membership, Transport
 from gradwire.collectives.transports.process_group import ProcessGroupTransport
@@ -190,7 +191,7 @@ def test_what_fails_midway_stays_not_connected(where: str) -> None:
             raise MemoryError("no room")
 
         patch.setattr(where, fail)
-        with pytest.raises(MemoryError, match="no room"):
+        with pytest.raises((MemoryError, CollectiveError), match="no room"):  # of this rank, or as another reports it
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
         assert not open_ones
 

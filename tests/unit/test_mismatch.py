@@ -15,7 +15,7 @@ from tests.unit.test_monitor import DEADLINE_S, channels, end_abruptly
 
 def outcome(agreement: Agreement, call: Call, patience_s: float = DEADLINE_S) -> Exception | None:
     try:
-        agreement.agree(call, None, time.monotonic() + patience_s, lambda: False)
+        agreement.agree(call, time.monotonic() + patience_s, lambda: False)
     except (LinkError, Mismatch) as error:
         return error
     return None

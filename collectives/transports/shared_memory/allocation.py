@@ -88,7 +88,8 @@ class Allocations:
 
     def place(self, tensor: torch.Tensor) -> TensorPlace:
         """Return the TensorPlace of a contiguous tensor of this rank."""
-        self._reap()
+        if self._freed:
+            self._reap()
         start = tensor.untyped_storage().data_ptr()
         if (found := self._by_address.get(start)) is None:
             return ELSEWHERE

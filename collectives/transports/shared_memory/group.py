@@ -107,6 +107,7 @@ class LocalGroup:
         self.context_address: int = self.context.ctypes.data
         self._segment = segment
         self._pending: int = kernels.PENDING
+        self._with_news: int = kernels.FINISHED_WITH_NEWS
         self._lock = threading.Lock()
         self.running = threading.Lock()
         self._stopped = False
@@ -173,7 +174,8 @@ class LocalGroup:
         """Call a kernel until it has finished. Return whether ranks have announced new versions of their tables in the
         operation. Raises LinkError as Pending.wait() does."""
         with self.running:
-            self.ensure_open()
+            if self._stopped or get_ident() != self._waiting_thread:
+                self.ensure_open()
             status = kernel(*arguments)
             if status >= self._pending:
                 lost: set[int] = set()
@@ -186,7 +188,7 @@ class LocalGroup:
                         status = kernel(*arguments)
                 finally:  # the deadline may be that of a slice, after which this rank waits again
                     self.context[self.kernels.PATIENT] = 0
-        return bool(status == self.kernels.FINISHED_WITH_NEWS)
+        return status == self._with_news
 
     def ensure_open(self) -> None:
         """Prepare for calls of kernels on this thread. Raises LinkError if the group is closed. This thread holds `running`, so

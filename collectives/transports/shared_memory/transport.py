@@ -10,7 +10,7 @@ import torch
 from gradwire.collectives.kernels import cpu_arithmetic
 from gradwire.collectives.transports.base import Capabilities, Operation, Run
 from gradwire.collectives.transports.requests import Table
-from gradwire.collectives.transports.shared_memory.allocation import ELSEWHERE, Allocations
+from gradwire.collectives.transports.shared_memory.allocation import Allocations
 from gradwire.collectives.transports.shared_memory.group import WHOLE_BYTES, LocalGroup
 
 #: The algorithm of each verb that needs no messages in shared memory. A barrier is an allreduce of an empty tensor.
@@ -43,15 +43,23 @@ class SharedMemory(Allocations):
         kind = (nbytes, operation.dtype.itemsize, arithmetic, kernels.OPS[operation.op], divisor, doing)
         words = np.array((group.context_address, *kind), dtype=np.int64)
         kernel, address = kernels.allreduce, words.ctypes.data
-        is_small = nbytes <= WHOLE_BYTES
+        run = group.run
 
         def allreduce(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float, keeps: object = words) -> None:
-            self._sequence = sequence = self._sequence + 1
-            place = ELSEWHERE if is_small else self.place(flat)
-            if group.run(kernel, (address, flat.data_ptr(), sequence, tag, *place), deadline):
+            self._sequence += 1
+            if run(kernel, (address, flat.data_ptr(), self._sequence, tag, *self.place(flat)), deadline):
                 self.map_news()
 
-        return allreduce
+        def allreduce_whole(
+            flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float, keeps: object = words
+        ) -> None:
+            self._sequence = sequence = self._sequence + 1
+            if run(
+                kernel, (address, flat.data_ptr(), sequence, tag, -1, 0, 0), deadline
+            ):  # as with ELSEWHERE, but quicker
+                self.map_news()
+
+        return allreduce_whole if nbytes <= WHOLE_BYTES else allreduce
 
 
 class SharedMemoryTransport(Table):
