@@ -93,7 +93,19 @@ class Engine:
 
         source, destination: what the call's run gets: a tensor, the same one if it runs in place; a list of tensors; or a tuple
         of options of this call, which prepare() ignores. async_op, timeout_s: see run()."""
-        key = self._key(prepare, given, source, destination)
+        key: Hashable = None
+        if destination is source and type(source) is torch.Tensor and source.is_cpu:
+            # Inline, since each small message passes it: what likes() finds.
+            try:
+                dtype = source.dtype
+                has_bit = source.is_neg() or (dtype.is_complex and source.is_conj())
+                if source.is_contiguous() and not has_bit and source.data_ptr():
+                    key = prepare, given, dtype, source.shape
+            except RuntimeError:
+                pass
+        elif (likes := self.likes(source)) is not None:
+            others = likes if destination is source else self.likes(destination)
+            key = None if others is None else (prepare, given, likes, others)
         call = None if key is None else self._calls.get(key)
         if call is None:
             # What the call keeps must be usable in any mode.
@@ -111,19 +123,6 @@ class Engine:
             return self.run(call, source, destination, direct=key is not None, async_op=async_op, timeout_s=timeout_s)
         run = call.run if key is None or call.direct is None else call.direct
         return self.operations.run(call, run, source, destination)
-
-    def _key(self, prepare: object, given: tuple[Hashable, ...], source: Any, destination: Any) -> Hashable:
-        """Return what a call is kept by; None if a tensor must be checked or copied."""
-        if source is destination and type(source) is torch.Tensor:  # the case of small messages that must be quick
-            try:
-                is_plain = source.is_contiguous() and not (source.is_neg() or source.is_conj()) and source.data_ptr()
-                if is_plain and source.is_cpu:
-                    return prepare, given, source.dtype, source.shape
-            except RuntimeError:
-                return None
-        likes = self.likes(source)
-        others = likes if likes is None or destination is source else self.likes(destination)
-        return None if others is None else (prepare, given, likes, others)
 
     def likes(self, given: Any) -> Hashable:
         """Return the dtype, shape and device of a tensor that a call can use as it is, or those of each tensor in a list; None if

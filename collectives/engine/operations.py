@@ -96,13 +96,13 @@ class Operations:
             self._compare = self._comparing()  # which compiles what it needs before any deadline starts
             self._comparing = None
         if not async_op:
-            turn = (get_ident(),)
+            queue, turn = self.queue, (get_ident(),)
             try:
-                if self.queue.enter(turn):
+                if queue.enter(turn):
                     self._take_turn(call, run, source, destination, timeout_s, turn[0])
                     return DONE
             finally:
-                self.queue.leave(turn, self.monitor.sequence)
+                queue.leave(turn, self.monitor.sequence)
         where = whereabouts.of_call(sys._getframe())
         body = partial(self._take_turn, call, run, source, destination, timeout_s, where)
         return self._enqueue(call.text, body, async_op=async_op, timeout_s=timeout_s)
@@ -202,7 +202,9 @@ class Operations:
         except BaseException as error:
             raise self._failed(error, call.text, timeout_s, deadline, peers) from None
         finally:
-            monitor.running, monitor.message = -1, None
+            monitor.running = -1
+            if peers:
+                monitor.message = None
 
     def _agree(self, signature: str, sequence: int, deadline: float) -> None:
         """Compare the running call, which is new, with those of the other ranks."""

@@ -23,8 +23,8 @@ class PreparedCall:
 
     text: what must be equal on all ranks. signature: the part of the text that decides whether the call is known to the other
     ranks. run: (source, destination, tag, deadline), with what the verb gives to Engine.run as source and destination; tag and
-    deadline as in transports.base.Run. direct: the same for tensors of which Engine.known() knows that they need no copy. notes:
-    what a timeline shows of the call, by name. digest: a hash of the text.
+    deadline as in transports.base.Run. direct: the same for tensors that need neither a check nor a copy, see Engine.call().
+    notes: what a timeline shows of the call, by name. digest: a hash of the text.
     """
 
     text: str

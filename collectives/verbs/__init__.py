@@ -80,8 +80,9 @@ class Verbs:
         if former:
             raise arguments.former(self._engine, "allreduce", former, codec="compression=")
         if compression is None and feedback is None:
-            numbers = op, prescale, postscale, algorithm
-            return self._engine.call(reductions.allreduce, tensor, tensor, *numbers, async_op=async_op)
+            return self._engine.call(
+                reductions.allreduce, tensor, tensor, op, prescale, postscale, algorithm, async_op=async_op
+            )
         coded = compression, feedback, step, seed, algorithm
         return compressed.allreduce(self._engine, tensor, op, prescale, postscale, *coded, async_op=async_op)
 
