@@ -21,7 +21,7 @@ from gradwire.collectives.diagnostics.timeline import Lane, Timeline
 from gradwire.collectives.engine import closing
 from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.engine.join import Absence
-from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.engine.schedule_cache import ScheduleCache, legal_algorithms
 from gradwire.collectives.environment import LINK, TUNING, report_folder
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.selection import (
@@ -148,7 +148,7 @@ class Communicator(Verbs):
             by_hand = frozenset(tables)
             for collective in algorithms:
                 tables.setdefault(collective, default_table(collective, self.topology, can.preferred, quick=quick))
-            plans = Plans(
+            schedules = ScheduleCache(
                 self.topology,
                 algorithms,
                 tables,
@@ -158,7 +158,7 @@ class Communicator(Verbs):
                 share_alignment_bytes=can.share_alignment_bytes,
             )
             patience_s = timeout_s if stall_shutdown_s is None else min(timeout_s, stall_shutdown_s)
-            self._engine = Engine(transport, connection.channel, plans, patience_s, stall_warning_s)
+            self._engine = Engine(transport, connection.channel, schedules, patience_s, stall_warning_s)
             self._lanes = ""
             self.timeline: Timeline | None = None
             """The Timeline in which operations are recorded now; None if they are not recorded."""
@@ -170,7 +170,7 @@ class Communicator(Verbs):
         except BaseException:  # else the others would count on this rank
             connection.close()
             raise
-        plans.by_hand = by_hand
+        schedules.by_hand = by_hand
         #: The machine of each rank.
         self.machines = connection.machines
         self.costs: Costs | None = None
@@ -210,18 +210,18 @@ class Communicator(Verbs):
     @property
     def segment_bytes(self) -> int:
         """Return the constructor's argument segment_bytes, or the default that replaced None."""
-        return self._engine.plans.segment_bytes
+        return self._engine.schedules.segment_bytes
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """Return the names that `algorithm=` takes for a verb, besides 'auto'. Raises ValueError for an unknown verb."""
-        return self._engine.plans.algorithms(collective)
+        return self._engine.schedules.algorithms(collective)
 
     @property
     def tables(self) -> dict[str, Table]:
         """Return, by verb, the table from which 'auto' takes the algorithm for a message size: gradwire's own table, or that of
         an environment variable such as COLLECTIVES_ALLREDUCE. After tune(), gradwire's own table is only the default: 'auto'
         runs another algorithm if the measurement predicts that it takes at least 5 % less time than the table's."""
-        return dict(self._engine.plans.tables)
+        return dict(self._engine.schedules.tables)
 
     def chosen(self, collective: str, nbytes: int, compression: str | Codec | None = None, device: str = "cpu") -> str:
         """Return the algorithm that 'auto' runs for a message of nbytes. nbytes counts all parts: the whole output of allgather
@@ -230,9 +230,9 @@ class Communicator(Verbs):
         """
         made = make_codec(compression) if compression is not None else None
         if made is None or made.name == "none":
-            return self._engine.plans.choose(collective, "auto", nbytes, on_gpu=device == "cuda")
+            return self._engine.schedules.choose(collective, "auto", nbytes, on_gpu=device == "cuda")
         code_bytes = made.wire_bytes(nbytes // 4)
-        return self._engine.plans.choose_for_codec(
+        return self._engine.schedules.choose_for_codec(
             made, "auto", code_bytes, with_feedback=made.needs_feedback, on_gpu=device == "cuda"
         )
 
@@ -247,7 +247,7 @@ class Communicator(Verbs):
         link runs the algorithm by itself, as it does 'native' and 'shared'.
         """
         made = make_codec(compression) if compression is not None else None
-        return self._engine.plans.wire_bytes(collective, nbytes, algorithm, made)
+        return self._engine.schedules.wire_bytes(collective, nbytes, algorithm, made)
 
     def tune(self) -> Costs:
         """Measure the links of these ranks, and let 'auto' select by the measurement from now on. A collective call, which

@@ -19,7 +19,7 @@ from gradwire.collectives.schedules.schedule import Place
 from gradwire.collectives.schedules.selection import default_segment_bytes
 from gradwire.collectives.schedules.topology import Topology
 from gradwire.collectives.tuning.cost_model import Costs, LinkCost
-from gradwire.collectives.tuning.prediction import coded_legs, plans_of
+from gradwire.collectives.tuning.prediction import coded_legs, schedules_of
 from gradwire.collectives.tuning.simulator import Leg, in_segments, price
 
 #: The algorithms of allreduce whose schedules are equal for every host up to a shift.
@@ -148,21 +148,21 @@ class AllreducePredictor:
             itemsize = codec.wire_dtype.itemsize if codec else _FLOAT32
             return max(1, -(-numel * itemsize // (blocks * self._segment_bytes)))
         assert codec is not None
-        return len(plans_of(costs.hosts, 0, self._segment_bytes).partition(codec, numel, algorithm).chunks)
+        return len(schedules_of(costs.hosts, 0, self._segment_bytes).partition(codec, numel, algorithm).chunks)
 
     def legs(self, rank: int, algorithm: str, numel: int) -> list[Leg]:
         """Return the programs of a rank for an allreduce of numel numbers. numel is rounded up so that all blocks have the same
         length."""
         costs, codec = self.costs, self._codec
-        plans = plans_of(costs.hosts, rank, self._segment_bytes)
+        schedules = schedules_of(costs.hosts, rank, self._segment_bytes)
         if self._as_numbers(algorithm):
             itemsize = codec.wire_dtype.itemsize if codec else _FLOAT32
             schedule = PLANNERS["allreduce"][algorithm](Place(rank, costs.size, 0, costs.hosts))
             numel = -(-numel // schedule.blocks) * schedule.blocks
-            return [Leg(plans.of_buffer("allreduce", algorithm, 0, numel, itemsize, grouped=False), itemsize)]
+            return [Leg(schedules.of_buffer("allreduce", algorithm, 0, numel, itemsize, grouped=False), itemsize)]
         assert codec is not None
         numel = -(-numel // (costs.size * codec.alignment)) * costs.size * codec.alignment
-        return coded_legs(plans, codec, numel, algorithm)
+        return coded_legs(schedules, codec, numel, algorithm)
 
     def _check(self, algorithm: str, numel: int, segments: int) -> None:
         """Count the messages of the segments. Raises ValueError if there are more than MOST_MESSAGES so far."""

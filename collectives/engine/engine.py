@@ -20,9 +20,9 @@ from gradwire.collectives.engine.buffers import Buffer, kept
 from gradwire.collectives.engine.closing import Closing
 from gradwire.collectives.engine.monitor import weakly
 from gradwire.collectives.engine.operations import Operations
-from gradwire.collectives.engine.plans import Plans
 from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.prepared import PreparedCall
+from gradwire.collectives.engine.schedule_cache import ScheduleCache
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import carried, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
@@ -46,18 +46,23 @@ CodesRun = Callable[[torch.Tensor, Feedback | None, int, int, int, float], None]
 class Engine:
     """Prepares and runs the calls of one Communicator. timeout_s, stall_warning_s: see Communicator.
 
-    Attributes: rank, size; plans, the programs that it runs; operations, which runs calls in turn; messages, between two ranks;
-    can, what the transport can do; routes and empty, see Transport; device_types, of the tensors that the engine can move;
+    Attributes: rank, size; schedules, and the programs made from them; operations, which runs calls in turn; messages, between
+    two ranks; can, what the transport can do; routes and empty, see Transport; device_types, of tensors that the engine can move;
     control_device, of the framework's own data (tokens, tables, pickled objects); watch, which exchanges news between ranks
     beside operations.
     """
 
     def __init__(
-        self, transport: Transport, watch: Channel, plans: Plans, timeout_s: float, stall_warning_s: float | None
+        self,
+        transport: Transport,
+        watch: Channel,
+        schedules: ScheduleCache,
+        timeout_s: float,
+        stall_warning_s: float | None,
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size
-        self.plans = plans
+        self.schedules = schedules
         self.can = transport.capabilities
         self.routes = transport.routes
         self.empty = transport.empty
@@ -202,8 +207,8 @@ class Engine:
         return nullcontext() if self._lane is None else self._lane.during(name, **details)
 
     def choose_by(self, chooser: Callable[[str, int], str], place: Place) -> None:
-        """See Plans.choose_by(). The choice also concerns calls that are prepared."""
-        self.plans.choose_by(chooser, place)
+        """See ScheduleCache.choose_by(). The choice also concerns calls that are prepared."""
+        self.schedules.choose_by(chooser, place)
         self._calls.clear()
 
     # Preparing exchanges. Not collective; what must be compiled is compiled here, before any deadline starts.
@@ -240,10 +245,10 @@ class Engine:
         grouped, element_size = like.device.type in self.can.posts_together, like.element_size()
         if source_layout is not None:
             assert layout is not None
-            program = self.plans.of_move(verb, algorithm, root, source_layout, layout, grouped=grouped)
+            program = self.schedules.of_move(verb, algorithm, root, source_layout, layout, grouped=grouped)
         else:
             where = numel if layout is None else layout
-            program = self.plans.of_buffer(planned_as, algorithm, root, where, element_size, grouped=grouped)
+            program = self.schedules.of_buffer(planned_as, algorithm, root, where, element_size, grouped=grouped)
         run = self.follow(verb, algorithm, program, like, numel, op, root)
         if is_bool:
             run = _as_bytes(run)
@@ -278,13 +283,13 @@ class Engine:
     ) -> CodesRun:
         """Return what sums float32 numbers by exchanging codes. If the algorithm has rounds inside hosts and ranks share hosts,
         only messages between hosts are coded. present: the codec in its form for the step. divisor: of the sum."""
-        partition = self.plans.partition(codec, numel, algorithm, device.type)
+        partition = self.schedules.partition(codec, numel, algorithm, device.type)
         first, last = self._inside(partition, device, 0), self._inside(partition, device, 1)
         payload: Codes | None = None
         if partition.group:
             used = effective(present, partition)
             code_bytes, grouped = used.wire_bytes(partition.longest), device.type in self.can.posts_together
-            program = self.plans.of_codes(codec, numel, algorithm, code_bytes, device.type, grouped=grouped)
+            program = self.schedules.of_codes(codec, numel, algorithm, code_bytes, device.type, grouped=grouped)
             memory = self._scratch, self._summed
             payload = Codes(program, used, partition, device, *memory, divisor=divisor, via_host=self.via_host)
             run = self._transport.prepare(
@@ -314,7 +319,7 @@ class Engine:
             return None
         like = torch.empty(0, dtype=torch.float32, device=device)
         grouped = not self.via_host and device.type in self.can.posts_together
-        program = self.plans.inside_hosts(which, partition.parts, like.element_size(), grouped=grouped)
+        program = self.schedules.inside_hosts(which, partition.parts, like.element_size(), grouped=grouped)
         run = self.follow("allreduce", "hierarchical", program, like, partition.numel)
 
         def staged(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
@@ -372,7 +377,7 @@ class Engine:
         like = torch.empty(0, dtype=torch.uint8, device=self.control_device)
         if not self.knows_tags(like):
             return None
-        chosen = self.plans.choose("allreduce", "auto", HASH_BYTES, on_gpu=False)
+        chosen = self.schedules.choose("allreduce", "auto", HASH_BYTES, on_gpu=False)
         return self.prepare("allreduce", "rsag" if chosen == "native" else chosen, like, HASH_BYTES, "max")
 
     # What a verb may ask of a tensor

@@ -52,7 +52,7 @@ class TuningFile:
         costs, members, hosts = (
             Costs.from_json(self._text, self._name),
             communicator.global_ranks,
-            engine.plans.topology.hosts,
+            engine.schedules.topology.hosts,
         )
         if costs.size != communicator.size and members and max(members) < costs.size:
             costs = costs.among(members)
@@ -90,7 +90,7 @@ def measure_codecs(communicator: Communicator, engine: Engine, codecs: Iterable[
     }
     costs = replace(costs, codecs=tuple(speeds.values()))
     if device == "cpu":
-        costs = time_codecs(communicator, costs, coding, lambda *call: predict_coded(engine.plans, *call))
+        costs = time_codecs(communicator, costs, coding, lambda *call: predict_coded(engine.schedules, *call))
     communicator.costs = costs
     return costs
 
@@ -100,21 +100,21 @@ def predict(costs: Costs | None, engine: Engine, numel: int, itemsize: int, comp
     if costs is None:
         raise KeyError("links were not measured")
     if compression is None:
-        return predict_auto(engine.plans, costs, numel * itemsize, itemsize)
-    return predict_coded(engine.plans, costs, numel, make_codec(compression))
+        return predict_auto(engine.schedules, costs, numel * itemsize, itemsize)
+    return predict_coded(engine.schedules, costs, numel, make_codec(compression))
 
 
 def _timed_algorithms(engine: Engine) -> list[str]:
     """Return the algorithms of allreduce to time: those with a planner, and those of the link's own that 'auto' may run."""
-    plans = engine.plans
-    usual = dict.fromkeys(rule.algorithm for rule in plans.tables["allreduce"])
+    schedules = engine.schedules
+    usual = dict.fromkeys(rule.algorithm for rule in schedules.tables["allreduce"])
     own = [name for name in usual if name not in PLANNERS["allreduce"]]
-    return [*planned("allreduce", plans.algorithms("allreduce"), plans.topology.hosts), *own]
+    return [*planned("allreduce", schedules.algorithms("allreduce"), schedules.topology.hosts), *own]
 
 
 def _choose_by(communicator: Communicator, engine: Engine, costs: Costs) -> None:
-    plans = engine.plans
-    names = {verb: plans.algorithms(verb) for verb in plans.tables}
-    chooser = Chooser(costs, names, plans.segment_bytes, plans.usual, logs=engine.rank == 0)
+    schedules = engine.schedules
+    names = {verb: schedules.algorithms(verb) for verb in schedules.tables}
+    chooser = Chooser(costs, names, schedules.segment_bytes, schedules.usual, logs=engine.rank == 0)
     communicator.costs, communicator.measured = costs, chooser
     engine.choose_by(chooser.choose, costs.place(engine.rank))

@@ -16,7 +16,7 @@ import numpy
 from gradwire.collectives.compression.algorithms_for import shot_of
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.partition import effective
-from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.engine.schedule_cache import ScheduleCache, legal_algorithms
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.schedule import Schedule
@@ -50,13 +50,13 @@ def predict(costs: Costs, verb: str, algorithm: str, nbytes: int, segment_bytes:
     return corrected(costs, measured, nbytes, partial(_in_segments, *call, segment_bytes), least_s)
 
 
-def predict_auto(plans: Plans, costs: Costs, nbytes: int, itemsize: int) -> float:
+def predict_auto(schedules: ScheduleCache, costs: Costs, nbytes: int, itemsize: int) -> float:
     """Return the seconds of an allreduce of plain numbers by the algorithm that 'auto' selects."""
-    name = plans.choose("allreduce", "auto", nbytes, on_gpu=False)
-    return predict(costs, "allreduce", name, nbytes, plans.segment_bytes, itemsize=itemsize)
+    name = schedules.choose("allreduce", "auto", nbytes, on_gpu=False)
+    return predict(costs, "allreduce", name, nbytes, schedules.segment_bytes, itemsize=itemsize)
 
 
-def predict_coded(plans: Plans, costs: Costs, numel: int, codec: Codec) -> float:
+def predict_coded(schedules: ScheduleCache, costs: Costs, numel: int, codec: Codec) -> float:
     """Return the seconds of an allreduce of `numel` float32 numbers that travel as codes, the same on all ranks. Raises KeyError
     for a codec, or an algorithm of the link's own, that was not measured."""
     if codec.summable:
@@ -64,11 +64,11 @@ def predict_coded(plans: Plans, costs: Costs, numel: int, codec: Codec) -> float
 
         def simulated(nbytes: int) -> float:
             coding_s = nbytes * (cost.encode_byte_s + cost.decode_byte_s)
-            return coding_s + predict_auto(plans, costs, codec.wire_bytes(nbytes // 4), codec.wire_dtype.itemsize)
+            return coding_s + predict_auto(schedules, costs, codec.wire_bytes(nbytes // 4), codec.wire_dtype.itemsize)
 
         least_s = 0.0
     else:
-        every = [plans_of(costs.hosts, rank, plans.segment_bytes) for rank in range(costs.size)]
+        every = [schedules_of(costs.hosts, rank, schedules.segment_bytes) for rank in range(costs.size)]
 
         def legs(numel: int) -> list[list[Leg]]:
             return [coded_legs(of_rank, codec, numel, shot_of(codec)) for of_rank in every]
@@ -85,23 +85,23 @@ def predict_coded(plans: Plans, costs: Costs, numel: int, codec: Codec) -> float
     return corrected(costs, costs.measured("allreduce", codec.identity), 4 * numel, simulated, least_s)
 
 
-def plans_of(hosts: tuple[tuple[int, ...], ...], rank: int, segment_bytes: int) -> Plans:
-    """Return the plans of a rank on these hosts, without algorithms of a link's own."""
-    return Plans(Topology(rank, hosts), legal_algorithms({}), {}, segment_bytes)
+def schedules_of(hosts: tuple[tuple[int, ...], ...], rank: int, segment_bytes: int) -> ScheduleCache:
+    """Return the schedules of a rank on these hosts, without algorithms of a link's own."""
+    return ScheduleCache(Topology(rank, hosts), legal_algorithms({}), {}, segment_bytes)
 
 
-def coded_legs(plans: Plans, codec: Codec, numel: int, algorithm: str) -> list[Leg]:
-    """Return the programs of one rank for an allreduce of codes. plans: of this rank."""
-    partition = plans.partition(codec, numel, algorithm)
+def coded_legs(schedules: ScheduleCache, codec: Codec, numel: int, algorithm: str) -> list[Leg]:
+    """Return the programs of one rank for an allreduce of codes. schedules: of this rank."""
+    partition = schedules.partition(codec, numel, algorithm)
     used = effective(codec, partition)
     if partition.group:
-        program = plans.of_codes(codec, numel, algorithm, used.wire_bytes(partition.longest), grouped=False)
+        program = schedules.of_codes(codec, numel, algorithm, used.wire_bytes(partition.longest), grouped=False)
         legs = [Leg(program, 4, used.identity, used.wire_bytes)]
     else:  # a rank without a part
-        nothing = Schedule(plans.topology.rank, plans.topology.size, 1, ())
+        nothing = Schedule(schedules.topology.rank, schedules.topology.size, 1, ())
         legs = [Leg(Program(nothing, [(Span(0, 0),)]), 4)]
     if partition.inside_hosts:
-        first, last = (plans.inside_hosts(which, partition.parts, 4, grouped=False) for which in (0, 1))
+        first, last = (schedules.inside_hosts(which, partition.parts, 4, grouped=False) for which in (0, 1))
         legs = [Leg(first, 4), *legs, Leg(last, 4)]
     return legs
 

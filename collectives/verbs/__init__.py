@@ -186,7 +186,7 @@ class Verbs:
         The slices of a rank are in order, and all ranks have nearly equal numbers of elements. Not a collective call; the
         result is the same on all ranks.
         """
-        spans = self._engine.plans.shares(numel, dtype.itemsize).spans
+        spans = self._engine.schedules.shares(numel, dtype.itemsize).spans
         return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
 
     def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work:

@@ -78,7 +78,9 @@ def _prepare(
             f"{reduction.op!r} of {tensor.dtype}"
         )
     numel, nbytes, device = tensor.numel(), present.wire_bytes(tensor.numel()), tensor.device
-    chosen = engine.plans.choose_for_codec(codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=tensor.is_cuda)
+    chosen = engine.schedules.choose_for_codec(
+        codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=tensor.is_cuda
+    )
     engine.rehearse(codec, device, with_feedback=with_feedback)
     divisor = engine.size if reduction.op == "average" else 1
     if codec.summable and chosen != shot_of(codec):
@@ -118,7 +120,7 @@ def new_feedback(engine: Engine, compression: str | Codec, numel: int, device: t
     if not isinstance(numel, int) or numel < 0:
         raise ValueError(f"rank {engine.rank}: numel={numel!r}; a whole number from 0 is needed")
     with torch.inference_mode(False):  # so that it can be used in any mode
-        return Feedback(codec, engine.plans.partition(codec, numel, device_type=device.type), device, seed)
+        return Feedback(codec, engine.schedules.partition(codec, numel, device_type=device.type), device, seed)
 
 
 def _adding_codes(engine: Engine, codec: Codec, numel: int, algorithm: str, like: Tensor, divisor: int) -> CodesRun:
@@ -166,7 +168,7 @@ def _check_feedback(engine: Engine, feedback: Feedback, codec: Codec, tensor: Te
     if not isinstance(feedback, Feedback):
         raise ValueError(f"rank {engine.rank}: feedback must be from Communicator.new_feedback, not {feedback!r}")
     given = (feedback.codec, feedback.partition.numel, feedback.device)
-    own = engine.plans.partition(codec, tensor.numel(), device_type=tensor.device.type)
+    own = engine.schedules.partition(codec, tensor.numel(), device_type=tensor.device.type)
     if given != (codec, tensor.numel(), tensor.device) or feedback.partition != own:
         raise ValueError(
             f"rank {engine.rank}: feedback must be from this Communicator's new_feedback for {codec!r} and {tensor.numel()} "

@@ -25,7 +25,7 @@ def broadcast(engine: Engine, tensor: Tensor, _: Tensor, src: int, algorithm: st
     """Prepare Communicator.broadcast, which runs on a tensor in place."""
     arguments.check_written(engine, tensor)
     arguments.check_root(engine, "src", src)
-    chosen = engine.plans.choose("broadcast", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
+    chosen = engine.schedules.choose("broadcast", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
     exchange = engine.prepare("broadcast", chosen, tensor, tensor.numel(), root=src)
     text = f"broadcast({arguments.described(tensor)}{engine.place(tensor)}, src={src}, {chosen})"
     notes = engine.notes(chosen, tensor.nbytes, tensor)
@@ -49,7 +49,9 @@ def allgather(engine: Engine, input: Tensor, output: Tensor | list[Tensor], algo
     arguments.check_tensors(engine, input, *parts)
     arguments.check_written(engine, *parts)
     lengths = arguments.part_lengths(engine, "output", output, input, "input")
-    chosen = engine.plans.choose_for_parts("allgather", algorithm, lengths, input.element_size(), on_gpu=input.is_cuda)
+    chosen = engine.schedules.choose_for_parts(
+        "allgather", algorithm, lengths, input.element_size(), on_gpu=input.is_cuda
+    )
     layout = consecutive(lengths)
     exchange = engine.prepare("allgather", chosen, input, input.numel(), layout=layout)
     mine = layout[engine.rank]
@@ -86,7 +88,7 @@ def _rooted(
     engine: Engine, verb: str, one: Tensor, count: int, named_root: str, root: int, algorithm: str
 ) -> PreparedCall:
     """Prepare a gather or a scatter. one: the tensor of every rank. count: the tensors in the list of this rank."""
-    chosen = engine.plans.choose(verb, algorithm, one.nbytes * engine.size, on_gpu=one.is_cuda)
+    chosen = engine.schedules.choose(verb, algorithm, one.nbytes * engine.size, on_gpu=one.is_cuda)
     own = only(engine.rank, engine.size, one.numel())
     every = consecutive([one.numel()] * engine.size) if count else own
     sent, landed = (own, every) if verb == "gather" else (every, own)
@@ -134,7 +136,7 @@ def alltoall(
     lengths, like, numel, element_size = (outgoing, incoming), input.new_empty(0), input.numel(), input.element_size()
 
     def choose(nbytes: int) -> str:
-        return engine.plans.choose("alltoall", algorithm, nbytes, on_gpu=like.is_cuda)
+        return engine.schedules.choose("alltoall", algorithm, nbytes, on_gpu=like.is_cuda)
 
     def moving(name: str) -> _Move:
         exchange = engine.prepare("alltoall", name, like, numel, layout=landed, source_layout=sent, lengths=lengths)
@@ -156,7 +158,7 @@ def alltoall(
 
 def barrier(engine: Engine, _: tuple[()], __: tuple[()], algorithm: str) -> PreparedCall:
     """Prepare Communicator.barrier, which needs no tensors."""
-    chosen = engine.plans.choose("barrier", algorithm, 1, on_gpu=False)
+    chosen = engine.schedules.choose("barrier", algorithm, 1, on_gpu=False)
     numel = 1 if chosen in PLANNERS["barrier"] else 0
     token = torch.zeros(numel, dtype=torch.uint8, device=engine.control_device)
     exchange = engine.prepare("barrier", chosen, token, numel, "max" if numel else "sum")

@@ -49,7 +49,7 @@ def _grouped(
     names: list[str] = []
     for places in fused.values():
         like, numel = tensors[places[0]], sum(tensors[place].numel() for place in places)
-        chosen = engine.plans.choose("allreduce", algorithm, numel * like.element_size(), on_gpu=like.is_cuda)
+        chosen = engine.schedules.choose("allreduce", algorithm, numel * like.element_size(), on_gpu=like.is_cuda)
         parts.append((places, engine.prepare("allreduce", chosen, like, numel, reduction.op)))
         names.append(chosen)
 
@@ -77,7 +77,7 @@ def reduce_scatter(
     arguments.check_tensors(engine, output, *parts)
     name = arguments.reduction_of(engine, [output], op).op
     lengths = arguments.part_lengths(engine, "input", input, output, "output")
-    chosen = engine.plans.choose_for_parts(
+    chosen = engine.schedules.choose_for_parts(
         "reduce_scatter", algorithm, lengths, output.element_size(), on_gpu=output.is_cuda
     )
     exchange = engine.prepare("reduce_scatter", chosen, output, sum(lengths), name, layout=consecutive(lengths))
@@ -99,7 +99,7 @@ def reduce(engine: Engine, tensor: Tensor, _: Tensor, dst: int, op: Op, algorith
     """Prepare Communicator.reduce, which runs on a tensor, in place on rank dst."""
     name = arguments.reduction_of(engine, [tensor], op).op
     arguments.check_root(engine, "dst", dst)
-    chosen = engine.plans.choose("reduce", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
+    chosen = engine.schedules.choose("reduce", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
     exchange = engine.prepare("reduce", chosen, tensor, tensor.numel(), name, dst)
     is_root = engine.rank == dst
 

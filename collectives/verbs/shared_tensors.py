@@ -64,7 +64,7 @@ def shared_empty(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 def _check_one_host(engine: Engine) -> None:
     """Raise ValueError, on all ranks, if they cannot all share memory."""
-    hosts = engine.plans.topology.hosts
+    hosts = engine.schedules.topology.hosts
     if len(hosts) > 1:
         raise ValueError(
             f"rank {engine.rank}: memory can be shared by the ranks of one host only; these are on {len(hosts)} hosts: "

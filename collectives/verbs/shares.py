@@ -6,8 +6,8 @@ from torch import Tensor
 
 from gradwire.collectives import arguments
 from gradwire.collectives.engine.engine import Engine
-from gradwire.collectives.engine.plans import Shares
 from gradwire.collectives.engine.prepared import PreparedCall
+from gradwire.collectives.engine.schedule_cache import Shares
 from gradwire.collectives.reduction import Op, check_dtype, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.spans import consecutive
@@ -18,7 +18,7 @@ from gradwire.collectives.verbs.reductions import allreduce
 def reduce_shares(engine: Engine, tensor: Tensor, _: Tensor, op: Op, prescale: float, postscale: float) -> PreparedCall:
     """Prepare Communicator.reduce_shares, which runs on a tensor in place."""
     shares = _shares_of(engine, tensor)
-    chosen = engine.plans.choose("allreduce", "auto", tensor.nbytes, on_gpu=tensor.is_cuda)
+    chosen = engine.schedules.choose("allreduce", "auto", tensor.nbytes, on_gpu=tensor.is_cuda)
     if shares.algorithm != chosen:
         return allreduce(engine, tensor, tensor, op, prescale, postscale, "auto")
     reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
@@ -56,4 +56,4 @@ def _shares_of(engine: Engine, tensor: Tensor) -> Shares:
     """Return the ranks' shares of a tensor. Raises TypeError or ValueError for one that cannot be reduced."""
     arguments.check_written(engine, tensor)
     check_dtype(engine.rank, tensor.dtype)
-    return engine.plans.shares(tensor.numel(), tensor.element_size())
+    return engine.schedules.shares(tensor.numel(), tensor.element_size())

@@ -14,7 +14,7 @@ import torch
 from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.powersgd import PowerSGD
 from gradwire.collectives.compression.registry import make_codec
-from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.engine.schedule_cache import ScheduleCache, legal_algorithms
 from gradwire.collectives.schedules.selection import default_table
 from gradwire.collectives.schedules.topology import Topology
 from gradwire.collectives.tuning.cost_model import CodecCost, Costs, LinkCost
@@ -47,10 +47,10 @@ class Described:
     def predict(self, numel: int, itemsize: int, codec: Codec | None) -> float:
         topology, names = Topology(0, HOSTS), legal_algorithms({})
         tables = {verb: default_table(verb, topology, quick=True) for verb in names}
-        plans = Plans(topology, names, tables, 96 << 10)
+        schedules = ScheduleCache(topology, names, tables, 96 << 10)
         if codec is None:
-            return predict_auto(plans, self.costs, numel * itemsize, itemsize)
-        return predict_coded(plans, self.costs, numel, codec)
+            return predict_auto(schedules, self.costs, numel * itemsize, itemsize)
+        return predict_coded(schedules, self.costs, numel, codec)
 
     def allgather_record(self, record: Any) -> list[Any]:
         self.asked += 1

@@ -31,7 +31,7 @@ from gradwire.collectives.tuning.cost_model import (
     TuningError,
     slowness,
 )
-from gradwire.collectives.tuning.prediction import coded_legs, legs_of, plans_of, predict
+from gradwire.collectives.tuning.prediction import coded_legs, legs_of, predict, schedules_of
 from gradwire.collectives.tuning.simulator import Leg, price
 
 FREE = LinkCost(0.0, 0.0, 0.0, 0.0)
@@ -247,7 +247,7 @@ def test_what_is_slow_is_named() -> None:
 @pytest.mark.parametrize("hosts", [((0,), (1,), (2,)), ((0, 2), (1, 3)), ((0, 1, 2), (3,))])
 def test_codes_pay_on_slow_links_and_not_where_encoding_takes_longer(hosts: tuple[tuple[int, ...], ...]) -> None:
     numel, codec, size = 1 << 20, make_codec("int8"), sum(map(len, hosts))
-    legs = [coded_legs(plans_of(hosts, rank, 96 << 10), codec, numel, "two_shot") for rank in range(size)]
+    legs = [coded_legs(schedules_of(hosts, rank, 96 << 10), codec, numel, "two_shot") for rank in range(size)]
     slow = replace(costs(*hosts, byte_s=1e-8, latency_s=1e-5), codecs=(CodecCost(codec.identity, 2e-10, 1e-10),))
     plain_s = min(predict(slow, "allreduce", name, 4 * numel, 96 << 10) for name in ("ring", "hierarchical"))
     assert 3 * price(slow, legs) < plain_s < 6 * price(slow, legs)

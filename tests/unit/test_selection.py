@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gradwire.collectives.compression.dense import Float16
-from gradwire.collectives.engine.plans import Plans, legal_algorithms
+from gradwire.collectives.engine.schedule_cache import ScheduleCache, legal_algorithms
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.selection import (
     Range,
@@ -74,13 +74,13 @@ def test_the_environment_overrides_only_what_it_names() -> None:
 def test_a_link_may_prefer_another_algorithm_for_cuda_tensors() -> None:
     names = legal_algorithms({"allreduce": ("native",)})
     tables = {"allreduce": parse_table("ring", names["allreduce"], "X")}
-    plans = Plans(ONE_RANK_A_HOST, names, tables, 1 << 20, preferred_on_gpu={"allreduce": "native"})
-    assert plans.choose("allreduce", "auto", 64, on_gpu=False) == "ring"
-    assert plans.choose("allreduce", "auto", 64, on_gpu=True) == "native"
-    assert plans.choose("allreduce", "rsag", 64, on_gpu=True) == "rsag"
-    assert plans.choose_for_codec(Float16(), "auto", 64, with_feedback=False, on_gpu=True) == "native"
-    plans.by_hand = frozenset({"allreduce"})
-    assert plans.choose("allreduce", "auto", 64, on_gpu=True) == "ring"
+    schedules = ScheduleCache(ONE_RANK_A_HOST, names, tables, 1 << 20, preferred_on_gpu={"allreduce": "native"})
+    assert schedules.choose("allreduce", "auto", 64, on_gpu=False) == "ring"
+    assert schedules.choose("allreduce", "auto", 64, on_gpu=True) == "native"
+    assert schedules.choose("allreduce", "rsag", 64, on_gpu=True) == "rsag"
+    assert schedules.choose_for_codec(Float16(), "auto", 64, with_feedback=False, on_gpu=True) == "native"
+    schedules.by_hand = frozenset({"allreduce"})
+    assert schedules.choose("allreduce", "auto", 64, on_gpu=True) == "ring"
 
 
 def test_hosts_are_found_from_what_ranks_report() -> None:

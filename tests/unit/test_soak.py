@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gradwire.collectives.engine.plans import legal_algorithms
+from gradwire.collectives.engine.schedule_cache import legal_algorithms
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, Mismatch, PeerLost
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.servers import QuorumLost

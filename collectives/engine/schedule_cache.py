@@ -1,4 +1,4 @@
-"""The plans of one rank: the algorithm of each call, and its programs, which are made once."""
+"""Chooses the algorithm of each call of one rank, and keeps the schedules and programs that were made."""
 
 from __future__ import annotations
 
@@ -60,17 +60,19 @@ def legal_algorithms(offered: Mapping[str, Sequence[str]]) -> dict[str, tuple[st
     return {collective: (*planners, *offered.get(collective, ())) for collective, planners in PLANNERS.items()}
 
 
-def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Concatenate[Plans, _Given], _Planned]:
-    """Cache the results of a method of Plans for its last _KEPT arguments."""
+def _once(
+    plan: Callable[Concatenate[ScheduleCache, _Given], _Planned],
+) -> Callable[Concatenate[ScheduleCache, _Given], _Planned]:
+    """Cache the results of a method of ScheduleCache for its last _KEPT arguments."""
     name = plan.__name__
 
     @wraps(plan)
-    def planned(plans: Plans, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Planned:
+    def planned(cache: ScheduleCache, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Planned:
         key = (name, args, *kwargs.items())
-        with plans._lock:
-            kept = plans._planned
+        with cache._lock:
+            kept = cache._planned
             if key not in kept:
-                kept[key] = plan(plans, *args, **kwargs)
+                kept[key] = plan(cache, *args, **kwargs)
                 if len(kept) > _KEPT:
                     kept.popitem(last=False)
             kept.move_to_end(key)
@@ -80,8 +82,8 @@ def _once(plan: Callable[Concatenate[Plans, _Given], _Planned]) -> Callable[Conc
     return planned
 
 
-class Plans:
-    """The plans of one Communicator, for any tensors.
+class ScheduleCache:
+    """Chooses the algorithms of one Communicator, and makes and keeps its schedules and programs, for any tensors.
 
     topology: of the Communicator's ranks. algorithms: the algorithm names of each collective. tables: by verb, the table from
     which 'auto' chooses. After choose_by(), 'auto' chooses by a function instead, except for the verbs in by_hand.
@@ -112,7 +114,7 @@ class Plans:
         self._algorithms = algorithms
         self.segment_bytes = segment_bytes
         self._planned: OrderedDict[tuple[object, ...], object] = OrderedDict()
-        self._lock = threading.RLock()  # reentrant: making a plan requires other plans
+        self._lock = threading.RLock()  # reentrant: a program requires a schedule
 
     def choose_by(self, chooser: Callable[[str, int], str], place: Place) -> None:
         """Let 'auto' choose by a function of the collective and the bytes from now on, the same on all ranks. place: this rank's
@@ -120,7 +122,7 @@ class Plans:
         with self._lock:
             self._chooser = chooser
             self._place = place
-            self._planned.clear()  # plans may depend on which links are slow
+            self._planned.clear()  # schedules may depend on which links are slow
 
     def algorithms(self, collective: str) -> tuple[str, ...]:
         """Return the names of a collective's algorithms. Raises ValueError for an unknown collective."""
