@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -103,17 +103,21 @@ class CompiledLoop:
         of a message."""
         traced: list[list[int]] = []
         ends: list[int] = []
+
+        def timed() -> Iterator[array[int]]:
+            for table in tables:
+                rows = np.frombuffer(table, dtype=np.int64).reshape(-1, self._kernels.INSTRUCTION_FIELDS)
+                times = np.zeros(len(rows), dtype=np.int64)
+                request[self._kernels.TRACE] = times.ctypes.data
+                yield table
+                traced.extend(rows.tolist())
+                ends.extend(times.tolist())
+
         began_ns = time.perf_counter_ns()
-        for table in tables:
-            rows = np.frombuffer(table, dtype=np.int64).reshape(-1, self._kernels.INSTRUCTION_FIELDS)
-            times = np.zeros(len(rows), dtype=np.int64)
-            request[self._kernels.TRACE] = times.ctypes.data
-            try:
-                self._run(request, address, [table], arguments, deadline)
-            finally:
-                request[self._kernels.TRACE] = 0
-            traced += rows.tolist()
-            ends += times.tolist()
+        try:
+            self._run(request, address, timed(), arguments, deadline)
+        finally:
+            request[self._kernels.TRACE] = 0
         trace(traced, itemsize.__mul__, began_ns, ends)
 
     def _run(
@@ -124,7 +128,8 @@ class CompiledLoop:
         arguments: tuple[int, ...],
         deadline: float,
     ) -> None:
-        """Run the tables of a program. address: of the request. arguments: the last ones of kernels.follow."""
+        """Run the tables of a program. Messages are in flight from one table to the next, so all tables need the same call of
+        link.begin(), which may give messages new numbers. address: of the request. arguments: the last ones of the kernel."""
         kernels = self._kernels
         lost: set[int] = set()
         with self._far.running, self._near_running:

@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -253,6 +253,25 @@ def test_a_compiled_program_ends_when_another_thread_aborts(connect: Connect) ->
     error = waiting.result(DEADLINE_S)
     assert not error.timed_out
     assert "ended" in str(error)
+
+
+def test_recording_a_program_in_pieces_does_not_change_its_result(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages are in flight from one piece to the next, and so many have been posted that others would get new numbers."""
+    monkeypatch.setattr("gradwire.collectives.schedules.program._KEPT", 7)
+    transports, numbers = connect(2), torch.arange(1000 * SEGMENT, dtype=torch.int64)
+    buffers = [numbers.clone(), 2 * numbers]
+    recorded: list[tuple[list[Sequence[int]], Sequence[int]]] = []
+
+    def body(rank: int) -> None:
+        transport, buffer = transports[rank], buffers[rank]
+        transport.trace = lambda rows, nbytes, began_ns, ends: recorded.append((list(rows), ends))
+        prepared(transport, program("ring", rank, 2, len(numbers)), buffer.dtype)(buffer, buffer, 3, in_time())
+
+    run_ranks(2, body)
+    assert all(torch.equal(buffer, 3 * numbers) for buffer in buffers)
+    assert [len(rows) == len(ends) > 7 for rows, ends in recorded] == [True, True]
 
 
 @pytest.fixture
