@@ -35,7 +35,7 @@ _MEETING_S = 300.0
 
 
 def _version(name: str) -> str:
-    """Installed version of a package, or that it is not there. CuPy's wheels are named after the CUDA version."""
+    """Return the installed version of a package, or that it is not there. CuPy's wheels are named after the CUDA version."""
     wheels = importlib.metadata.packages_distributions().get(name, [name])
     try:
         return importlib.metadata.version(wheels[0])

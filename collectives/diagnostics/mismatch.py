@@ -3,7 +3,7 @@
 A call on which all ranks have agreed is *known*, and runs without a check. Ranks agree in the order of the operations, so all
 ranks know the same calls, and forget them at the same time. For a new call, the ranks reduce a hash of its text over the
 connections that carry data. Only if hashes differ, or a call takes long, do ranks post their calls with their numbers over the
-Watch. If ranks make different calls with the same number, those whose call is known may have moved data: ranks compare the
+Monitor. If ranks make different calls with the same number, those whose call is known may have moved data: ranks compare the
 posts of others with the calls that they remember, and answer with their own.
 """
 
@@ -129,10 +129,10 @@ class Agreement:
     which calls differed before any data moved.
     """
 
-    def __init__(self, watch: Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.known: set[str] = set()
         self.settled = -1
-        self._watch = watch
+        self._channel = channel
         self._own: list[Call] = []
         self._wait_by = math.inf  # when waits for the calls of others end, once calls are known to differ
         self._lock = threading.Lock()
@@ -142,11 +142,11 @@ class Agreement:
         with self._lock:
             if all(own.sequence != call.sequence for own in self._own):
                 self._own = [*self._own[1 - _POSTED :], call]
-                self._watch.post(_TOPIC, self._own)
+                self._channel.post(_TOPIC, self._own)
 
     def posted(self) -> list[tuple[int, Call]]:
         """Return the last posted calls of every rank, as pairs (rank, call)."""
-        posts = list(self._watch.posts.get(_TOPIC, {}).items())
+        posts = list(self._channel.posts.get(_TOPIC, {}).items())
         return [(rank, Call(*fields)) for rank, calls in posts for fields in calls]
 
     def agree(self, call: Call, deadline: float, in_vain: Callable[[], bool], *, differs: bool = False) -> None:
@@ -157,7 +157,7 @@ class Agreement:
         LinkError if calls differ otherwise, or if calls are still missing at the end.
         """
         self.post(call)
-        everyone = self._watch.others | {self._watch.rank}
+        everyone = self._channel.others | {self._channel.rank}
 
         def compared() -> tuple[dict[int, Call], set[int], bool]:
             """Return the calls with this number, by rank, the missing ranks, and whether the calls differ."""
@@ -172,11 +172,11 @@ class Agreement:
 
             def is_over() -> bool:
                 _, missing, differ = compared()
-                is_clear = not for_all and (differ or bool(missing & self._watch.lost.keys()))
+                is_clear = not for_all and (differ or bool(missing & self._channel.lost.keys()))
                 return not missing or is_clear or in_vain()
 
             while not is_over() and (left_s := until - time.monotonic()) > 0:
-                self._watch.wait_for(is_over, min(left_s, _POLL_S))
+                self._channel.wait_for(is_over, min(left_s, _POLL_S))
 
         if not differs:
             wait(deadline, for_all=False)
@@ -186,7 +186,7 @@ class Agreement:
         if differ and not missing and not any(each.moved for each in calls.values()):
             self.settled = call.sequence
             self._wait_by = math.inf
-            raise mismatch(calls, self._watch.rank, call.text)
+            raise mismatch(calls, self._channel.rank, call.text)
         if differ:
             raise LinkError(None, timed_out=False, detail="ranks called different operations")
         if missing:
@@ -209,7 +209,7 @@ class Agreement:
         differs = False
         for rank, call in self.posted():
             text = remembered.get(call.sequence)
-            if rank == self._watch.rank or call.sequence <= self.settled or text is None or text == ANY_CALL:
+            if rank == self._channel.rank or call.sequence <= self.settled or text is None or text == ANY_CALL:
                 continue
             if not call.moved and call.sequence == unagreed:
                 differs |= text != call.text and self.patience_s() <= 0.0
@@ -233,7 +233,7 @@ class Agreement:
         def posted_places() -> dict[int, str]:
             return {rank: each.place for rank, each in self.posted() if each.sequence == call.sequence and each.place}
 
-        self._watch.wait_for(lambda: len(posted_places()) == self._watch.size, GRACE_S)
+        self._channel.wait_for(lambda: len(posted_places()) == self._channel.size, GRACE_S)
         return posted_places()
 
 

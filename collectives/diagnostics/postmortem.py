@@ -2,7 +2,7 @@
 
 The end of a process breaks only its own connections, so most survivors see a neighbour fail, and not the cause. So
 every rank sends a report to all others *before* it breaks its own connections, and waits for their reports before it
-names a cause (link.watch carries them). The cause is a rank whose process has ended without a report, or a rank that
+names a cause (the Monitor carries them). The cause is a rank whose process has ended without a report, or a rank that
 has left. A rank that others wait for, and that does not report, does not answer. If all ranks have reported, their
 calls differ, or messages are lost between two of them.
 """
@@ -97,34 +97,34 @@ class Findings:
         return set(self.lost - self.reports.keys() or leavers[:1])
 
 
-def inquire(watch: Channel, report: Report, agreement: Agreement) -> Findings:
+def inquire(channel: Channel, report: Report, agreement: Agreement) -> Findings:
     """Wait until the cause is known, and return the findings. The wait for the reports of all ranks takes at most
     GRACE_S seconds. report: this rank's own."""
 
     def reports() -> dict[int, Report]:
-        news = {rank: Report.from_news(news) for rank, news in list(watch.reports.items())}
-        return news | {watch.rank: report}
+        news = {rank: Report.from_news(news) for rank, news in list(channel.reports.items())}
+        return news | {channel.rank: report}
 
     def difference() -> dict[int, Call]:
         return difference_of(reports(), agreement.posted(), agreement.settled)
 
     def known() -> bool:
-        reported = watch.reports.keys() | {watch.rank}
-        concerned = frozenset(report.waiting_for) if report.is_message else watch.others
-        left = (r for r, first in watch.left.items() if first <= report.sequence and r in concerned)
-        return any(r not in reported for r in (*watch.lost, *left)) or watch.others <= reported | watch.done
+        reported = channel.reports.keys() | {channel.rank}
+        concerned = frozenset(report.waiting_for) if report.is_message else channel.others
+        left = (r for r, first in channel.left.items() if first <= report.sequence and r in concerned)
+        return any(r not in reported for r in (*channel.lost, *left)) or channel.others <= reported | channel.done
 
     report_by = time.monotonic() + GRACE_S
-    watch.wait_for(lambda: known() or bool(difference()), GRACE_S)
+    channel.wait_for(lambda: known() or bool(difference()), GRACE_S)
     if difference():
-        watch.wait_for(lambda: known() or len(difference()) == watch.size, agreement.patience_s())
+        channel.wait_for(lambda: known() or len(difference()) == channel.size, agreement.patience_s())
         return Findings(reports(), difference=difference())
-    if not watch.lost:
-        watch.report_unreachable(report_by - time.monotonic())
-    if watch.lost:
-        watch.wait_for(lambda: False, _TOGETHER_S)
-    lost, left, cut = frozenset(watch.lost), dict(watch.left), frozenset(watch.cut)
-    return Findings(reports(), lost, left, cut, difference(), dict(watch.reasons))
+    if not channel.lost:
+        channel.report_unreachable(report_by - time.monotonic())
+    if channel.lost:
+        channel.wait_for(lambda: False, _TOGETHER_S)
+    lost, left, cut = frozenset(channel.lost), dict(channel.left), frozenset(channel.cut)
+    return Findings(reports(), lost, left, cut, difference(), dict(channel.reasons))
 
 
 def verdict(findings: Findings, rank: int, detail: str) -> CollectiveError:

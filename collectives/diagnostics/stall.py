@@ -95,8 +95,8 @@ class Stalls:
     """Logs a warning when a wait has lasted for warning_s seconds, and after each doubling of this time. warning_s:
     None for no warnings. position: returns this rank's Position; None if the Communicator is deleted."""
 
-    def __init__(self, watch: Channel, warning_s: float | None, position: Callable[[], Position | None]) -> None:
-        self._watch = watch
+    def __init__(self, channel: Channel, warning_s: float | None, position: Callable[[], Position | None]) -> None:
+        self._channel = channel
         self._warning_s = warning_s
         self._position = position
         self._last = Position(-1, False, {})
@@ -106,21 +106,21 @@ class Stalls:
         self._questions: dict[int, float] = {}
         self._question_at = self._answer_at = -math.inf
         self._answers: dict[int, tuple[float, dict[str, Any]]] = {}  # by rank: its time of arrival, and the answer
-        watch.on_news(self._on_news)
+        channel.on_news(self._on_news)
 
     def ask(self) -> float:
         """Post the question, unless some rank has just posted it. Return the present time.monotonic()."""
         now = time.monotonic()
         if now - self._question_at > _FRESH_S / 2:
             self._question_at = now
-            self._watch.post(_ASKED, now)
+            self._channel.post(_ASKED, now)
             self._answer(now)  # for ranks that need not ask now
         return now
 
     def answers(self, asked_at: float, reported: Set[int]) -> dict[int, str]:
         """Return by rank, as text, where the other ranks are, or that they do not answer. asked_at: the result of
         ask(). reported: the ranks that have reported a failure since. If they do not answer, they are left out."""
-        ranks = self._answered(asked_at) | (self._watch.others - reported)
+        ranks = self._answered(asked_at) | (self._channel.others - reported)
         return {rank: self._answer_of(rank, asked_at) for rank in ranks}
 
     def _answer_of(self, rank: int, asked_at: float) -> str:
@@ -134,7 +134,7 @@ class Stalls:
     def _answered(self, asked_at: float) -> set[int]:
         """Return the other ranks whose answer is recent enough for a question. asked_at: the result of ask()."""
         return {
-            rank for rank in self._watch.others & self._answers.keys() if self._answers[rank][0] > asked_at - _FRESH_S
+            rank for rank in self._channel.others & self._answers.keys() if self._answers[rank][0] > asked_at - _FRESH_S
         }
 
     def _on_news(self) -> float | None:
@@ -144,22 +144,24 @@ class Stalls:
             if (position := self._position()) is None:
                 return None
             now = time.monotonic()
-            for rank, answer in list(self._watch.posts.get(_ANSWERED, {}).items()):
+            for rank, answer in list(self._channel.posts.get(_ANSWERED, {}).items()):
                 if rank not in self._answers or self._answers[rank][1] is not answer:
                     self._answers[rank] = now, answer
-            questions = {r: at for r, at in list(self._watch.posts.get(_ASKED, {}).items()) if r != self._watch.rank}
+            questions = {
+                r: at for r, at in list(self._channel.posts.get(_ASKED, {}).items()) if r != self._channel.rank
+            }
             if questions != self._questions:
                 self._questions, self._question_at = questions, now
                 self._answer(now)
             return None if self._warning_s is None else self._look(position, now, self._warning_s)
         except Exception:
-            _log.exception("gradwire: rank %d cannot report where the ranks are", self._watch.rank)
+            _log.exception("gradwire: rank %d cannot report where the ranks are", self._channel.rank)
             return None
 
     def _answer(self, now: float) -> None:
         if now - self._answer_at > _FRESH_S / 2 and (position := self._position()) is not None:
             self._answer_at = now
-            self._watch.post(_ANSWERED, position.to_news())
+            self._channel.post(_ANSWERED, position.to_news())
 
     def _look(self, position: Position, now: float, warning_s: float) -> float:
         """Log a warning if it is due. Return in how many seconds to check again."""
@@ -172,7 +174,7 @@ class Stalls:
             return min(poll_s, left_s)
         if self._asked_at is None:
             self._asked_at = self.ask()
-        if now < self._asked_at + _ANSWER_S and self._answered(self._asked_at) != self._watch.others:
+        if now < self._asked_at + _ANSWER_S and self._answered(self._asked_at) != self._channel.others:
             return min(poll_s, _ANSWER_S / 10)
         _log.warning("%s", self._warning(position, now - self._since, self._asked_at))
         self._asked_at = None
@@ -182,7 +184,7 @@ class Stalls:
 
     def _warning(self, position: Position, waited_s: float, asked_at: float) -> str:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-        text = f"gradwire: rank {self._watch.rank} has waited {waited_s:.1f} s, since {since}, in {position.waits_in}"
+        text = f"gradwire: rank {self._channel.rank} has waited {waited_s:.1f} s, since {since}, in {position.waits_in}"
         missing, odd = self._to_blame(position, asked_at)
         if missing:
             text += f", for {ranks_text(missing)}"
@@ -204,4 +206,4 @@ class Stalls:
         answers = {rank: self._answers[rank][1] for rank in self._answered(asked_at)}
         there = {rank for rank, answer in answers.items() if answer["begun"] >= position.begun}
         odd = {r for r in there if answers[r]["begun"] == position.begun and answers[r]["call"] != position.call}
-        return self._watch.others - there, odd
+        return self._channel.others - there, odd

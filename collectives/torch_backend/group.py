@@ -23,9 +23,8 @@ from gradwire.collectives.control.membership import coming_together
 from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.schedules.topology import host_id
-from gradwire.collectives.torch_backend.mover import Mover
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
-from gradwire.collectives.torch_backend.work import GradwireWork
+from gradwire.collectives.torch_backend.work import GradwireWork, Mover
 from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
 from gradwire.collectives.transports.nccl import NcclConnections
 

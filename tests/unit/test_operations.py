@@ -23,8 +23,7 @@ from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout, LinkError, PeerLost
-from gradwire.collectives.torch_backend.mover import Mover
-from gradwire.collectives.torch_backend.work import GradwireWork
+from gradwire.collectives.torch_backend.work import GradwireWork, Mover
 from gradwire.collectives.transports.base import Capabilities
 from tests.harness import wait_until
 from tests.unit.test_monitor import DEADLINE_S, channels, end_abruptly
