@@ -252,7 +252,7 @@ def test_a_rank_that_leaves_is_not_blamed_by_one_that_computes() -> None:
 
 @pytest.mark.parametrize("place", [0, *wide(1)])
 def test_a_worker_that_dies_before_it_takes_its_place_is_not_waited_for(place: int) -> None:
-    """As rank 0 it would have kept the hub, at which the others meet."""
+    """As rank 0 it would have kept the coordinator, at which the others meet."""
     with Job(compute_long) as job:
         job.start(0, 1, 2, 3)
         job.begin(0, 1, 2)

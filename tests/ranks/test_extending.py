@@ -124,7 +124,8 @@ def test_a_link_that_returns_no_transport() -> None:
 
 @contextmanager
 def nothing_stays_connected() -> Iterator[None]:
-    """What is made inside leaves no watch alive, by which the other ranks would believe in this one."""
+    """What is made inside leaves no thread alive but the Monitor's, which ranks that have met keep."""
+    Communicator(timeout_s=EXCHANGE_TIMEOUT_S).close()
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:

@@ -147,7 +147,7 @@ place = ["A0", "B1", "A1", "B0"].index(job + os.environ["RANK"])
 ready_by = time.monotonic() + 60
 while len(list(folder.iterdir())) < 4 and time.monotonic() < ready_by:  # importing takes longer than the hub waits
     time.sleep(0.01)
-time.sleep(0.2 * place)  # they arrive in this order, within the second that the hub waits
+time.sleep(0.2 * place)  # they arrive in this order, within the second that the coordinator waits
 hvd.init(timeout_s=30)
 print("job", hvd.broadcast_object(job, 0), "of", job, flush=True)
 """

@@ -84,7 +84,7 @@ def _reached_file(directory: Path, rank: int) -> Path:
 
 def is_known_at_once(fault: MeetingFault, directory: Path) -> bool:
     """Return whether the others could know at once that the victim failed: it had arrived, or cannot start threads and arrives to
-    say so, or has begun to make a Communicator and raises an exception; and where the store and the hub ended with it, as rank
+    say so, or has begun to make a Communicator and raises an exception; and where the store and the coordinator ended with it, as rank
     0's do, they had reached these before."""
     keeps_all = fault.place == INIT and fault.victim == 0
     reached = all(_reached_file(directory, rank).exists() for rank in fault.survivors)

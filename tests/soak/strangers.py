@@ -37,7 +37,7 @@ def proof(secret: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
 
 
 def frame(text: bytes) -> bytes:
-    """A message as ranks send it to the hub and to each other."""
+    """A message as ranks send it to the coordinator and to each other."""
     return struct.pack("!I", len(text)) + text
 
 
