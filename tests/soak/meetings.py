@@ -84,8 +84,8 @@ def _reached_file(directory: Path, rank: int) -> Path:
 
 def is_known_at_once(fault: MeetingFault, directory: Path) -> bool:
     """Return whether the others could know at once that the victim failed: it had arrived, or cannot start threads and arrives to
-    say so, or has begun to make a Communicator and raises an exception; and where the store and the coordinator ended with it, as rank
-    0's do, they had reached these before."""
+    say so, or has begun to make a Communicator and raises an exception; and where the store and the coordinator ended with it,
+    as those of rank 0 do, they had reached these before."""
     keeps_all = fault.place == INIT and fault.victim == 0
     reached = all(_reached_file(directory, rank).exists() for rank in fault.survivors)
     arrived = arrived_file(directory).exists() or fault.kind == NO_THREADS
