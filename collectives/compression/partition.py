@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from gradwire.collectives.compression.codec import Codec, Raw
 from gradwire.collectives.schedules.algorithms import direct
@@ -74,7 +75,7 @@ def partition_of(
     inside_hosts = sums_inside(hosts)
     if not inside_hosts:
         parts: Layout = (everything,)
-        group = tuple(sorted(member for host in hosts for member in host))
+        group = tuple(sorted(chain.from_iterable(hosts)))
         part = everything
     else:
         parts = split_aligned(everything, min(len(host) for host in hosts), codec.alignment)

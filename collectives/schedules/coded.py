@@ -12,13 +12,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
-from gradwire.collectives.schedules.program import Flight, Instruction, Kind, Program, blocks_of
+from gradwire.collectives.schedules.program import Flight, Instruction, Kind, Program
 from gradwire.collectives.schedules.schedule import Action, Round, Schedule
-from gradwire.collectives.schedules.spans import Layout, Span
+from gradwire.collectives.schedules.spans import Layout, Span, split
 
 #: Codes begin at multiples of this in scratch memory, in bytes.
 _APART = 64
+
+#: In place of a place in scratch memory: the next one.
+_NEW = -2
 
 
 class CodedProgram(Program):
@@ -50,59 +54,64 @@ class CodedProgram(Program):
         self._encodes_sums = encodes_sums
         self._stride = -(-max(code_bytes, 1) // _APART) * _APART
         self._rank = group[schedule.rank]
-        self._order = {rank: position for position, rank in enumerate(group)}
+        self._order = dict(zip(group, range(len(group)), strict=True))
         schedule = schedule.embedded(tuple(group), self._rank, len(group), 0, schedule.blocks)
         first: tuple[Round, ...] = ((),) if lookahead and schedule.rounds else ()
         self._lead = len(first)
         self._in_turn = lookahead > 0
         rounds = first + schedule.rounds
-        self._last_received = _last(rounds, Action.RECEIVE)
-        self._last_reduced = _last(rounds, Action.REDUCE)
-        self._codes = 0
+        # By action and block, the last round that has it.
+        self._last: dict[Action, dict[int, int]] = {action: {} for action in Action}
+        for index, steps in enumerate(rounds):
+            for step in steps:
+                self._last[step.action].update(dict.fromkeys(range(*step.span), index))
         self._lengths = sorted({span.length for layout in segments for span in layout})
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
 
     def tables_for(self, wire_bytes: Callable[[int], int]) -> Iterable[array[int]]:
         """Return the instructions as tables() does, but with the length of a message in bytes. wire_bytes: returns the
         length of the code of a number of elements."""
-        return self._in_tables(
-            (
-                each._replace(length=wire_bytes(each.length)) if each.kind in (Kind.SEND, Kind.RECEIVE) else each
-                for each in self
-            ),
-            tuple(map(wire_bytes, self._lengths)),
-        )
+        return self._in_tables(self._in_bytes(wire_bytes), tuple(map(wire_bytes, self._lengths)))
+
+    def _in_bytes(self, wire_bytes: Callable[[int], int]) -> Iterator[Instruction]:
+        for each in self:
+            moves = each.kind in (Kind.SEND, Kind.RECEIVE)
+            yield each._replace(length=wire_bytes(each.length)) if moves else each
 
     def _posting_rounds(self) -> list[int]:
         """Return for every round the round in which its receives are posted. Each code arrives in its own place in scratch
         memory, so that no earlier round delays the receives."""
-        return [max(0, index - self._lookahead) for index in range(len(self._schedule.rounds))]
+        rounds = len(self._schedule.rounds)
+        return [0] * min(self._lookahead, rounds) + list(range(rounds - self._lookahead))
 
     def _room(self) -> int:
         """Return how many bytes of scratch memory each segment in flight needs. A walk through the rounds counts the codes."""
-        blocks = tuple(Span(block, block + 1) for block in range(self._schedule.blocks))
-        flight = Flight(0, blocks, blocks, iter(range(2**63)))
+        blocks = split(Span(0, self._schedule.blocks), self._schedule.blocks)
+        flight = Flight(0, blocks, blocks, count(), 0)
         for index in range(len(self._schedule.rounds)):
             for _ in (*self._post(flight, index), *self._finish(flight, index)):
                 pass
         if not self._schedule.rounds:
             for _ in self._alone(flight):
                 pass
-        self._codes = next(flight.places)
-        return self._codes * self._stride
+        return flight.places * self._stride
 
-    def _place(self, flight: Flight) -> int:
-        """Return the place of the next code in scratch memory."""
-        return (flight.segment % self._flights * self._codes + next(flight.places)) * self._stride
+    def _about(self, flight: Flight, block: int, kind: Kind, peer: int, place: int, number: int = 0) -> Instruction:
+        """Return an instruction about one block. place: of its code in scratch memory; _NEW for the next place."""
+        span = flight.layout[block]
+        if place == _NEW:
+            place = flight.scratch + flight.places * self._stride
+            flight.places += 1
+        return Instruction(kind, peer, span.start, span.length, place, number, flight.segment, block)
 
     def _receives(self, flight: Flight, index: int) -> list[Instruction]:
-        return [
-            _about(flight, block, Kind.RECEIVE, step.peer, self._place(flight), next(flight.numbers))
-            for step in self._schedule.rounds[index]
-            if step.action is not Action.SEND
-            for block in range(*step.span)
-            if flight.layout[block].length
-        ]
+        receives: list[Instruction] = []
+        for step in self._schedule.rounds[index]:
+            for block in range(*step.span) if step.action is not Action.SEND else ():
+                if flight.layout[block].length:
+                    number = next(flight.numbers)
+                    receives.append(self._about(flight, block, Kind.RECEIVE, step.peer, _NEW, number))
+        return receives
 
     def _sends(self, flight: Flight, steps: Round) -> Iterator[Instruction]:
         """Yield the sends of a round, and the encodings that they need. Each code is sent as soon as it is made."""
@@ -112,7 +121,7 @@ class CodedProgram(Program):
             for step in steps:
                 if step.action is Action.SEND and step.span.start <= block < step.span.stop:
                     flight.sent.append(next(flight.numbers))
-                    yield _about(flight, block, Kind.SEND, step.peer, flight.codes[block], flight.sent[-1])
+                    yield self._about(flight, block, Kind.SEND, step.peer, flight.codes[block], flight.sent[-1])
             if self._in_turn:
                 yield Instruction(Kind.POST, segment=flight.segment)
         for block in _blocks(flight, steps, Action.REDUCE):  # the codes of other ranks will be added to these
@@ -127,7 +136,7 @@ class CodedProgram(Program):
         for block in _blocks(flight, steps, Action.REDUCE):
             own = self._decode(flight, block)
             codes = sorted((*(a for a in arrivals if a.block == block), own), key=lambda code: self._order[code.peer])
-            completes = index == self._last_reduced[block] and self._last_received.get(block, -1) < index
+            completes = self._last[Action.RECEIVE].get(block, -1) < index == self._last[Action.REDUCE][block]
             in_sum = completes and self._encodes_sums
             for position, code in enumerate(codes):
                 if code is not own:
@@ -160,7 +169,7 @@ class CodedProgram(Program):
 
     def _complete(self, flight: Flight, block: int) -> Iterator[Instruction]:
         """Encode the sum over all ranks, if encodes_sums. Every rank that holds the sum does so, even without sending it."""
-        yield _about(flight, block, Kind.COMPLETE, self._rank, -1, int(self._encodes_sums))
+        yield self._about(flight, block, Kind.COMPLETE, self._rank, -1, int(self._encodes_sums))
         if self._encodes_sums:
             yield self._encode(flight, block)
             flight.unsettled.append(block)
@@ -173,25 +182,19 @@ class CodedProgram(Program):
 
     def _encode(self, flight: Flight, block: int) -> Instruction:
         """Return the instruction that encodes the current version of a block."""
-        place = flight.codes[block] = self._place(flight)
-        return _about(flight, block, Kind.ENCODE, self._rank, place, flight.versions[block])
+        encode = self._about(flight, block, Kind.ENCODE, self._rank, _NEW, flight.versions[block])
+        flight.codes[block] = encode.scratch
+        return encode
 
     def _decode(self, flight: Flight, block: int) -> Instruction:
         """Return the instruction that decodes the code of a block in place."""
-        return _about(flight, block, Kind.DECODE, self._rank, flight.codes[block], 0)
-
-
-def _last(rounds: Sequence[Round], action: Action) -> dict[int, int]:
-    """Return for each block the last round with a step of this kind."""
-    return {block: index for index, steps in enumerate(rounds) for block in blocks_of(steps, action)}
+        return self._about(flight, block, Kind.DECODE, self._rank, flight.codes[block])
 
 
 def _blocks(flight: Flight, steps: Round, action: Action) -> list[int]:
     """Return the nonempty blocks with a step of this kind, each once, in the order of the steps."""
-    return [block for block in dict.fromkeys(blocks_of(steps, action)) if flight.layout[block].length]
-
-
-def _about(flight: Flight, block: int, kind: Kind, peer: int, place: int, number: int) -> Instruction:
-    """Return an instruction about one block. place: of its code in scratch memory."""
-    span = flight.layout[block]
-    return Instruction(kind, peer, span.start, span.length, place, number, flight.segment, block)
+    found: dict[int, None] = {}
+    for step in steps:
+        if step.action is action:
+            found |= dict.fromkeys(range(*step.span))
+    return [block for block in found if flight.layout[block].length]

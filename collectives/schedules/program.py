@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import NamedTuple
 
 from gradwire.collectives.kernels.layout import Kind as Kind
@@ -49,20 +49,23 @@ def blocks_of(steps: Round, *actions: Action) -> list[int]:
 
 
 class Flight:
-    """One segment in flight through its rounds. layout, source: the places of its blocks in the destination and the source."""
+    """One segment in flight through its rounds. layout, source: the places of its blocks in the destination and the source.
+    scratch: where its scratch memory begins."""
 
-    def __init__(self, segment: int, layout: Layout, source: Layout, numbers: Iterator[int]) -> None:
+    def __init__(self, segment: int, layout: Layout, source: Layout, numbers: Iterator[int], scratch: int) -> None:
         self.segment = segment
         self.layout = layout
         self.source = source
         self.numbers = numbers
+        self.scratch = scratch
         self.sent: list[int] = []
         self.arriving: dict[int, list[Instruction]] = defaultdict(list)
-        # For a CodedProgram: the place of each block's code, its version, and the blocks whose sums are still to be decoded.
+        # For a CodedProgram: how many codes have a place in scratch memory, the place of each block's code, the block's version,
+        # and the blocks whose sums are still to be decoded.
+        self.places = 0
         self.codes: dict[int, int] = {}
         self.versions: dict[int, int] = defaultdict(int)
         self.unsettled: list[int] = []
-        self.places = iter(range(2**63))
 
 
 def _pieces(instructions: Iterator[Instruction]) -> Iterator[array[int]]:
@@ -111,7 +114,8 @@ class Program:
         self._answered = answered
         self._post_at = self._posting_rounds()
         self._flights = min(self._window + 1, len(segments))
-        self.scratch = self._flights * self._room()
+        self._scratch_each = self._room()
+        self.scratch = self._flights * self._scratch_each
         first = tuple(islice(self._laid_out(), _KEPT + 1))
         self._kept = first if len(first) <= _KEPT else None
         self._tables: dict[tuple[int, ...], list[array[int]]] = {}
@@ -140,13 +144,13 @@ class Program:
         rounds = len(self._schedule.rounds)
         if rounds == 0:
             for segment in range(len(self._segments)):
-                yield from self._alone(self._flight(segment, iter(())))
+                yield from self._alone(self._flight(segment, count()))
             return
         sweeps = rounds * self._pace
         stagger = -(-sweeps // self._window)
         last_sweep = (len(self._segments) - 1) * stagger + sweeps
         flights: dict[int, Flight] = {}
-        numbers = iter(range(2**63))
+        numbers = count()
         for sweep in range(last_sweep + 1):
             newest = min(len(self._segments) - 1, sweep // stagger)
             oldest = max(0, -(-(sweep - sweeps) // stagger))
@@ -180,7 +184,8 @@ class Program:
             yield Instruction(Kind.WAIT, number=answer.number)
 
     def _flight(self, segment: int, numbers: Iterator[int]) -> Flight:
-        return Flight(segment, self._segments[segment], self._sources[segment], numbers)
+        scratch = segment % self._flights * self._scratch_each
+        return Flight(segment, self._segments[segment], self._sources[segment], numbers, scratch)
 
     def _post(self, flight: Flight, index: int) -> Iterator[Instruction]:
         """Start the sends of a round, and the receives that are due."""
@@ -229,7 +234,7 @@ class Program:
 
     def _receives(self, flight: Flight, index: int) -> list[Instruction]:
         """Return the receives of a round."""
-        place = (flight.segment % self._flights * self._regions + index % self._regions) * self._region
+        place = flight.scratch + index % self._regions * self._region
         receives: list[Instruction] = []
         for step in self._schedule.rounds[index]:
             if step.action is Action.SEND:

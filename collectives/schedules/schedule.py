@@ -53,12 +53,14 @@ class Schedule:
 
     def embedded(self, ranks: tuple[int, ...], rank: int, size: int, first_block: int, blocks: int) -> Schedule:
         """Return the schedule of a sub-group as part of a larger one. Rank i becomes ranks[i], and block 0 `first_block`."""
-
-        def moved(step: Step) -> Step:
-            span = Span(first_block + step.span.start, first_block + step.span.stop)
-            return Step(step.action, ranks[step.peer], span)
-
-        return Schedule(rank, size, blocks, tuple(tuple(moved(s) for s in r) for r in self.rounds))
+        rounds: list[Round] = []
+        for steps in self.rounds:
+            moved: list[Step] = []
+            for step in steps:
+                span = Span(first_block + step.span.start, first_block + step.span.stop)
+                moved.append(Step(step.action, ranks[step.peer], span))
+            rounds.append(tuple(moved))
+        return Schedule(rank, size, blocks, tuple(rounds))
 
 
 @dataclass(frozen=True, slots=True)

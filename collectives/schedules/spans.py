@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -28,20 +27,19 @@ WHOLE: Layout = (Span(0, 1),)
 def split(span: Span, parts: int) -> Layout:
     """Cut a span into `parts` consecutive spans whose lengths differ by at most one, the longer ones first."""
     base, extra = divmod(span.length, parts)
-    cuts = [span.start + i * base + min(i, extra) for i in range(parts + 1)]
-    return tuple(Span(a, b) for a, b in pairwise(cuts))
+    return consecutive([base + 1] * extra + [base] * (parts - extra), span.start)
 
 
 def split_aligned(span: Span, parts: int, alignment: int) -> Layout:
     """Cut a span into `parts` consecutive spans at multiples of `alignment` from its start, as equal as that allows."""
     units = split(Span(0, -(-span.length // alignment)), parts)
-    cuts = [span.start] + [min(span.stop, span.start + unit.stop * alignment) for unit in units]
-    return tuple(Span(a, b) for a, b in pairwise(cuts))
+    cuts = [min(span.stop, span.start + unit.stop * alignment) for unit in units]
+    return tuple(map(Span, [span.start, *cuts], cuts))
 
 
-def consecutive(lengths: Sequence[int]) -> Layout:
-    """Return spans of the given lengths, one after the other from 0."""
-    spans, start = [], 0
+def consecutive(lengths: Sequence[int], start: int = 0) -> Layout:
+    """Return spans of the given lengths, one after the other."""
+    spans = []
     for length in lengths:
         spans.append(Span(start, start + length))
         start += length

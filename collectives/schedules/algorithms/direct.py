@@ -9,35 +9,42 @@ contributions of the other ranks to its own in rank order.
 
 from __future__ import annotations
 
-from gradwire.collectives.schedules.schedule import Place, Round, Schedule, receive, reduce, send
-from gradwire.collectives.schedules.spans import WHOLE, Span
+from collections.abc import Sequence
+
+from gradwire.collectives.schedules.schedule import Action, Place, Schedule, Step, receive, send
+from gradwire.collectives.schedules.spans import WHOLE, Layout, Span, split
 
 
-def _block(rank: int) -> tuple[Span]:
-    return (Span(rank, rank + 1),)
+def _each(place: Place) -> Layout:
+    """Return the blocks of a buffer in which each rank has one."""
+    return split(Span(0, place.size), place.size)
 
 
-def _others(place: Place) -> list[int]:
-    """Return the other ranks, starting after this one, so that not all ranks send to rank 0 first."""
-    return [(place.rank + k) % place.size for k in range(1, place.size)]
-
-
-def _schedule(place: Place, blocks: int, steps: list[Round]) -> Schedule:
-    """Return a schedule of one round made of all steps; none in a world of one."""
-    merged = tuple(step for group in steps for step in group)
-    return Schedule(place.rank, place.size, blocks, (merged,) if place.size > 1 else ())
+def _exchange(
+    place: Place, blocks: int, sent: Sequence[Span], received: Sequence[Span], action: Action = Action.RECEIVE
+) -> Schedule:
+    """Return a schedule of one round; of none in a world of one. sent: the block that each rank is sent, or nothing. received:
+    the block that comes from each rank, with `action`, or nothing."""
+    steps: list[Step] = []
+    if sent:
+        for k in range(1, place.size):  # starting after this rank, so that not all ranks send to rank 0 first
+            peer = (place.rank + k) % place.size
+            steps.append(Step(Action.SEND, peer, sent[peer]))
+    if received:
+        for peer in range(place.size):
+            if peer != place.rank:
+                steps.append(Step(action, peer, received[peer]))
+    return Schedule(place.rank, place.size, blocks, (tuple(steps),) if place.size > 1 else ())
 
 
 def reduce_scatter(place: Place) -> Schedule:
-    sends = [send(peer, _block(peer)) for peer in _others(place)]
-    reduces = [reduce(peer, _block(place.rank)) for peer in sorted(_others(place))]
-    return _schedule(place, place.size, sends + reduces)
+    each = _each(place)
+    return _exchange(place, place.size, each, [each[place.rank]] * place.size, Action.REDUCE)
 
 
 def allgather(place: Place) -> Schedule:
-    sends = [send(peer, _block(place.rank)) for peer in _others(place)]
-    receives = [receive(peer, _block(peer)) for peer in sorted(_others(place))]
-    return _schedule(place, place.size, sends + receives)
+    each = _each(place)
+    return _exchange(place, place.size, [each[place.rank]] * place.size, each)
 
 
 def allreduce(place: Place) -> Schedule:
@@ -46,32 +53,33 @@ def allreduce(place: Place) -> Schedule:
 
 def one_shot(place: Place) -> Schedule:
     """Send the whole buffer to all other ranks, and add their buffers, in one round: an allreduce that sends no sums."""
-    sends = [send(peer, WHOLE) for peer in _others(place)]
-    return _schedule(place, 1, sends + [reduce(peer, WHOLE) for peer in sorted(_others(place))])
+    return _exchange(place, 1, WHOLE * place.size, WHOLE * place.size, Action.REDUCE)
 
 
 def broadcast(place: Place) -> Schedule:
     if place.rank == place.root:
-        return _schedule(place, 1, [send(peer, WHOLE) for peer in _others(place)])
-    return _schedule(place, 1, [receive(place.root, WHOLE)])
+        return _exchange(place, 1, WHOLE * place.size, ())
+    return Schedule(place.rank, place.size, 1, (receive(place.root, WHOLE),))
 
 
 def reduce_to_root(place: Place) -> Schedule:
     if place.rank == place.root:
-        return _schedule(place, 1, [reduce(peer, WHOLE) for peer in sorted(_others(place))])
-    return _schedule(place, 1, [send(place.root, WHOLE)])
+        return _exchange(place, 1, (), WHOLE * place.size, Action.REDUCE)
+    return Schedule(place.rank, place.size, 1, (send(place.root, WHOLE),))
 
 
 def scatter(place: Place) -> Schedule:
+    each = _each(place)
     if place.rank == place.root:
-        return _schedule(place, place.size, [send(peer, _block(peer)) for peer in _others(place)])
-    return _schedule(place, place.size, [receive(place.root, _block(place.rank))])
+        return _exchange(place, place.size, each, ())
+    return Schedule(place.rank, place.size, place.size, (receive(place.root, each[place.rank : place.rank + 1]),))
 
 
 def gather(place: Place) -> Schedule:
+    each = _each(place)
     if place.rank == place.root:
-        return _schedule(place, place.size, [receive(peer, _block(peer)) for peer in _others(place)])
-    return _schedule(place, place.size, [send(place.root, _block(place.rank))])
+        return _exchange(place, place.size, (), each)
+    return Schedule(place.rank, place.size, place.size, (send(place.root, each[place.rank : place.rank + 1]),))
 
 
 def alltoall(place: Place) -> Schedule:
@@ -80,6 +88,4 @@ def alltoall(place: Place) -> Schedule:
     In this collective alone, the two ends of a message name different blocks, so source and destination must be different
     buffers.
     """
-    sends = [send(peer, _block(peer)) for peer in _others(place)]
-    receives = [receive(peer, _block(peer)) for peer in sorted(_others(place))]
-    return _schedule(place, place.size, sends + receives)
+    return _exchange(place, place.size, _each(place), _each(place))
