@@ -96,18 +96,19 @@ def reduction_of(
     return Reduction(name, prescale, postscale)
 
 
-def check_root(engine: Engine, name: str, root: int) -> None:
+def check_root(engine: Engine, name: str, root: int | None) -> None:
     if not isinstance(root, int):
         raise TypeError(f"rank {engine.rank}: {name}={root!r}; a whole number is needed")
     if not 0 <= root < engine.size:
         raise ValueError(f"rank {engine.rank}: {name}={root}; allowed are 0 to {engine.size - 1}")
 
 
-def check_message(engine: Engine, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:
-    """Raise ValueError for what cannot be sent or received as a message. peer: the other rank, None for any."""
+def check_message(engine: Engine, verb: str, tensor: torch.Tensor, name: str, peer: int | None, tag: int) -> None:
+    """Raise ValueError or TypeError for what cannot be sent or received as a message. name: 'src' or 'dst'. peer: the other
+    rank; None receives from any."""
     if engine.size == 1:
         raise ValueError(f"rank {engine.rank}: this rank is alone in its group; a message needs another rank")
-    if peer is not None:
+    if peer is not None or name == "dst":
         check_root(engine, name, peer)
         if peer == engine.rank:
             raise ValueError(f"rank {engine.rank}: {name}={peer} is this rank; a message needs another rank")
@@ -115,6 +116,11 @@ def check_message(engine: Engine, tensor: torch.Tensor, name: str, peer: int | N
         raise ValueError(f"rank {engine.rank}: tag={tag!r}; a whole number from 0 to {MOST_TAG} is needed")
     if tag and not engine.knows_tags(tensor):
         raise ValueError(f"rank {engine.rank}: tag={tag}; NCCL has no tags, so only 0 is allowed")
+    if peer is None and not engine.receives_from_any(tensor):
+        raise ValueError(
+            f"rank {engine.rank}: {verb}() of a tensor on {tensor.device} needs src=, because the link of these ranks cannot "
+            f"wait for all of them at once: {'; '.join(engine.routes)}"
+        )
 
 
 def part_lengths(

@@ -92,14 +92,13 @@ class MessageWork:
             return True
         return found == [True]
 
-    def start(self) -> MessageWork:
+    def start(self) -> None:
         """Begin the message, and return without waiting for it."""
         # A receive from any rank cannot be posted before its sender is known. It keeps its turn until the message has arrived,
         # so later calls wait.
         knows_peer = self._peer is not None
         body = self._begin if knows_peer else self._run
         self._beginning = self._operations.run_message(self._call, self._peers, body, async_op=True, at_once=knows_peer)
-        return self
 
     def run(self) -> None:
         """Begin the message and wait for it."""
@@ -167,30 +166,22 @@ class Messages:
         self._sent: list[MessageWork] = []  # the caller may never wait for these
         self._check_at = _FIRST_CHECK
 
-    def send(self, call: str, buffer: Buffer, peer: int, tag: int) -> None:
-        """Send a buffer to a rank."""
-        MessageWork(self, call, buffer, peer, tag, sends=True).run()
-
-    def isend(self, call: str, buffer: Buffer, peer: int, tag: int) -> MessageWork:
-        """Begin to send a buffer to a rank."""
-        work = MessageWork(self, call, buffer, peer, tag, sends=True).start()
-        with self._lock:
-            self._sent.append(work)
-            if len(self._sent) >= self._check_at:
-                self._sent = [each for each in self._sent if not each.is_completed()]
-                self._check_at = max(_FIRST_CHECK, 2 * len(self._sent))
+    def transfer(
+        self, call: str, buffer: Buffer, peer: int | None, tag: int, *, sends: bool, async_op: bool
+    ) -> MessageWork:
+        """Send a buffer to a rank, or fill it with a message from a rank, or from any (None). With async_op, only begin."""
+        work = MessageWork(self, call, buffer, peer, tag, sends=sends)
+        if not async_op:
+            work.run()
+            return work
+        work.start()
+        if sends:
+            with self._lock:
+                self._sent.append(work)
+                if len(self._sent) >= self._check_at:
+                    self._sent = [each for each in self._sent if not each.is_completed()]
+                    self._check_at = max(_FIRST_CHECK, 2 * len(self._sent))
         return work
-
-    def recv(self, call: str, buffer: Buffer, peer: int | None, tag: int) -> int:
-        """Fill a buffer with a message from a rank, or from any (None), and return the sender."""
-        work = MessageWork(self, call, buffer, peer, tag, sends=False)
-        work.run()
-        assert work.sender is not None
-        return work.sender
-
-    def irecv(self, call: str, buffer: Buffer, peer: int | None, tag: int) -> MessageWork:
-        """Begin to fill a buffer with a message."""
-        return MessageWork(self, call, buffer, peer, tag, sends=False).start()
 
     def drain(self, deadline: float) -> None:
         """Wait for the sent messages, but not beyond the deadline (time.monotonic())."""

@@ -20,10 +20,8 @@ from gradwire.collectives.verbs import (
     compressed,
     movement,
     objects,
-    point_to_point,
     reductions,
     shared_tensors,
-    shares,
 )
 
 
@@ -169,14 +167,14 @@ class Verbs:
         `tensor` is undefined. Only the algorithms ring, rsag, direct and shared consist of such halves. If allreduce would run
         another algorithm, the whole `tensor` is reduced.
         """
-        return self._engine.call(shares.reduce_shares, tensor, tensor, op, prescale, postscale, async_op=async_op)
+        return self._engine.call(reductions.reduce_shares, tensor, tensor, op, prescale, postscale, async_op=async_op)
 
     def prepare_reduce_shares(
         self, tensor: Tensor, op: Op = "sum", *, prescale: float = 1.0, postscale: float = 1.0
     ) -> PreparedOperation:
         """Return a prepared reduce_shares of a tensor; see prepare_allreduce."""
         return PreparedOperation(
-            self._engine, tensor, shares.reduce_shares(self._engine, tensor, tensor, op, prescale, postscale)
+            self._engine, tensor, reductions.reduce_shares(self._engine, tensor, tensor, op, prescale, postscale)
         )
 
     def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
@@ -191,7 +189,7 @@ class Verbs:
 
     def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work:
         """Copy every rank's share, as in shares(), into `tensor` on all ranks, in place: the second half of allreduce."""
-        return self._engine.call(shares.gather_shares, tensor, tensor, async_op=async_op)
+        return self._engine.call(reductions.gather_shares, tensor, tensor, async_op=async_op)
 
     # Movement
 
@@ -285,11 +283,11 @@ class Verbs:
         """
         if former:
             raise arguments.former(self._engine, "send", former, async_op="isend()")
-        point_to_point.send(self._engine, tensor, dst, tag)
+        movement.message(self._engine, "send", tensor, dst, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MessageWork:
         """Begin to send `tensor`, as send does, and return a handle. Do not change the tensor before wait() of the handle."""
-        return point_to_point.isend(self._engine, tensor, dst, tag)
+        return movement.message(self._engine, "isend", tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0, **former: object) -> int:
         """Fill `tensor` with a message that has this tag, and return the sender. See send for the order.
@@ -303,12 +301,14 @@ class Verbs:
         """
         if former:
             raise arguments.former(self._engine, "recv", former, async_op="irecv()")
-        return point_to_point.recv(self._engine, tensor, src, tag)
+        sender = movement.message(self._engine, "recv", tensor, src, tag).sender
+        assert sender is not None
+        return sender
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> MessageWork:
         """Begin to receive a message into `tensor`, as recv does, and return a handle, whose attribute `sender` names the rank
         that sends. Do not use the tensor before wait() of the handle."""
-        return point_to_point.irecv(self._engine, tensor, src, tag)
+        return movement.message(self._engine, "irecv", tensor, src, tag)
 
     # Objects
 

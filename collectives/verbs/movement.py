@@ -1,4 +1,4 @@
-"""Prepares the verbs that move tensors between ranks without changing them."""
+"""Prepares the verbs that move tensors between ranks without changing them, and runs messages between two ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,49 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import arguments
-from gradwire.collectives.engine.buffers import apart
+from gradwire.collectives.engine.buffers import apart, kept
 from gradwire.collectives.engine.engine import Engine
+from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.errors import Mismatch
 from gradwire.collectives.schedules.algorithms import PLANNERS
-from gradwire.collectives.schedules.spans import consecutive, only
+from gradwire.collectives.schedules.spans import Span, consecutive, only
 from gradwire.collectives.transports.base import Run
 
 #: Moves the blocks of a tensor, or of a list of tensors, to another: (source, destination, tag, deadline) -> None.
 _Move = Callable[[Any, Any, int, float], None]
+
+
+def in_place(engine: Engine, exchange: Run, *, is_written: bool = True) -> Run:
+    """Return what runs an exchange on any tensor, in place. is_written: whether the tensor gets the result; otherwise it is
+    unchanged."""
+
+    def run(tensor: Tensor, _: Tensor, tag: int, deadline: float) -> None:
+        buffer = engine.buffer(tensor)
+        flat = buffer.flat if is_written else buffer.expendable()
+        exchange(flat, flat, tag, deadline)
+        if is_written:
+            buffer.store()
+
+    return run
+
+
+def between(engine: Engine, exchange: Run, *, overwrites: bool = False, own: Span | None = None) -> _Move:
+    """Return what runs an exchange from tensors to others, which may share memory; a rank other than the root may have none of
+    one kind. overwrites: whether the exchange changes its source, of which it gets a copy. own: where in the destination the
+    source may lie without a copy."""
+
+    def run(source: Tensor | list[Tensor], destination: Tensor | list[Tensor], tag: int, deadline: float) -> None:
+        sources, destinations = arguments.listed(source), arguments.listed(destination)
+        result = engine.buffer(*(destinations or [sources[0].new_empty(0)]), fill=False)
+        sent = engine.buffer(*(sources or [destinations[0].new_empty(0)]))
+        flat = sent.expendable() if overwrites else sent.flat
+        if own is None or flat.data_ptr() != result.flat[own.start : own.stop].data_ptr():
+            flat = apart(flat, result.flat)
+        exchange(flat, result.flat, tag, deadline)
+        result.store()
+
+    return run
 
 
 def broadcast(engine: Engine, tensor: Tensor, _: Tensor, src: int, algorithm: str) -> PreparedCall:
@@ -32,17 +65,6 @@ def broadcast(engine: Engine, tensor: Tensor, _: Tensor, src: int, algorithm: st
     return PreparedCall(text, text, in_place(engine, exchange), exchange, notes)
 
 
-def in_place(engine: Engine, exchange: Run) -> Run:
-    """Return what runs an exchange on any tensor, in place."""
-
-    def run(tensor: Tensor, _: Tensor, tag: int, deadline: float) -> None:
-        buffer = engine.buffer(tensor)
-        exchange(buffer.flat, buffer.flat, tag, deadline)
-        buffer.store()
-
-    return run
-
-
 def allgather(engine: Engine, input: Tensor, output: Tensor | list[Tensor], algorithm: str) -> PreparedCall:
     """Prepare Communicator.allgather, which runs on the input and the output."""
     parts = arguments.listed(output)
@@ -54,15 +76,7 @@ def allgather(engine: Engine, input: Tensor, output: Tensor | list[Tensor], algo
     )
     layout = consecutive(lengths)
     exchange = engine.prepare("allgather", chosen, input, input.numel(), layout=layout)
-    mine = layout[engine.rank]
-
-    def run(source: Tensor, destination: Tensor | list[Tensor], tag: int, deadline: float) -> None:
-        own, result = engine.buffer(source).flat, engine.buffer(*arguments.listed(destination), fill=False)
-        if own.data_ptr() != result.flat[mine.start : mine.stop].data_ptr():
-            own = apart(own, result.flat)
-        exchange(own, result.flat, tag, deadline)
-        result.store()
-
+    run = between(engine, exchange, own=layout[engine.rank])
     text = f"allgather({arguments.dtype_name(input)}{lengths}{engine.place(input)}, {chosen})"
     notes = engine.notes(chosen, sum(part.nbytes for part in parts), input)
     return PreparedCall(text, arguments.signature(text, lengths), run, notes=notes)
@@ -96,20 +110,7 @@ def _rooted(
     exchange = engine.prepare(verb, chosen, one, numel, root=root, layout=landed, source_layout=sent)
     text = f"{verb}({arguments.described(one)}{engine.place(one)}, {named_root}, {chosen})"
     notes = engine.notes(chosen, one.nbytes * max(1, count), one)
-    return PreparedCall(text, text, _between(engine, exchange), notes=notes)
-
-
-def _between(engine: Engine, exchange: Run) -> _Move:
-    """Return what runs an exchange from tensors to others; a rank other than the root may have none of one kind."""
-
-    def run(source: Tensor | list[Tensor], destination: Tensor | list[Tensor], tag: int, deadline: float) -> None:
-        sources, destinations = arguments.listed(source), arguments.listed(destination)
-        result = engine.buffer(*(destinations or [sources[0].new_empty(0)]), fill=False)
-        sent = engine.buffer(*(sources or [destinations[0].new_empty(0)]))
-        exchange(apart(sent.flat, result.flat), result.flat, tag, deadline)
-        result.store()
-
-    return run
+    return PreparedCall(text, text, between(engine, exchange), notes=notes)
 
 
 def alltoall(
@@ -140,7 +141,7 @@ def alltoall(
 
     def moving(name: str) -> _Move:
         exchange = engine.prepare("alltoall", name, like, numel, layout=landed, source_layout=sent, lengths=lengths)
-        return _between(engine, exchange)
+        return between(engine, exchange)
 
     chosen = choose(input.nbytes)
     move = moving(chosen)
@@ -181,3 +182,16 @@ def _check_splits(engine: Engine, outgoing: Sequence[int], incoming: Sequence[in
         operation, places = engine.operations.monitor.running_places()
         raise Mismatch(wrong, rank=engine.rank, operation=operation, places=places)
     return max(sum(row[:size]) for row in rows)
+
+
+def message(engine: Engine, verb: str, tensor: Tensor, peer: int | None, tag: int) -> MessageWork:
+    """Run Communicator.send or recv, or begin isend or irecv. peer: the other rank; None receives from any."""
+    sends, waits = verb.endswith("send"), not verb.startswith("i")
+    name = "dst" if sends else "src"
+    check = arguments.check_tensors if sends else arguments.check_written
+    check(engine, tensor)
+    arguments.check_message(engine, verb, tensor, name, peer, tag)
+    text = f"{verb}({arguments.described(tensor)}, {name}={peer}, tag={tag})"
+    with engine.recording(text, {"bytes": tensor.nbytes}):
+        buffer = engine.buffer(tensor if waits else kept(tensor), fill=sends)
+        return engine.messages.transfer(text, buffer, peer, tag, sends=sends, async_op=not waits)

@@ -1,4 +1,5 @@
-"""Prepares the verbs that reduce numbers over all ranks."""
+"""Prepares the verbs that reduce numbers over all ranks, and the two halves of an allreduce: reduce_shares leaves every rank its
+share of the result, gather_shares spreads it."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from torch import Tensor
 from gradwire.collectives import arguments
 from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.engine.prepared import PreparedCall
-from gradwire.collectives.reduction import Op
+from gradwire.collectives.engine.schedule_cache import Shares
+from gradwire.collectives.reduction import Op, check_dtype, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.spans import consecutive
 from gradwire.collectives.transports.base import Run
+from gradwire.collectives.verbs.movement import between, in_place
 
 
 def allreduce(
@@ -81,13 +84,7 @@ def reduce_scatter(
         "reduce_scatter", algorithm, lengths, output.element_size(), on_gpu=output.is_cuda
     )
     exchange = engine.prepare("reduce_scatter", chosen, output, sum(lengths), name, layout=consecutive(lengths))
-    overwrites = chosen in PLANNERS["reduce_scatter"]
-
-    def run(source: Tensor | list[Tensor], destination: Tensor, tag: int, deadline: float) -> None:
-        sent, result = engine.buffer(*arguments.listed(source)), engine.buffer(destination, fill=False)
-        exchange(sent.expendable() if overwrites else sent.flat, result.flat, tag, deadline)
-        result.store()
-
+    run = between(engine, exchange, overwrites=chosen in PLANNERS["reduce_scatter"])
     row = "" if isinstance(input, Tensor) else ", ".join(map(str, parts[0].shape[1:]))
     shape = f"shape=[..., {row}], " if row else ""  # with which the lengths say what shape all parts have
     text = f"reduce_scatter({arguments.dtype_name(output)}{lengths}{engine.place(output)}, {shape}{name}, {chosen})"
@@ -102,14 +99,51 @@ def reduce(engine: Engine, tensor: Tensor, _: Tensor, dst: int, op: Op, algorith
     chosen = engine.schedules.choose("reduce", algorithm, tensor.nbytes, on_gpu=tensor.is_cuda)
     exchange = engine.prepare("reduce", chosen, tensor, tensor.numel(), name, dst)
     is_root = engine.rank == dst
+    text = f"reduce({arguments.described(tensor)}{engine.place(tensor)}, dst={dst}, {name}, {chosen})"
+    notes = engine.notes(chosen, tensor.nbytes, tensor)
+    run = in_place(engine, exchange, is_written=is_root)
+    return PreparedCall(text, text, run, exchange if is_root else None, notes)
+
+
+def reduce_shares(engine: Engine, tensor: Tensor, _: Tensor, op: Op, prescale: float, postscale: float) -> PreparedCall:
+    """Prepare Communicator.reduce_shares, which runs on a tensor in place."""
+    shares = _shares_of(engine, tensor)
+    chosen = engine.schedules.choose("allreduce", "auto", tensor.nbytes, on_gpu=tensor.is_cuda)
+    if shares.algorithm != chosen:
+        return allreduce(engine, tensor, tensor, op, prescale, postscale, "auto")
+    reduction = arguments.reduction_of(engine, [tensor], op, prescale, postscale)
+    exchange = engine.prepare("reduce_shares", chosen, tensor, tensor.numel(), reduction.op)
+    divides = reduction.op == "average" and chosen in PLANNERS["allreduce"]
+    spans = shares.spans[engine.rank]
 
     def run(given: Tensor, _: Tensor, tag: int, deadline: float) -> None:
         buffer = engine.buffer(given)
-        flat = buffer.flat if is_root else buffer.expendable()
-        exchange(flat, flat, tag, deadline)
-        if is_root:
-            buffer.store()
+        reduction.begin(buffer.flat)
+        exchange(buffer.flat, buffer.flat, tag, deadline)
+        for span in spans:
+            if divides:
+                finish(buffer.flat[span.start : span.stop], "average", engine.size)
+            reduction.end(buffer.flat[span.start : span.stop])
+        buffer.store()
 
-    text = f"reduce({arguments.described(tensor)}{engine.place(tensor)}, dst={dst}, {name}, {chosen})"
-    notes = engine.notes(chosen, tensor.nbytes, tensor)
-    return PreparedCall(text, text, run, exchange if is_root else None, notes)
+    text = f"reduce_shares({arguments.described(tensor)}{engine.place(tensor)}, {reduction}, {chosen})"
+    direct = None if divides or reduction.is_scaled else exchange
+    return PreparedCall(text, text, run, direct, engine.notes(chosen, tensor.nbytes, tensor))
+
+
+def gather_shares(engine: Engine, tensor: Tensor, _: Tensor) -> PreparedCall:
+    """Prepare Communicator.gather_shares, which runs on a tensor in place."""
+    shares = _shares_of(engine, tensor)
+    algorithm = shares.algorithm or "rsag"
+    layout = consecutive([span.length for (span,) in shares.spans]) if shares.algorithm is None else None
+    exchange = engine.prepare("gather_shares", algorithm, tensor, tensor.numel(), layout=layout)
+    text = f"gather_shares({arguments.described(tensor)}, {algorithm})"
+    notes = engine.notes(algorithm, tensor.nbytes, tensor)
+    return PreparedCall(text, text, in_place(engine, exchange), exchange, notes)
+
+
+def _shares_of(engine: Engine, tensor: Tensor) -> Shares:
+    """Return the ranks' shares of a tensor. Raises TypeError or ValueError for one that cannot be reduced."""
+    arguments.check_written(engine, tensor)
+    check_dtype(engine.rank, tensor.dtype)
+    return engine.schedules.shares(tensor.numel(), tensor.element_size())

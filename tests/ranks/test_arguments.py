@@ -30,6 +30,7 @@ MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], ob
         "scaled integers": ("prescale", lambda c: c.allreduce(torch.ones(2, dtype=torch.int32), prescale=0.5)),
         "group with a non-tensor": ("Tensor", lambda c: c.grouped_allreduce([TWO, 1])),
         "message that is no tensor": ("Tensor", lambda c: c.send([1.0], 1 - c.rank)),
+        "message to no rank": ("dst=None.*whole number", lambda c: c.send(TWO, None)),
         "send, asynchronous": ("isend", lambda c: c.send(TWO, 1 - c.rank, async_op=True)),
         "recv, asynchronous": ("irecv", lambda c: c.recv(TWO, 1 - c.rank, async_op=True)),
     },
