@@ -57,9 +57,11 @@ class Meetings:
 
     def find(self, ranks: tuple[int, ...]) -> Membership | None:
         """Return the Membership of the first meeting in which all of these global ranks took part: the same on all of them, since
-        each was in each such meeting. None without one."""
+        each was in each such meeting. None without one. A meeting that has failed on some of them, after it had succeeded
+        here, does not count: they meet again."""
         for met in self._made:
-            if set(ranks) <= set(met.global_ranks):
+            failed = set() if met.monitor is None else {met.global_ranks[place] for place in met.monitor.unmet}
+            if set(ranks) <= set(met.global_ranks) - failed:
                 return met
         return None
 

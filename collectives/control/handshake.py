@@ -10,22 +10,28 @@ An end that has dialled a rank of the same build then sends the purpose of the c
 from __future__ import annotations
 
 import errno
+import hashlib
 import hmac
 import os
 import secrets
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.collectives.control.build import build, difference
 from gradwire.collectives.control.paths import send_small_segments
 from gradwire.collectives.errors import LinkError
 
 _MAGIC = b"gradwire"
+_PACKAGE = Path(__file__).parents[2]
+_BUILD_DIGITS = 12
 _BUILD_BYTES, _CHALLENGE_BYTES, _PROOF_BYTES = 96, 32, 32
 #: _MAGIC, the rank, the build (ASCII, filled up with zeros), and the challenge.
 _GREETING = struct.Struct(f"!{len(_MAGIC)}si{_BUILD_BYTES}s{_CHALLENGE_BYTES}s")
@@ -49,11 +55,31 @@ OWN_FAULTS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _CHECK_S = 0.03
 
 
+@cache
+def build() -> str:
+    """Return the version of gradwire, a digest of its sources, and the byte order of this process.
+
+    The sources define the layout of everything that ranks send each other or share: headers, programs, codes, records, shared
+    memory, commits. So there is no list of layouts, which could be incomplete."""
+    version = import_module(__name__.partition(".")[0]).__version__
+    found = hashlib.sha256()
+    for source in sorted(each for room in ("collectives", "trainer") for each in (_PACKAGE / room).rglob("*")):
+        place = source.relative_to(_PACKAGE)
+        if source.suffix in (".py", ".cu", ".cuh") and not any(
+            part.startswith(".") for part in place.parts
+        ):  # such as editors' copies
+            content = source.read_bytes()
+            found.update(f"{place} {len(content)}\n".encode() + content)
+    return f"gradwire {version}, sources {found.hexdigest()[:_BUILD_DIGITS]}, {sys.byteorder}-endian"
+
+
 class OtherBuild(LinkError):
     """An authenticated rank runs another build of gradwire."""
 
     def __init__(self, rank: int, one: str, peer: int, other: str) -> None:
-        super().__init__(peer, timed_out=False, detail=difference(rank, one, peer, other), awaited={rank, peer})
+        both = f"rank {peer} runs {other}, and rank {rank} {one}"
+        detail = f"{both}: install the same version of gradwire on all hosts"
+        super().__init__(peer, timed_out=False, detail=detail, awaited={rank, peer})
 
 
 class NotARank(ConnectionError):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.control.asking import Asking
 from gradwire.collectives.control.channel import Channel, Failure
 from gradwire.collectives.control.monitor import Monitor
 from gradwire.collectives.environment import AGENT_STORE, TORCH_BACKEND
@@ -23,8 +22,6 @@ from gradwire.collectives.schedules.topology import Machine, Topology
 
 #: How much earlier than ours a backend's timeout may end, because the backend counts whole milliseconds.
 ROUNDING_S = 0.005
-
-_Answer = TypeVar("_Answer")
 
 #: How long a rank that fails to connect waits for the report of a cause: after an error that concerns another rank, and after
 #: one that may be this rank's own fault.
@@ -35,15 +32,14 @@ _CAUSE_ELSEWHERE_S, _CAUSE_S = 1.0, 0.3
 class Membership:
     """The ranks that are to be connected. A torch ProcessGroup is one way to get one.
 
-    rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. device_types:
-    those whose tensors they exchange. secret: authenticates them when they connect. address: that at which the others
-    reach this rank. global_ranks: their ranks in torch.distributed's default group; empty if they have none. beside_others:
-    whether other ranks of the host compute while these wait for each other, so that waits leave the cores to them. monitor:
-    of the ranks that have met; None for a rank alone. places: the members' ranks in `monitor`. scope: distinguishes
-    Communicators of the same members. keepers: the member whose process serves the store, if one does. channel: of the
-    Communicator that is made. cards: what each member has offered to the others, by rank, for a link of gradwire. unshared: why
-    ranks cannot share memory with the other ranks of their host. host: the name of this rank's host, where it may be another one
-    than when the ranks met.
+    rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. device_types: those
+    whose tensors they exchange. secret: authenticates them when they connect. address: that at which the others reach this
+    rank. global_ranks: their ranks in torch.distributed's default group; empty if they have none. beside_others: whether other
+    ranks of the host compute while these wait for each other, so that waits leave the cores to them. monitor: of the ranks that
+    have met; None for a rank alone. places: the members' ranks in `monitor`. scope: distinguishes Communicators of the same
+    members. channel: of the Communicator that is made. cards: what each member has offered to the others, by rank, for a link
+    of gradwire. unshared: why ranks cannot share memory with the other ranks of their host. host: the name of this rank's host,
+    where it may be another one than when the ranks met.
     """
 
     rank: int
@@ -58,7 +54,6 @@ class Membership:
     monitor: Monitor | None = field(repr=False, default=None)
     places: tuple[int, ...] = ()
     scope: str = ""
-    keepers: tuple[int, ...] = ()
     channel: Channel = field(repr=False, default_factory=lambda: Channel(0, 1))
     cards: tuple[dict[str, Any], ...] = field(repr=False, default=())
     unshared: Mapping[int, str] = field(default_factory=dict)
@@ -81,7 +76,6 @@ class Membership:
             global_ranks=tuple(self.global_ranks[rank] for rank in ranks) if self.global_ranks else (),
             places=tuple(self.places[rank] for rank in ranks) if self.places else (),
             scope=f"{self.scope}/{name}",
-            keepers=tuple(place[rank] for rank in self.keepers if rank in place),
         )
 
     def opened(self) -> Membership:
@@ -106,10 +100,10 @@ class Membership:
         """
         return [bytes.fromhex(record) for record in self.channel.exchange(f"everyone's {name}", mine.hex(), deadline)]
 
-    def ask(self, call: Callable[[], _Answer], deadline: float) -> _Answer:
-        """Return the result of a call to the store that may block while a rank is missing. Raises as Asking.ask."""
-        with closing(Asking(self.store, self.channel.check, self.keepers)) as asking:
-            return asking.ask(call, deadline)
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """Return the member whose process serves the store, if one does."""
+        return keepers_among(self.global_ranks)
 
     def withdraw(self, error: Exception) -> None:
         """Report to the other members that this one raises an error, and does not connect."""
@@ -162,7 +156,6 @@ def membership_from(
         global_ranks=global_ranks,
         monitor=monitor,
         places=tuple(range(size)),
-        keepers=keepers_among(global_ranks),
     )
 
 

@@ -81,8 +81,9 @@ class Monitor:
 
     Attributes, for reading: lost, the ranks whose process has ended, or whose host does not answer, with the time at which that
     was noticed; cut, the pairs of ranks that are alive but no longer connected; gone, the ranks that have ended in order;
-    port, at which this process listens; secret, which all ranks know, and no other process; cards, what each rank has said of
-    itself, and key, a name of these ranks only, both set once the ranks have met.
+    unmet, those of them to which not all ranks were connected; has_met, whether all were connected to this rank; port, at which
+    this process listens; secret, which all ranks know, and no other process; cards, what each rank has said of itself, and key,
+    a name of these ranks only, both set once the ranks have met.
     """
 
     def __init__(self, rank: int, size: int, address: str) -> None:
@@ -91,6 +92,8 @@ class Monitor:
         self.lost: dict[int, float] = {}
         self.cut: set[tuple[int, int]] = set()
         self.gone: set[int] = set()
+        self.unmet: set[int] = set()
+        self.has_met = False
         self.cards: Sequence[Mapping[str, Any]] = ()
         self.key = ""
         self.lock = threading.RLock()
@@ -186,7 +189,10 @@ class Monitor:
     def release(self) -> None:
         """End after as many calls as there were of hold(), and one more, unless a Channel is open; then the Monitor ends with the
         last one."""
-        self._holds -= 1
+        if not self._is_ours():  # in a forked child, a thread of the parent may have held the lock
+            return
+        with self.lock:
+            self._holds -= 1
         self._end_if_unused()
 
     def end(self) -> None:
@@ -404,6 +410,7 @@ class Monitor:
         """Process a message of the Monitors themselves."""
         if kind == "gone":
             self.gone.add(place)
+            self.unmet |= set() if body[0] else {place}
         else:
             about, by = body
             pair = min(about, by), max(about, by)
@@ -510,7 +517,7 @@ class Monitor:
         with self.lock:
             if self._holds > 0 or self._channels or self._close_by is not None:
                 return
-            self.send("", "gone", [])
+            self.send("", "gone", [self.has_met])
             self._close_by = time.monotonic() + (_FLUSH_AFTER_FAILURE_S if self._after_failure else _FLUSH_S)
             if self._thread is None:
                 self.disown()

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from gradwire.collectives.control.build import build
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.coordinator import Card
+from gradwire.collectives.control.handshake import build
 from gradwire.collectives.errors import LinkError
 
-_KEY = "coordinator"
+#: As in release 0.2, whose ranks and those of this version fail at once when they find the record of the other.
+_KEY = "hub"
 _MAGIC = "gradwire-coordinator"
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.asking import look_up
 from gradwire.collectives.environment import INTERFACE_VARIABLES
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import Machine

@@ -14,11 +14,10 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from gradwire.collectives.control.asking import POLL_S, Asking
-from gradwire.collectives.control.build import build
 from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.client import CoordinatorClient, TurnedAway
 from gradwire.collectives.control.coordinator import Admission, Card, Coordinator
-from gradwire.collectives.control.handshake import OtherBuild, dial
+from gradwire.collectives.control.handshake import OtherBuild, build, dial
 from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
 from gradwire.collectives.control.notes import CoordinatorPlace, Notes
 from gradwire.collectives.control.own_address import check_addresses
@@ -144,6 +143,7 @@ class _Arrival:
                 monitor.look_at(self.lost)
             with closing(monitor.open(range(monitor.size), "rendezvous")) as met:
                 met.exchange("met", None, self.deadline, check=client.check)
+            monitor.has_met = True
         except LinkError as error:
             if error.timed_out:  # a rank that waits for another one is not missing
                 silent = client.silent()

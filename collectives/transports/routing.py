@@ -41,19 +41,10 @@ _log = logging.getLogger("gradwire")
 
 
 def auto(membership: Membership, timeout_s: float) -> Transport:
-    """Connect the members. CPU tensors go through shared memory inside a host, unless any rank refuses it, and over TCP
-    between all other ranks, unless any rank lacks the kernels for TCP. All other messages go through the process group.
-    timeout_s: without the time to compile kernels. Raises LinkError, OSError or RuntimeError if this fails."""
-    if membership.cards:
-        return _auto(membership, timeout_s)
-    with offered(membership) as offer:  # for a link that calls this one
-        cards = membership.channel.exchange("offers", offer, time.monotonic() + timeout_s, COMPILE_S)
-        transport = _auto(replace(membership, cards=tuple(cards)), timeout_s)
-        membership.everyones("mapped", b"", time.monotonic() + timeout_s)
-        return transport
-
-
-def _auto(membership: Membership, timeout_s: float) -> Transport:
+    """Connect the members, whose cards are those of offered(). CPU tensors go through shared memory inside a host, unless any
+    rank refuses it, and over TCP between all other ranks, unless any rank lacks the kernels for TCP. All other messages go
+    through the process group. timeout_s: without the time to compile kernels. Raises LinkError, OSError or RuntimeError if this
+    fails; Unshared if this rank alone cannot share memory."""
     rank, size, cards = membership.rank, membership.size, membership.cards
     with ExitStack() as made:
         group = ProcessGroupTransport(membership, timeout_s)

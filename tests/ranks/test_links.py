@@ -20,7 +20,7 @@ from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.transports import Membership, Transport
 from gradwire.collectives.transports.base import Message, Pending
 from gradwire.collectives.transports.process_group import ProcessGroupTransport
-from gradwire.collectives.transports.registry import LINKS
+from gradwire.collectives.transports.registry import LINKS, connect
 from tests.harness import EXCHANGE_TIMEOUT_S, World, Worlds, assert_holds, held, meet, wait_until, wide
 from tests.ranks.exact import DTYPES, SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.test_extending import examples
@@ -32,33 +32,25 @@ SOON_S = 0.2
 SMALL, LARGE, MANY = 5, 3_000_000, 100  # elements, elements (more than any ring or socket holds), messages
 
 
-def routed(membership: Membership, timeout_s: float) -> Transport:
-    """Shared memory between ranks 0 and 1, TCP to rank 2."""
-    return LINKS["auto"](replace(membership, hosts=((0, 1), (2,))), timeout_s)
-
-
-def of_the_page(membership: Membership, timeout_s: float) -> Transport:
-    examples()
-    return LINKS["files"](membership, timeout_s)
-
-
-CONNECT: dict[str, Callable[[Membership, float], Transport]] = {
-    "process_group": LINKS["process_group"],
-    "tcp": LINKS["tcp"],
-    "auto": LINKS["auto"],  # all in shared memory, as the ranks are on one host
-    "routed": routed,
-    "files": of_the_page,
+#: The names of links, by the names of the tests.
+CONNECT = {
+    "process_group": "process_group",
+    "tcp": "tcp",
+    "auto": "auto",  # all in shared memory, as the ranks are on one host
+    "routed": "auto",  # shared memory between ranks 0 and 1, TCP to rank 2
+    "files": "files",
 }
 
 
 def connected(name: str) -> Transport:
     assert dist.group.WORLD is not None
-    membership = membership_of(dist.group.WORLD, host_id(), EXCHANGE_TIMEOUT_S)
-    membership.everyones("opened", b"", in_time())
-    transport = CONNECT[name](membership, EXCHANGE_TIMEOUT_S)
-    membership.everyones("connected", b"", in_time())
+    if name == "files":
+        examples()
+    host = "aab"[dist.get_rank()] if name == "routed" else host_id()
+    membership = membership_of(dist.group.WORLD, host, EXCHANGE_TIMEOUT_S)
+    connection = connect(membership, CONNECT[name], "", EXCHANGE_TIMEOUT_S)
     membership.close()
-    return transport
+    return connection.transport
 
 
 def in_time() -> float:

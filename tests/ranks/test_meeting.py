@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveError, Communicator
+from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.transports import Membership
 from gradwire.trainer.world.jobs import OneJob
@@ -27,6 +28,7 @@ from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.programs import start
 from tests.ranks.test_init import unused_port
+from tests.ranks.training import on_ranks
 from tests.soak.faults import KILLED, STOPPED
 from tests.soak.meetings import (
     COMMUNICATOR,
@@ -84,6 +86,25 @@ def test_who_fails_while_ranks_meet_is_named(
     stopped. The soak draws the rank, the place and the moment."""
     fault = MeetingFault(0, "shared_memory", victim, 3, victim, kind, place, position)
     assert judged(failing_world(3), tmp_path, fault) == []
+
+
+@on_ranks(2, initialized=False)
+def test_ranks_meet_again_after_a_meeting_that_has_failed_on_some_of_them() -> None:
+    """On rank 1 in the last moment, when rank 0 has met."""
+    exchange, here = Channel.exchange, dist.get_rank()
+
+    def fail(channel: Channel, topic: str, *arguments: Any, **options: Any) -> list[Any]:
+        records = exchange(channel, topic, *arguments, **options)
+        if here == 1 and topic == "met":
+            raise LinkError(None, timed_out=False, detail="too late")
+        return records
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "exchange", fail)
+        with pytest.raises(CollectiveError):
+            Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
+    with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as again:
+        assert again.allgather_record(here) == [0, 1]
 
 
 def with_interface(

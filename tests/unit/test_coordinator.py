@@ -88,7 +88,7 @@ def test_a_restarted_rank_waits_for_a_new_hub(program_there: Callable[[socket.so
 
     with socket.create_server(("127.0.0.1", 0), backlog=0) as program, ThreadPoolExecutor(SIZE) as pool:
         program.settimeout(DEADLINE_S)
-        store.set("coordinator", hub_at(program.getsockname()[1]))
+        store.set("hub", hub_at(program.getsockname()[1]))
         acted = pool.submit(program_there, program)
         if program_there in (has_ended, is_cut_off):
             acted.result()
@@ -128,7 +128,7 @@ def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
     """The queue of the hub is full, so that no connection comes about."""
     store, asked = HashStore(), 0
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, socket.create_connection(hub.getsockname()):
-        store.set("coordinator", hub_at(hub.getsockname()[1]))
+        store.set("hub", hub_at(hub.getsockname()[1]))
 
         def lost() -> list[int]:
             nonlocal asked

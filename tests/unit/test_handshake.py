@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from gradwire.collectives.control import handshake
-from gradwire.collectives.control.build import build
 from gradwire.collectives.control.handshake import (
     HANDSHAKE_BYTES,
     PURPOSE_BYTES,
@@ -20,6 +19,7 @@ from gradwire.collectives.control.handshake import (
     Door,
     NotARank,
     OtherBuild,
+    build,
     dial,
     listen,
 )

@@ -33,7 +33,7 @@ def test_the_end_of_the_process_waits_only_for_calls_of_the_store_that_still_run
     monkeypatch.setattr(asking, "_LAST_ANSWER_S", 0.0)
     answers = threading.Event()
     with pytest.raises(LinkError, match="the store does not answer"):
-        member().ask(lambda: answers.wait(DEADLINE_S), time.monotonic())
+        asking.Asking(dist.HashStore()).ask(lambda: answers.wait(DEADLINE_S), time.monotonic())
     assert len(handlers) == 1
     answers.set()
     wait_until(lambda: not handlers)

@@ -15,9 +15,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.collectives.control import asking
-from gradwire.collectives.control.asking import connections, hang_up, unblock
+from gradwire.collectives.control.asking import connections, hang_up, look_up, unblock
 from gradwire.collectives.control.membership import coming_together
-from gradwire.collectives.control.names import look_up
 from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.errors import CollectiveTimeout, LinkError
 from gradwire.trainer.__main__ import main

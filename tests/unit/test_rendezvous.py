@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from gradwire.collectives.control.build import build
 from gradwire.collectives.control.client import TurnedAway
-from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, OtherBuild, dial
+from gradwire.collectives.control.handshake import HANDSHAKE_BYTES, OtherBuild, build, dial
 from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
 from gradwire.collectives.control.neighbour import Neighbour
 from gradwire.collectives.control.notes import CoordinatorPlace
@@ -44,8 +43,8 @@ class Job:
         return self.coming[-1]
 
     def hub(self) -> CoordinatorPlace:
-        wait_until(lambda: self.store.check(["coordinator"]))
-        return CoordinatorPlace.from_text(self.store.get("coordinator").decode())
+        wait_until(lambda: self.store.check(["hub"]))
+        return CoordinatorPlace.from_text(self.store.get("hub").decode())
 
     def stranger(self) -> socket.socket:
         hub = self.hub()
@@ -146,7 +145,7 @@ def test_a_hub_of_another_build_is_named_before_its_card_is_parsed(job: Callable
     with socket.create_server(("127.0.0.1", 0)) as program:
         place = CoordinatorPlace.of(card_of(0), program.getsockname()[1], "key", "token")
         other = replace(place, build="gradwire 99.0", address="127.0.0.1", text="a form of later versions")
-        two.store.set("coordinator", other.to_text())
+        two.store.set("hub", other.to_text())
         coming = two.start(1)
         if is_reached:
             with program.accept()[0] as connection:
@@ -162,7 +161,7 @@ def test_a_hub_of_another_build_is_named_before_its_card_is_parsed(job: Callable
 
 def test_a_record_of_an_unknown_form_is_an_error(job: Callable[[int], Job]) -> None:
     two = job(2)
-    two.store.set("coordinator", '{"rank": 0, "address": "127.0.0.1"}')
+    two.store.set("hub", '{"rank": 0, "address": "127.0.0.1"}')
     assert_fails_at_once(two.start(1), "is another version installed")
 
 

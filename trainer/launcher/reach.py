@@ -15,7 +15,7 @@ from typing import IO
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.asking import look_up
 from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.environment import HOST_ID
 from gradwire.trainer.launcher.agent import Lines

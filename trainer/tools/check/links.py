@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.asking import look_up
 from gradwire.collectives.control.own_address import own_address
 from gradwire.collectives.control.paths import REMEDY, LargePacketsLost, check_paths
 from gradwire.collectives.environment import INTERFACE_VARIABLES

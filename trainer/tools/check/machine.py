@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives.control.names import look_up
+from gradwire.collectives.control.asking import look_up
 from gradwire.collectives.control.own_address import interface_of, own_address
 from gradwire.collectives.environment import GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
