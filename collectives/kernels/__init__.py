@@ -39,7 +39,10 @@ def cpu_programs() -> ModuleType:
 
 
 def compiles_links() -> bool:
-    """Return whether any kernel of the links must be compiled first, which takes up to a minute."""
+    """Return whether any kernel of the links must be compiled first, which takes up to a minute. Once they are loaded, no file is
+    looked for."""
+    if cpu_kernels.cache_info().currsize and cpu_sockets.cache_info().currsize:
+        return False
     try:
         from gradwire.collectives.kernels.cpu.library import KERNELS, is_kept
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,11 +29,9 @@ def shared_empty(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype) -> 
     _check_one_host(engine)
     nbytes = math.prod(shape) * dtype.itemsize
     card: dict[str, Any] = {"wanted": [list(shape), str(dtype)]}
-    segment: Segment | None = None
-    try:
+    with ExitStack() as offers, ExitStack() as made:
         if engine.rank == 0 and nbytes:
-            segment, offer = Segment.offer(nbytes, _reserve)
-            card |= offer
+            card |= {"why": why} if (why := _lack(nbytes)) else offers.enter_context(Segment.offered(nbytes))
         cards: list[dict[str, Any]] = allgather_record(engine, card)
         for rank, theirs in enumerate(cards):
             if theirs["wanted"] != cards[0]["wanted"]:
@@ -45,20 +43,17 @@ def shared_empty(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype) -> 
             return torch.empty(shape, dtype=dtype, device="cpu")
         problem: str | None = None
         try:
-            segment = segment or Segment.take(cards[0], nbytes)
+            segment = Segment.take(cards[0], nbytes)
+            made.callback(segment.close)
         except OSError as error:
             problem = str(error)
         problems = {rank: why for rank, why in enumerate(allgather_record(engine, problem)) if why is not None}
-        if problems or segment is None:
+        if problems:
             rank, why = next(iter(problems.items()))
             raise CollectiveError(
                 f"no memory can be shared by all ranks: rank {rank}: {why}", rank=engine.rank, operation="shared_empty"
             )
-    except BaseException:
-        if segment is not None:
-            segment.close()
-        raise
-    segment.seal_off()
+        made.pop_all()
     return segment.tensor(shape, dtype, segment.close)
 
 
@@ -77,8 +72,11 @@ def _check_one_host(engine: Engine) -> None:
         )
 
 
-def _reserve(name: str, nbytes: int) -> Segment:
-    """Make a segment. Raises OSError if there is too little memory."""
-    if nbytes > (left := memory_left()):
-        raise OSError(errno.ENOMEM, f"{nbytes} bytes of shared memory are wanted, and {left} bytes of memory are left")
-    return Segment.create(name, nbytes)
+def _lack(nbytes: int) -> str:
+    """Return why this host has too little memory for a segment; empty if it has enough."""
+    try:
+        left = memory_left()
+    except OSError as error:
+        return str(error)
+    both = f"{nbytes} bytes of shared memory are wanted, and {left} bytes of memory are left"
+    return both if nbytes > left else ""

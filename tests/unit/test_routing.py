@@ -24,9 +24,6 @@ class Part(Transport):
     def close(self) -> None:
         self._call("close")
 
-    def disown(self) -> None:
-        self._call("disown")
-
     def _call(self, name: str) -> None:
         self.called.append(name)
         raise OSError(name)

@@ -68,21 +68,8 @@ class Segment:
             os.close(descriptor)
 
     @classmethod
-    def offer(
-        cls, nbytes: int, create: Callable[[str, int], Segment] | None = None
-    ) -> tuple[Segment | None, dict[str, Any]]:
-        """Return a new segment, and a card for take() in other processes. If the memory cannot be reserved, return None
-        and a card with the reason. create: called in place of Segment.create."""
-        name = f"gradwire-{secrets.token_hex(16)}"
-        try:
-            segment = (create or cls.create)(name, nbytes)
-        except OSError as error:
-            return None, {"why": str(error)}
-        return segment, {"pid": os.getpid(), "descriptor": segment.descriptor, "name": name}
-
-    @classmethod
     def take(cls, card: Mapping[str, Any], nbytes: int) -> Segment:
-        """Map the segment of another process. card: from offer(). Raises OSError if the card contains a reason instead
+        """Map the segment of a card that offered() yields. Raises OSError if the card contains a reason instead
         of a segment, or this process cannot open the segment."""
         if "why" in card:
             raise OSError(card["why"])
