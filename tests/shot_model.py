@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from gradwire.collectives.compression.algorithms_for import ride, shot_of
-from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.codec import Codec, rounding_seed
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import effective, partition_of
-from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.schedules.spans import Span
 from tests.cuda_machine.cases import encoded
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.kernels.reference.copying import LINE_BYTES
+from gradwire.collectives.kernels.reference.memory import LINE_BYTES
 from gradwire.collectives.reduction import MOVED, check_dtype
 from gradwire.trainer.checkpoint import on_all_ranks
 from gradwire.trainer.reducer.arguments import check_tensor

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.kernels.layout import pad16
+from gradwire.collectives.kernels.reference.randomness import lowbias32
 
 #: The state that a codec keeps from earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
 State: TypeAlias = dict[str, Tensor]
@@ -219,3 +220,35 @@ class MatrixState(ABC):
     def kept(self, index: int) -> tuple[Tensor, dict[str, Tensor]] | None:
         """Return this rank's error of a tensor, and the codec's state for the tensor by name, which is the same on all ranks.
         The caller may read and write both. None for a tensor that is summed uncompressed."""
+
+
+#: The shape of a matrix that a matrix codec compresses.
+_SHAPE = (256, 256)
+
+
+def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback: bool) -> None:
+    """Call every kernel that a codec has for tensors on `device`. Nothing is sent."""
+    if isinstance(codec, MatrixCodec):
+        matrix = torch.zeros(_SHAPE, device=device, dtype=torch.float32)
+        for _ in codec.new_state([_SHAPE], device).exchange([matrix]):
+            pass
+        return
+    numbers = torch.zeros(1, dtype=torch.float32, device=device)
+    wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
+    residual = numbers.clone() if with_feedback else None
+    codec.encode(numbers, wire, residual=residual, state=codec.new_state(1, device) if with_feedback else None)
+    codec.encode(numbers, wire, residual=residual)
+    codec.decode(wire, numbers)
+    codec.decode(wire, numbers, add=True)
+
+
+def mixed(seed: int, value: int) -> int:
+    """Return 32 bits that mix both numbers, so that close numbers give distant seeds."""
+    return lowbias32(seed, value + 1)
+
+
+def rounding_seed(step: int, rank: int, chunk: int, shard: int, shot: int, seed: int = 0) -> int:
+    """Return the seed of the stochastic rounding of one encoding. seed: the caller's, which differs between buffers."""
+    for value in (step, rank, chunk, shard, shot):
+        seed = mixed(seed, value)
+    return seed

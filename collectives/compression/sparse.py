@@ -10,10 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec, State
+from gradwire.collectives.compression.codec import Codec, State, mixed
 from gradwire.collectives.compression.dense import ByKernels
 from gradwire.collectives.compression.registry import register_codec
-from gradwire.collectives.compression.seeds import mixed
 from gradwire.collectives.kernels import kernels_for
 from gradwire.collectives.kernels.layout import CHUNK, pad16
 

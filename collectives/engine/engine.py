@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.codec import Codec, rehearse
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition, effective
-from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics.journal import OperationTally
 from gradwire.collectives.diagnostics.mismatch import HASH_BYTES

@@ -75,13 +75,15 @@ def cpu_arithmetic(dtype: torch.dtype) -> Any:
 
 
 @cache
-def cpu_or_reference(module: str) -> ModuleType:
-    """Return the compiled functions of reference.<module> for tensors on the CPU; without Numba, reference.<module>, which does
-    the same more slowly."""
+def cpu_or_reference() -> ModuleType:
+    """Return the compiled functions of reference.memory, for tensors on the CPU; without Numba, reference.memory, which does the
+    same more slowly."""
     try:
         return _cpu()
     except ImportError:
-        return import_module(f"gradwire.collectives.kernels.reference.{module}")
+        from gradwire.collectives.kernels.reference import memory
+
+        return memory
 
 
 @cache

@@ -7,10 +7,9 @@ from functools import cache
 
 import torch
 
-from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.codec import Codec, mixed, rounding_seed
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition
-from gradwire.collectives.compression.seeds import mixed, rounding_seed
 from gradwire.collectives.kernels import cpu_arithmetic
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Instruction, Kind

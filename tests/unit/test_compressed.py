@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.collectives.compression.algorithms_for import algorithms_for, ride, shot_of
-from gradwire.collectives.compression.codec import Codec, Raw
+from gradwire.collectives.compression.codec import Codec, Raw, rounding_seed
 from gradwire.collectives.compression.dense import (
     QSGD,
     BFloat16,
@@ -24,7 +24,6 @@ from gradwire.collectives.compression.dense import (
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.partition import Partition, effective, partition_of
 from gradwire.collectives.compression.registry import CODECS, make_codec
-from gradwire.collectives.compression.seeds import rounding_seed
 from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Threshold
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.coded import CodedProgram

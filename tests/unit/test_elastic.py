@@ -22,7 +22,7 @@ from torch import nn
 
 import gradwire as hvd
 from gradwire.collectives import CollectiveTimeout
-from gradwire.collectives.kernels.reference.copying import SUMS, add_pieces
+from gradwire.collectives.kernels.reference.memory import SUMS, add_pieces
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.elastic.commits import Commits
 from gradwire.trainer.elastic.kinds import kind_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.collectives.kernels.reference import copying as reference
+from gradwire.collectives.kernels.reference import memory as reference
 
 LINE = reference.LINE_BYTES
 compiled = pytest.importorskip("gradwire.collectives.kernels.cpu.entries")

@@ -23,7 +23,7 @@ from gradwire.collectives.diagnostics.timeline import (
     trace_of,
     write_trace,
 )
-from gradwire.collectives.kernels.reference import hashing as reference
+from gradwire.collectives.kernels.reference import memory as reference
 from gradwire.rules import LocalReport
 from gradwire.trainer.reducer.replicas import hash_of
 from gradwire.trainer.reducer.times import ExchangeTime

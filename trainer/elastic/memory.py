@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.kernels import cpu_or_reference
-from gradwire.collectives.kernels.reference.copying import LINE_BYTES, SUMS
+from gradwire.collectives.kernels.reference.memory import LINE_BYTES, SUMS
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.trainer.elastic import watcher
 from gradwire.trainer.reducer.replicas import hash_of
@@ -71,7 +71,7 @@ class Slot:
     def append(self, pieces: Sequence[Tensor]) -> None:
         """Append contiguous CPU tensors to the data, each at the next multiple of 64 bytes. A caller must write all of the data
         by append(), or all of it to the view that begin() returned."""
-        cpu_or_reference("copying").add_pieces(self._sums, pieces, self._data[self._filled :])
+        cpu_or_reference().add_pieces(self._sums, pieces, self._data[self._filled :])
         self._filled += sum(-(-piece.nbytes // LINE_BYTES) * LINE_BYTES for piece in pieces)
 
     def complete(self) -> None:
@@ -140,7 +140,7 @@ class Slot:
 
     def _sums_of_data(self) -> Tensor:
         sums = torch.zeros(SUMS, dtype=torch.int64, device="cpu")
-        cpu_or_reference("copying").add_pieces(sums, [self._data])
+        cpu_or_reference().add_pieces(sums, [self._data])
         return sums
 
     def _checksum(self, sums: Tensor) -> int:
@@ -254,7 +254,7 @@ class NamedMemory(Memory):
 
 def load_kernels() -> None:
     """Load or compile the kernel that copies commits and computes their checksums."""
-    cpu_or_reference("copying").add_pieces(torch.zeros(SUMS, dtype=torch.int64, device="cpu"), [])
+    cpu_or_reference().add_pieces(torch.zeros(SUMS, dtype=torch.int64, device="cpu"), [])
 
 
 def open_own(path: Path, flags: int = 0) -> int:

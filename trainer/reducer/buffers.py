@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import PreparedOperation, Work
-from gradwire.collectives.compression.codec import Codec, MatrixCodec
+from gradwire.collectives.compression.codec import Codec, MatrixCodec, rehearse
 from gradwire.collectives.compression.feedback import Feedback
-from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.compression import Encoding
 from gradwire.trainer.reducer.layout import BucketPlan

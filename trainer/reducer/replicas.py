@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import Communicator, ReplicasDiffer
 from gradwire.collectives.kernels import cpu_or_reference
-from gradwire.collectives.kernels.reference import hashing as reference
+from gradwire.collectives.kernels.reference import memory as reference
 from gradwire.trainer.reducer.dtensors import held_here
 
 _WORD = 8
@@ -95,7 +95,7 @@ def hash_of(value: Any) -> int:
     """Return a 64-bit hash of this rank's part of a tensor, or of the repr() of another value.
 
     For a tensor, it is the hash of its bytes in logical order, for any strides, by
-    gradwire.collectives.kernels.reference.hashing; the last word is padded with zeros. Tensors with the same bytes have the same
+    gradwire.collectives.kernels.reference.memory; the last word is padded with zeros. Tensors with the same bytes have the same
     hash, whatever their dtype, shape and device. Raises TypeError for a sparse tensor.
     """
     if not isinstance(value, Tensor):
@@ -117,6 +117,6 @@ def hash_of(value: Any) -> int:
 
 
 def _hash_words(words: Tensor, place: int) -> int:
-    kernels = cpu_or_reference("hashing") if words.is_cpu else reference
+    kernels = cpu_or_reference() if words.is_cpu else reference
     number: int = kernels.hash_words(words, place)
     return number

@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.rehearsal import rehearse
+from gradwire.collectives.compression.codec import Codec, rehearse
 from gradwire.trainer.checkpoint import on_all_ranks
 from gradwire.trainer.reducer.agreement import check_settings
 from gradwire.trainer.servers.aggregator import Counts, Scheme

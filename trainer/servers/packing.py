@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec, State
-from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.collectives.compression.codec import Codec, State, rounding_seed
 from gradwire.collectives.sparse import added
 from gradwire.trainer.checkpoint import need_finite
 from gradwire.trainer.reducer.compression import Encoding

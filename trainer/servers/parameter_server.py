@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import CollectiveError, Communicator
-from gradwire.collectives.compression.codec import MatrixCodec
+from gradwire.collectives.compression.codec import MatrixCodec, rehearse
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.compression.rehearsal import rehearse
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.checkpoint import agree, on_all_ranks, without
 from gradwire.trainer.optimizers.copies import copied_attributes, of_copies

@@ -8,9 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec
-from gradwire.collectives.compression.rehearsal import rehearse
-from gradwire.collectives.compression.seeds import rounding_seed
+from gradwire.collectives.compression.codec import Codec, rehearse, rounding_seed
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.compression import Cast, Compressor, Encoding, encoding_for, encoding_of
 from gradwire.trainer.reducer.setup import Combination
