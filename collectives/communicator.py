@@ -172,7 +172,7 @@ class Communicator(Verbs):
             raise
         schedules.by_hand = by_hand
         #: The machine of each rank.
-        self.machines = connection.machines
+        self.machines = membership.machines()
         self.costs: Costs | None = None
         """The measured costs of the links, the same on all ranks; None without a measurement."""
         self.measured: Chooser | None = None

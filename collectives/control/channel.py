@@ -259,11 +259,11 @@ class Channel:
             return set(self.refusal.ranks) - {self.rank}
         return self.others - self._answered
 
-    def connect(self, peers: Collection[int], deadline: float, check: Callable[[], None]) -> dict[int, socket.socket]:
+    def connect(self, peers: Collection[int], deadline: float) -> dict[int, socket.socket]:
         """Return new connections to other ranks, which call this too, by rank. A collective call. Raises LinkError with the ranks
         that do not connect, LargePacketsLost for a path that loses large packets."""
         assert self._monitor is not None
-        return self._monitor.join_peers(self, peers, deadline, check)
+        return self._monitor.join_peers(self, peers, deadline)
 
     # What the Monitor calls, with its lock
 

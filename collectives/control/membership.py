@@ -33,13 +33,13 @@ class Membership:
     """The ranks that are to be connected. A torch ProcessGroup is one way to get one.
 
     rank: this rank among them. size: their number. hosts: see Topology. store: used only by these ranks. device_types: those
-    whose tensors they exchange. secret: authenticates them when they connect. address: that at which the others reach this
-    rank. global_ranks: their ranks in torch.distributed's default group; empty if they have none. beside_others: whether other
-    ranks of the host compute while these wait for each other, so that waits leave the cores to them. monitor: of the ranks that
-    have met; None for a rank alone. places: the members' ranks in `monitor`. scope: distinguishes Communicators of the same
-    members. channel: of the Communicator that is made. cards: what each member has offered to the others, by rank, for a link
-    of gradwire. unshared: why ranks cannot share memory with the other ranks of their host. host: the name of this rank's host,
-    where it may be another one than when the ranks met.
+    whose tensors they exchange. secret: authenticates them when they connect. global_ranks: their ranks in torch.distributed's
+    default group; empty if they have none. beside_others: whether other ranks of the host compute while these wait for each
+    other, so that waits leave the cores to them. monitor: of the ranks that have met; None for a rank alone. places: the
+    members' ranks in `monitor`. scope: distinguishes Communicators of the same members. channel: of the Communicator that is
+    made. cards: what each member has offered to the others, by rank, for a link of gradwire. unshared: why ranks cannot share
+    memory with the other ranks of their host. host: the name of this rank's host, where it may be another one than when the
+    ranks met.
     """
 
     rank: int
@@ -48,7 +48,6 @@ class Membership:
     store: Store
     device_types: tuple[str, ...]
     secret: bytes = field(repr=False)
-    address: str = "127.0.0.1"
     global_ranks: tuple[int, ...] = ()
     beside_others: bool = False
     monitor: Monitor | None = field(repr=False, default=None)
@@ -99,6 +98,11 @@ class Membership:
         seconds. Raises LinkError with ranks that are missing or have ended.
         """
         return [bytes.fromhex(record) for record in self.channel.exchange(f"everyone's {name}", mine.hex(), deadline)]
+
+    @property
+    def address(self) -> str:
+        """Return the address at which the other members reach this rank."""
+        return "127.0.0.1" if self.monitor is None else self.monitor.address
 
     @property
     def keepers(self) -> tuple[int, ...]:
@@ -152,7 +156,6 @@ def membership_from(
         PrefixStore(monitor.key, store),
         device_types,
         monitor.secret,
-        monitor.address,
         global_ranks=global_ranks,
         monitor=monitor,
         places=tuple(range(size)),

@@ -251,17 +251,15 @@ class Monitor:
             found = {place: self._neighbours[place] for place in places if place in self._neighbours}
             return [place for place, each in found.items() if each.outgoing or each.is_unconfirmed()]
 
-    def join_peers(
-        self, channel: Channel, peers: Collection[int], deadline: float, check: Callable[[], None]
-    ) -> dict[int, socket.socket]:
+    def join_peers(self, channel: Channel, peers: Collection[int], deadline: float) -> dict[int, socket.socket]:
         """See Channel.connect."""
         numbers = {channel.places[rank]: rank for rank in peers}
         untested = {channel.places[rank] for rank in peers} - self._tested
-        arrived = self._join(numbers, _purpose_of(channel.tag), deadline, check, untested)
+        arrived = self._join(numbers, _purpose_of(channel.tag), deadline, channel.check, untested)
         made = {numbers[place]: each.connection for place, each in arrived.items()}
         try:
             tested = [numbers[place] for place, each in arrived.items() if each.purpose.endswith(_TESTS)]
-            check_paths(channel.rank, {rank: made[rank] for rank in tested}, deadline, check)
+            check_paths(channel.rank, {rank: made[rank] for rank in tested}, deadline, channel.check)
         except BaseException:
             for connection in made.values():
                 connection.close()

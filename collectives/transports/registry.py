@@ -13,7 +13,7 @@ from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import shared_memory_wanted
 from gradwire.collectives.errors import by_value, ranks_text
 from gradwire.collectives.parsing import check_name
-from gradwire.collectives.schedules.topology import Machine, Topology
+from gradwire.collectives.schedules.topology import Topology
 from gradwire.collectives.transports.base import Transport
 from gradwire.collectives.transports.process_group import process_group
 from gradwire.collectives.transports.routing import COMPILE_S, auto, offered
@@ -56,12 +56,11 @@ def check_link(name: object, environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Connection:
-    """The Transport and the Channel between the members. machines: the Machine of each member, by rank."""
+    """The Transport and the Channel between the members, and the hosts on which they are now."""
 
     transport: Transport
     channel: Channel
     topology: Topology
-    machines: tuple[Machine, ...]
 
     def close(self) -> None:
         """Close the transport and the channel."""
@@ -117,7 +116,7 @@ def _connect(membership: Membership, link: str, settings: str, timeout_s: float)
             return replace(membership, unshared={**membership.unshared, **problems})
         _check(transport, rank, size, link)
         made.pop_all()
-    return Connection(transport, channel, topology, membership.machines())
+    return Connection(transport, channel, topology)
 
 
 def _check(transport: Transport, rank: int, size: int, link: str) -> None:

@@ -42,7 +42,7 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
         raise RuntimeError(f"link 'tcp': {kernels}")
     rank, channel = membership.rank, membership.channel
     peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
-    connections = channel.connect(peers, time.monotonic() + timeout_s, channel.check) if peers else {}
+    connections = channel.connect(peers, time.monotonic() + timeout_s) if peers else {}
     transport = TcpTransport(rank, membership.size, connections)
     transport.routes = (f"{ranks_text(peers)}: TCP, from {membership.address}",)
     return transport

@@ -317,7 +317,7 @@ def test_channels_connect_their_ranks_by_connections_of_their_own() -> None:
 
             def connect(rank: int, opened: list[Channel] = opened, ends: dict[int, socket.socket] = ends) -> None:
                 channel = opened[rank]
-                ends[rank] = channel.connect([1 - rank], time.monotonic() + DEADLINE_S, channel.check)[1 - rank]
+                ends[rank] = channel.connect([1 - rank], time.monotonic() + DEADLINE_S)[1 - rank]
 
             run_ranks(2, connect)
             ends[0].sendall(scope.encode())
