@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Iterable
@@ -113,7 +112,14 @@ class Communicator(Verbs):
         meeting = group if isinstance(group, Membership) else Attempt.of(group)
         try:
             rank = group.rank if isinstance(group, Membership) else group.rank()
-            _check_arguments(rank, timeout_s, segment_bytes, stall_warning_s, stall_shutdown_s)
+            check_seconds(rank, "timeout_s", timeout_s)
+            for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
+                if seconds is not None:
+                    check_seconds(rank, name, seconds)
+            if segment_bytes is not None and not isinstance(segment_bytes, int):
+                raise TypeError(f"rank {rank}: segment_bytes={segment_bytes!r}: a whole number is needed")
+            if segment_bytes is not None and segment_bytes <= 0:
+                raise ValueError(f"rank {rank}: segment_bytes={segment_bytes} must be positive")
             check_link(link, os.environ)
             tuning_file = None if tuning in ("0", "1") else _tuning_file(tuning)
             host = host_id()
@@ -337,25 +343,6 @@ def _tuning_file(name: str) -> TuningFile:
     from gradwire.collectives.tuning import TuningFile
 
     return TuningFile(name)
-
-
-def _check_arguments(
-    rank: int,
-    timeout_s: float,
-    segment_bytes: int | None,
-    stall_warning_s: float | None,
-    stall_shutdown_s: float | None,
-) -> None:
-    """Raise ValueError or TypeError for arguments that a Communicator cannot have."""
-    if segment_bytes is not None and not isinstance(segment_bytes, int):
-        raise TypeError(f"rank {rank}: segment_bytes={segment_bytes!r}: a whole number is needed")
-    if not (timeout_s > 0 and math.isfinite(timeout_s)) or (segment_bytes is not None and segment_bytes <= 0):
-        raise ValueError(
-            f"rank {rank}: timeout_s={timeout_s} and segment_bytes={segment_bytes} must be positive and finite"
-        )
-    for name, seconds in (("stall_warning_s", stall_warning_s), ("stall_shutdown_s", stall_shutdown_s)):
-        if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
-            raise ValueError(f"rank {rank}: {name}={seconds}: it must be positive and finite, or None to turn it off")
 
 
 def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:

@@ -1,1 +1,1 @@
-"""The execution of plans: the operations of a Communicator, one at a time, and the loop that runs a program on a link."""
+"""The execution of operations: a Communicator keeps the calls that it has prepared, and runs them one at a time."""

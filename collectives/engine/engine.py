@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ class Engine:
                 return self.run(call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s)
         run = call.direct if direct and call.direct is not None else call.run
         if self._records:
-            run = self._recorded(run, call, now_ns())
+            run = partial(self._record_run, run, call, now_ns())
         return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
 
     def record(self, lane: Lane | None, tally: OperationTally | None) -> None:
@@ -190,16 +191,10 @@ class Engine:
             if self._tally is not None:
                 self._tally.add(verb, now_ns() - begin_ns, notes)
 
-    def _recorded(
-        self, run: Callable[[Any, Any, int, float], None], call: PreparedCall, issued_ns: int
-    ) -> Callable[[Any, Any, int, float], None]:
-        """Return a call's run that records it, and how long it was queued."""
-
-        def recorded(source: Any, destination: Any, tag: int, deadline: float) -> None:
-            with self._recording(call.text, call.notes, queued_us=(now_ns() - issued_ns) / 1e3):
-                run(source, destination, tag, deadline)
-
-        return recorded
+    def _record_run(self, run: Callable[..., None], call: PreparedCall, issued_ns: int, *given: Any) -> None:
+        """Run a call's run with what it is given, and record the call and how long it was queued."""
+        with self._recording(call.text, call.notes, queued_us=(now_ns() - issued_ns) / 1e3):
+            run(*given)
 
     def span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Return a context manager that records a part of a call, if its parts are recorded."""
@@ -341,7 +336,7 @@ class Engine:
         key = (codec, device.type, with_feedback)
         if key not in self._rehearsed and self.operations.usable:
             rehearse(codec, device, with_feedback=with_feedback)
-            if len(self._rehearsed) == _KEPT_CALLS:
+            if len(self._rehearsed) >= _KEPT_CALLS:
                 self._rehearsed.clear()
             self._rehearsed.add(key)
 

@@ -221,14 +221,9 @@ class FailureMonitor:
     ) -> CollectiveError:
         """Break the Communicator, report the failed operation to the other ranks, and return the error that says which rank
         caused it. timeout_s: the seconds from the start of the turn to the deadline. peers: the other ranks of a message."""
-        self.failure = self._explained(error, call, timeout_s, deadline, peers)
-        return self.failure
-
-    def _explained(
-        self, error: LinkError, call: str, timeout_s: float, deadline: float, peers: frozenset[int]
-    ) -> CollectiveError:
         if self.exiting:
-            return CollectiveError("this process is exiting", rank=self._rank, operation=call)
+            self.failure = CollectiveError("this process is exiting", rank=self._rank, operation=call)
+            return self.failure
         is_overdue = isinstance(error, OverdueError)
         others = self._watch.others if not isinstance(error, InVainError) else frozenset()
         awaited = frozenset() if is_overdue else error.awaited or peers or others
@@ -251,7 +246,8 @@ class FailureMonitor:
         asked_at = self._stalls.ask()
         findings = inquire(self._watch, report, self.agreement)
         where = self._stalls.answers(asked_at, findings.reports.keys())
-        return verdict(replace(findings, whereabouts=where), self._rank, str(error))
+        self.failure = verdict(replace(findings, whereabouts=where), self._rank, str(error))
+        return self.failure
 
 
 def _sent(error: LinkError) -> str:

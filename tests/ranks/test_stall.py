@@ -164,7 +164,7 @@ def test_times_are_positive() -> None:
     for name in ("stall_warning_s", "stall_shutdown_s"):
         for seconds in (0, -1.0, float("inf"), float("nan")):
             wrong: dict[str, Any] = {name: seconds}
-            with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: {name}={seconds}: it must be positive"):
+            with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: {name}={seconds} must be positive"):
                 Communicator(**wrong)
     with Communicator(stall_warning_s=None) as comm:
         comm.barrier()
