@@ -166,7 +166,7 @@ job, folder = sys.argv[1], Path(sys.argv[2])
 place = ["A0", "B1", "A1", "B0"].index(job + os.environ["RANK"])
 (folder / str(place)).touch()
 ready_by = time.monotonic() + 60
-while len(list(folder.iterdir())) < 4 and time.monotonic() < ready_by:  # importing takes longer than the hub waits
+while len(list(folder.iterdir())) < 4 and time.monotonic() < ready_by:  # importing takes longer than the coordinator waits
     time.sleep(0.01)
 time.sleep(0.2 * place)  # they arrive in this order, within the second that the coordinator waits
 hvd.init(timeout_s=30)

@@ -31,14 +31,14 @@ def card_of(rank: int) -> Card:
 
 
 def hub_at(port: int) -> str:
-    """Return the text by which the store names a hub of rank 0 on this host."""
+    """Return the text by which the store names a coordinator of rank 0 on this host."""
     return CoordinatorPlace.of(
         card_of(0) | {"address": "127.0.0.1", "loopback": ""}, port, "earlier", "token"
     ).to_text()
 
 
 class WatchedStore(HashStore):  # type: ignore[misc]
-    """Lets a test publish a new hub only after a rank has read the address of the earlier one. was_read: set by then."""
+    """Lets a test publish a new coordinator only after a rank has read the address of the earlier one. was_read: set by then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def says_nothing(program: socket.socket) -> object:
 
 
 def challenges(program: socket.socket) -> None:
-    """Send as many bytes as a hub does, but no proof."""
+    """Send as many bytes as a coordinator does, but no proof."""
     program.accept()[0].sendall(bytes(HANDSHAKE_BYTES))
 
 
@@ -80,7 +80,7 @@ def answers_in_json(program: socket.socket) -> None:
     "program_there", [has_ended, is_cut_off, ends_the_connection, says_nothing, challenges, answers_in_json]
 )
 def test_a_restarted_rank_waits_for_a_new_hub(program_there: Callable[[socket.socket], object]) -> None:
-    """The store names an earlier hub, at whose address another program may listen by now."""
+    """The store names an earlier coordinator, at whose address another program may listen by now."""
     store = WatchedStore()
 
     def come(rank: int) -> Monitor:
@@ -125,7 +125,7 @@ def test_a_rank_that_waits_for_a_stopped_store_at_the_deadline_is_not_blamed() -
 
 
 def test_a_rank_whose_loss_is_noted_is_lost_also_while_it_is_dialled() -> None:
-    """The queue of the hub is full, so that no connection comes about."""
+    """The queue of the coordinator is full, so that no connection comes about."""
     store, asked = HashStore(), 0
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, socket.create_connection(hub.getsockname()):
         store.set("hub", hub_at(hub.getsockname()[1]))
@@ -167,8 +167,8 @@ def test_a_rank_that_ends_right_after_its_card_is_lost() -> None:
 def test_a_process_turned_away_between_two_looks_does_not_report_the_hub_as_lost(
     monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """The hub refuses the process and closes the connection just before a look. A report that the hub is lost would end the job
-    that turned the process away."""
+    """The coordinator refuses the process and closes the connection just before a look. A report that the coordinator is lost
+    would end the job that turned the process away."""
     here, hub = socket.socketpair()
     presence = CoordinatorClient(card_of(1), 0, here)
     looks, look = 0, presence._look

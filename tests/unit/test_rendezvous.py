@@ -78,7 +78,7 @@ def assert_fails_at_once(coming: Future[Monitor], *said: str) -> LinkError:
 
 @pytest.mark.parametrize("message", [NESTED, HTTP, bytes(FLOOD_BYTES), greeting(1) + bytes(FLOOD_BYTES)])
 def test_strangers_end_their_connections_only(job: Callable[[int], Job], message: bytes) -> None:
-    """Whatever they send, the hub reads a few hundred bytes of it."""
+    """Whatever they send, the coordinator reads a few hundred bytes of it."""
     two = job(2)
     two.start(0)
     with two.stranger() as stranger:
@@ -125,7 +125,7 @@ def test_a_member_that_makes_no_sense_is_lost(job: Callable[[int], Job]) -> None
 
 
 def test_another_build_is_named_on_all_ranks(job: Callable[[int], Job]) -> None:
-    """By the rank of the hub, by one that has arrived, and by one that arrives later."""
+    """By the rank of the coordinator, by one that has arrived, and by one that arrives later."""
     three = job(3)
     for rank in range(2):
         three.start(rank)
@@ -219,7 +219,7 @@ def test_a_rank_that_fails_before_it_finds_the_hub_is_named_at_once(
 
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_a_rank_that_withdraws_is_named_at_once(job: Callable[[int], Job], comes_first: bool) -> None:
-    """Where the first rank that arrives runs the hub."""
+    """Where the first rank that arrives runs the coordinator."""
     three = job(3)
     if comes_first:
         three.start(0, coordinator_rank=None)
