@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.kernels.layout import pad16
-from gradwire.collectives.kernels.reference.randomness import lowbias32
+from gradwire.collectives.kernels.reference.blocks import lowbias32
 
 #: The state that a codec keeps from earlier encodings of one part of a buffer, beside the residual: tensors, changed in place.
 State: TypeAlias = dict[str, Tensor]

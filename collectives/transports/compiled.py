@@ -85,7 +85,7 @@ class CompiledLoop:
         return run
 
     def _request(self, *words: int) -> np.ndarray:
-        """Return a request for kernels.follow. words: its fields from ITEMSIZE to CODING."""
+        """Return a request for kernels.execute_program. words: its fields from ITEMSIZE to CODING."""
         unset = (0,) * (self._kernels.REQUEST_FIELDS - len(self._addresses) - len(words))
         return np.array((*self._addresses, *words, *unset), dtype=np.int64)
 
@@ -139,7 +139,7 @@ class CompiledLoop:
             for table in tables:
                 instructions, words = table.buffer_info()
                 count = words // kernels.INSTRUCTION_FIELDS
-                while (status := kernels.follow(address, instructions, count, *arguments)) != kernels.FINISHED:
+                while (status := kernels.execute_program(address, instructions, count, *arguments)) != kernels.FINISHED:
                     link = self.links[int(request[kernels.AT_NEAR])]
                     if status == kernels.FULL:
                         link.grow()

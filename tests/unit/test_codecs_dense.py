@@ -26,9 +26,8 @@ from gradwire.collectives.compression.dense import (
 )
 from gradwire.collectives.kernels.cpu import entries as cpu_kernels
 from gradwire.collectives.kernels.cuda import kernels as cuda
-from gradwire.collectives.kernels.reference.blocks import block_sums
+from gradwire.collectives.kernels.reference.blocks import block_sums, random_bits
 from gradwire.collectives.kernels.reference.quantize import FLOAT8
-from gradwire.collectives.kernels.reference.randomness import random_bits
 from tests.cuda_machine.cases import DENSE, MORE_KINDS, Pair, check, decoded, encoded, numbers
 
 #: With blocks besides that only a CPU has.

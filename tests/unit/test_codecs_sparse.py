@@ -12,8 +12,8 @@ from torch import Tensor
 from gradwire.collectives.compression.codec import State
 from gradwire.collectives.compression.sparse import DGC, ChunkTopK, RandomK, Sparse, Threshold, TopK
 from gradwire.collectives.kernels.cpu import entries as cpu_kernels
+from gradwire.collectives.kernels.cpu.blocks import random_bits
 from gradwire.collectives.kernels.cpu.keys import key_of
-from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.selection import SIDE_BY_SIDE
 from gradwire.collectives.kernels.layout import CHUNK
 from tests.cuda_machine.cases import CHUNKED, MORE_KINDS, Pair, bits, check, code, decoded, encoded, numbers

@@ -1,4 +1,4 @@
-"""The common parts of the dense codecs: the loops over blocks, the sums and maxima of a block, and the residual.
+"""The common parts of codecs: the loops over blocks, the sums and maxima of a block, the residual, and random numbers.
 
 Addresses are int64. The encoded numbers c are the values, or values + residual if the residual's address is not 0.
 
@@ -9,42 +9,37 @@ of a float (as integers they have an order that NaN and Inf do not disturb), rou
 from __future__ import annotations
 
 import numpy as np
-from numba import int32, int64, njit, uint8, uint32
+from numba import float32, int32, int64, njit, uint32
 
 from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.intrinsics import (
+    FLOAT,
     bfloat16_of,
     bits_of,
+    call,
     field,
     float32_at,
     float_of,
     float_of_bfloat16,
-    uint8_at,
+    instruction,
     uint16_at,
 )
-from gradwire.collectives.kernels.cpu.scratch import room
+from gradwire.collectives.kernels.cpu.scratch import clear_bytes, room
 
 NAN, INFINITY = np.float32(np.nan), np.float32(np.inf)
 ZERO, ONE = np.float32(0), np.float32(1)
 SMALLEST = np.int32((127 - 100) << 23)  # the bits of 2^-100: a block whose largest magnitude is below is zero
 LARGEST = np.int32((127 + 127) << 23)  # of 2^127: a block with this or a larger magnitude, NaN or Inf is not finite
+_STEP = np.float32(2.0**-24)
 
 pad16 = njit(layout.pad16)
 
 
 @njit
-def clear(address, nbytes):
-    """Set bytes to 0."""
-    p = uint8_at(address)
-    for i in range(nbytes):
-        p[i] = uint8(0)
-
-
-@njit
 def clear_padding(wire, code_bytes, scale_bytes):
     """Fill the two sections of a wire up with zeros."""
-    clear(wire + code_bytes, pad16(code_bytes) - code_bytes)
-    clear(wire + pad16(code_bytes) + scale_bytes, pad16(scale_bytes) - scale_bytes)
+    clear_bytes(wire + code_bytes, pad16(code_bytes) - code_bytes)
+    clear_bytes(wire + pad16(code_bytes) + scale_bytes, pad16(scale_bytes) - scale_bytes)
 
 
 @njit
@@ -194,9 +189,9 @@ def block_by_block(bits, scale_bytes, limit_of, scaling, coding, decoding, block
             else:
                 float32_at(scales)[index] = scale
             if scale != scale:
-                clear(codes, (n * bits + 7) // 8)
+                clear_bytes(codes, (n * bits + 7) // 8)
                 if residual != 0:
-                    clear(r, 4 * n)
+                    clear_bytes(r, 4 * n)
                 continue
             coding(v, r, codes, digits, n, scale, factor, limit, way, start, seed)
         clear_padding(wire, code_bytes, scale_bytes * blocks)
@@ -225,3 +220,34 @@ def always(limit):
         return number
 
     return limit_of
+
+
+# The random numbers of the codecs: a function of a position and a seed, the same on every kind of processor.
+
+
+@instruction(float32, float32)
+def _floor(builder, number):
+    """Return the largest integer that is not above, as a float (math.floor makes 64-bit integers)."""
+    return call(builder, "llvm.floor.f32", FLOAT, number)
+
+
+@njit
+def random_bits(index, seed):
+    """Return 32 random bits for a position: Wellons' lowbias32 (2018) of index * 0x9E3779B9 + seed."""
+    x = uint32(uint32(uint32(index) * uint32(0x9E3779B9)) + seed)
+    x = uint32(uint32(x ^ (x >> uint32(16))) * uint32(0x7FEB352D))
+    x = uint32(uint32(x ^ (x >> uint32(15))) * uint32(0x846CA68B))
+    return uint32(x ^ (x >> uint32(16)))
+
+
+@njit
+def uniform(index, seed):
+    """Return a float32 in [0, 1) for a position, in steps of 2^-24."""
+    return float32(int32(random_bits(index, seed) >> uint32(8))) * _STEP
+
+
+@njit
+def rounded_stochastically(number, index, seed):
+    """Return one of the two integers beside a number, as a float, of which the number is the mean."""
+    below = _floor(number)
+    return below + (np.float32(1) if uniform(index, seed) < number - below else np.float32(0))

@@ -10,6 +10,7 @@ from numba import int64, njit, types, uint32
 
 from gradwire.collectives.kernels import layout
 from gradwire.collectives.kernels.cpu.arithmetic import combine
+from gradwire.collectives.kernels.cpu.blocks import random_bits
 from gradwire.collectives.kernels.cpu.intrinsics import (
     FLOAT,
     I64,
@@ -24,7 +25,6 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
 )
 from gradwire.collectives.kernels.cpu.messages import UNSTARTED
 from gradwire.collectives.kernels.cpu.messages import move_some as move_near
-from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.rows import add_row, is_done, row_of
 from gradwire.collectives.kernels.cpu.tcp import SLICE_MS, SLICE_NS, add_message
 from gradwire.collectives.kernels.cpu.tcp import move_some as move_far
@@ -166,14 +166,14 @@ def _call_decode(builder, function, code, values, count, settings, add):
 
 @njit
 def _mixed(seed, value):
-    """Return 32 bits that mix both numbers: see gradwire.collectives.compression.seeds."""
+    """Return 32 bits that mix both numbers: see gradwire.collectives.compression.codec."""
     return int64(random_bits(seed, uint32(value + 1)))
 
 
 @njit
 def _code(coding, rank, kind, offset, length, place, number, segment, block):
-    """Encode, decode, add or divide, as run.executor.Codes.work() does. Return FINISHED, or MALFORMED for a code that does not
-    fit."""
+    """Encode, decode, add or divide, as transports.codes.Codes.work() does. Return FINISHED, or MALFORMED for a code that does
+    not fit."""
     in_sum = field(coding, layout.HAS_SUM) if kind == layout.ENCODE else int64(number == 1)
     values = field(coding, layout.SUMS) if in_sum != 0 else field(coding, layout.VALUES) + 4 * offset
     set_field(coding, layout.HAS_SUM, in_sum if kind == layout.COMPLETE else int64(0))
@@ -203,7 +203,7 @@ def _code(coding, rank, kind, offset, length, place, number, segment, block):
     return layout.FINISHED
 
 
-def follow(request, instructions, count, tag, source, destination, scratch):
+def execute_program(request, instructions, count, tag, source, destination, scratch):
     """Run the `count` instructions of a program. After PENDING or FULL, call it again with the same arguments.
 
     source, destination, scratch: where its numbers lie; of a program of codes, `scratch` has the codes.

@@ -31,7 +31,7 @@ KERNELS = {
     "waits": ("publish",),
     "messages": ("add", "move", "next_sender"),
     "tcp": ("add", "wait_for", "next_sender"),
-    "execute_program": ("follow",),
+    "execute_program": ("execute_program",),
     "arithmetic": tuple(
         f"reduce_{dtype}"
         for dtype in ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64")

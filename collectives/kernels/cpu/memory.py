@@ -1,4 +1,4 @@
-"""A 64-bit hash of memory, and copies of memory that add up what they copy: see reference.hashing and reference.copying."""
+"""A 64-bit hash of memory, and copies of memory that add up what they copy: see reference.memory."""
 
 from __future__ import annotations
 

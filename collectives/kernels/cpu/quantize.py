@@ -18,6 +18,7 @@ from gradwire.collectives.kernels.cpu.blocks import (
     maximum_of,
     put,
     quotient,
+    rounded_stochastically,
     scaling_to,
 )
 from gradwire.collectives.kernels.cpu.digits import decode_fours, pack_fours, packing
@@ -33,7 +34,6 @@ from gradwire.collectives.kernels.cpu.intrinsics import (
     uint8_at,
     uint16_at,
 )
-from gradwire.collectives.kernels.cpu.randomness import rounded_stochastically
 
 # fp16, bf16: a number of 16 bits for each of 32.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import int64, njit, types
+from numba import int64, njit, types, uint8
 from numba.core import cgutils
 
-from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I32, I64, float32_at, instruction
+from gradwire.collectives.kernels.cpu.intrinsics import FLOAT, I32, I64, float32_at, instruction, uint8_at
 
 PIECE = 1024  # numbers for which there is room
 
@@ -67,12 +67,19 @@ def stream(source, target, numel):
 
 
 @njit
+def clear_bytes(address, nbytes):
+    """Set bytes to zero."""
+    p = uint8_at(address)
+    for i in range(nbytes):
+        p[i] = uint8(0)
+
+
+@njit
 def clear(out, n):
     """Set numbers to zero, many of them past the caches."""
-    zeros, to = room(), float32_at(out)
+    zeros = room()
     if not streams(out, n):
-        for i in range(n):
-            to[i] = 0
+        clear_bytes(out, 4 * n)
         return
     for i in range(PIECE):
         float32_at(zeros)[i] = 0

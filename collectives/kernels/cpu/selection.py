@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import float32, int32, int64, njit
 
+from gradwire.collectives.kernels.cpu.blocks import random_bits
 from gradwire.collectives.kernels.cpu.intrinsics import float32_at, float_of, int32_at
 from gradwire.collectives.kernels.cpu.keys import (
     INFINITY_KEY,
@@ -18,7 +19,6 @@ from gradwire.collectives.kernels.cpu.keys import (
     lowest_bit,
     reaching,
 )
-from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.layout import SELECT_LEAST, SELECT_SAMPLES
 
 _AHEAD = 4  # as many of a word are appended without asking

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numba import float32, int64, njit
 
-from gradwire.collectives.kernels.cpu.blocks import folded
+from gradwire.collectives.kernels.cpu.blocks import folded, random_bits
 from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, float64_at, int32_at
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
-from gradwire.collectives.kernels.cpu.randomness import random_bits
 from gradwire.collectives.kernels.cpu.scratch import PIECE, clear, room, settle, stream, streams
 
 

@@ -16,11 +16,13 @@ from gradwire.collectives.kernels.cpu.blocks import (
     maximum_of,
     ordered_sum,
     quotient,
+    random_bits,
+    rounded_stochastically,
     scaling_to,
+    uniform,
 )
 from gradwire.collectives.kernels.cpu.digits import decode_fours, decode_twos, pack_fours, pack_twos, packing
 from gradwire.collectives.kernels.cpu.intrinsics import bits_of, float32_at, float_of, int8_at, uint8_at
-from gradwire.collectives.kernels.cpu.randomness import random_bits, rounded_stochastically, uniform
 
 _NAN_BITS, _INFINITY_BITS = np.int32(0x7FC00000), np.int32(0x7F800000)
 _NATURAL_OFFSET = np.int32(127 - 77)  # exponent field of a float less the code of its power of two: 1 stands for 2^-76

@@ -33,12 +33,14 @@ from gradwire.collectives.kernels.reference.blocks import (
     lengths,
     put,
     quotient,
+    random_bits,
     scaled,
     scales_of,
+    stochastic,
+    uniform,
     with_nan,
     write,
 )
-from gradwire.collectives.kernels.reference.randomness import random_bits, stochastic, uniform
 
 # Small integers ("digits") packed into a few bits each, and unpacked.
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.kernels.layout import CHUNK, pad16
-from gradwire.collectives.kernels.reference.blocks import block_sums, corrected, in_blocks
-from gradwire.collectives.kernels.reference.randomness import random_bits
+from gradwire.collectives.kernels.reference.blocks import block_sums, corrected, in_blocks, random_bits
 
 
 def _one_nan(numbers: Tensor) -> Tensor:
