@@ -54,7 +54,8 @@ MOVED = (
     torch.uint64,
 )
 
-_TORCH_OPS = {
+#: torch's ops, and our names for them.
+TORCH_OPS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "average",
     dist.ReduceOp.MIN: "min",
@@ -68,7 +69,7 @@ _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 def op_name(rank: int, op: Op) -> str:
     """Return one of 'sum', 'average', 'min', 'max', 'product'. Raises ValueError for anything else."""
-    name = op if isinstance(op, str) else _TORCH_OPS.get(op)
+    name = op if isinstance(op, str) else TORCH_OPS.get(op)
     if name not in COMBINE:
         raise ValueError(
             f"rank {rank}: op is {op!r}; allowed are {', '.join(map(repr, COMBINE))} and torch's ReduceOp of these names"

@@ -60,11 +60,14 @@ class CodedProgram(Program):
         self._lead = len(first)
         self._in_turn = lookahead > 0
         rounds = first + schedule.rounds
-        # By action and block, the last round that has it.
-        self._last: dict[Action, dict[int, int]] = {action: {} for action in Action}
+        # By block, the last round in which it is received, and in which codes are added to it.
+        self._last_received: dict[int, int] = {}
+        self._last_reduced: dict[int, int] = {}
         for index, steps in enumerate(rounds):
             for step in steps:
-                self._last[step.action].update(dict.fromkeys(range(*step.span), index))
+                if step.action is not Action.SEND:
+                    last = self._last_reduced if step.action is Action.REDUCE else self._last_received
+                    last.update(dict.fromkeys(range(*step.span), index))
         self._lengths = sorted({span.length for layout in segments for span in layout})
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
 
@@ -136,7 +139,7 @@ class CodedProgram(Program):
         for block in _blocks(flight, steps, Action.REDUCE):
             own = self._decode(flight, block)
             codes = sorted((*(a for a in arrivals if a.block == block), own), key=lambda code: self._order[code.peer])
-            completes = self._last[Action.RECEIVE].get(block, -1) < index == self._last[Action.REDUCE][block]
+            completes = self._last_received.get(block, -1) < index == self._last_reduced[block]
             in_sum = completes and self._encodes_sums
             for position, code in enumerate(codes):
                 if code is not own:

@@ -27,7 +27,7 @@ from gradwire.collectives.control.membership import ROUNDING_S, Membership
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.environment import GLOO_INTERFACE
 from gradwire.collectives.errors import LinkError
-from gradwire.collectives.reduction import finish
+from gradwire.collectives.reduction import TORCH_OPS, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS, recursive_doubling
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.schedule import Place
@@ -51,13 +51,8 @@ from gradwire.collectives.transports.nccl import NEVER, NcclConnections
 _ABORT_TAG = 2**31 - 1
 _ABORT_WAIT = timedelta(milliseconds=1)
 
-_OPS: dict[str, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "average": dist.ReduceOp.SUM,  # gloo's AVG is wrong on some paths, so finish() divides
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+#: gloo's AVG is wrong on some paths, so finish() divides.
+_OPS: dict[str, Any] = {name: op for op, name in TORCH_OPS.items()} | {"average": dist.ReduceOp.SUM}
 
 #: The options of each verb of a backend.
 _OPTIONS: dict[str, Callable[[], Any]] = {
