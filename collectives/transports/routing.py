@@ -55,7 +55,7 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
             refusing = [each for each, card in enumerate(cards) if not card["memory"]]
             if hosts_are_shared and rank == 0 and 0 < len(refusing) < size:
                 _log.warning("gradwire: no shared memory: %s=0 on %s", SHARED_MEMORY, ranks_text(refusing))
-            neighbours = sharing(membership) if hosts_are_shared and not refusing else ()
+            neighbours = () if refusing else sharing(membership)
             far: Transport = group
             without = {each: card["sockets"] for each, card in enumerate(cards) if card["sockets"]}
             if len(neighbours) < size:
@@ -69,9 +69,8 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
             near: SharedMemoryTransport | None = None
             kernels = cpu_kernels() if neighbours else ""
             if not isinstance(kernels, str):
-                local = join_host(
-                    membership, neighbours, kernels
-                )  # last: a rank that cannot share memory has connected
+                # Last: a rank that cannot share memory has connected.
+                local = join_host(membership, neighbours, kernels)
                 reduces = local.size == size and "cuda" not in membership.device_types
                 near = SharedMemoryTransport(local, rank, size, SharedMemory(local) if reduces else None)
                 made.enter_context(closing(near))
