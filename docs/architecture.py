@@ -31,8 +31,8 @@ PURPOSES = {
 }
 #: Modules that only help others.
 HELPERS = {
-    *("arguments", "daemon", "environment", "errors", "forks", "notation"),
-    *("optimizers", "precompile", "reduction", "scheduling", "torch_internals"),
+    *("arguments", "daemon_thread", "environment", "errors", "forks", "optimizers"),
+    *("parsing", "precompile", "reduction", "thread_priority", "torch_internals"),
 }
 #: The width of the picture, of the names of the layers, and of the name of a module beside its sentence; letters in a unit of it.
 WIDTH, LABEL, BESIDE, LETTERS = 15.0, 2.6, 1.8, 11.3
