@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ _BOOL_OPS = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 def op_name(rank: int, op: Op) -> str:
     """Return one of 'sum', 'average', 'min', 'max', 'product'. Raises ValueError for anything else."""
-    name = op if isinstance(op, str) else TORCH_OPS.get(op)
+    name = op if isinstance(op, str) else TORCH_OPS.get(op) if isinstance(op, Hashable) else None
     if name not in COMBINE:
         raise ValueError(
             f"rank {rank}: op is {op!r}; allowed are {', '.join(map(repr, COMBINE))} and torch's ReduceOp of these names"

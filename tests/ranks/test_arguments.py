@@ -65,6 +65,7 @@ MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], ob
         "seed of feedback": ("seed='one'", lambda c: c.new_feedback("int8", 3, seed="one")),
         "step before the first": ("step=-1", lambda c: c.allreduce(TWO, compression="int8", step=-1)),
         "unknown op": ("'median'.*'sum', 'average', 'min', 'max', 'product'", lambda c: c.allreduce(TWO, "median")),
+        "op that cannot be hashed": (r"\[.sum.\].*.sum., .average.", lambda c: c.prepare_allreduce(TWO, ["sum"])),
         "ReduceOp without a name here": ("sum", lambda c: c.allreduce(TWO, dist.ReduceOp.BXOR)),
         "unknown algorithm": ("'quick'.*ring.*native", lambda c: c.allreduce(TWO, algorithm="quick")),
         "algorithm of another verb": ("'ring'.*direct", lambda c: c.alltoall(TWO, TWO.clone(), algorithm="ring")),
