@@ -167,7 +167,10 @@ def compare_recorded_calls() -> None:
             recorded = functions_of(call)
             comm.record(None)
             assert recorded >= alone
-            assert all("record" in name or file == "timeline.py" for file, name in recorded - alone), recorded - alone
+            more = (
+                recorded - alone - {("engine.py", "run")}
+            )  # the entry of calls that are recorded, asynchronous, or in inference mode
+            assert all("record" in name or file == "timeline.py" for file, name in more), more
 
 
 def functions_of(call: Callable[[], object]) -> set[tuple[str, str]]:
