@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -115,7 +116,9 @@ class Engine:
         if call is None:
             # What the call keeps must be usable in any mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                call = prepare(self, source, destination, *given)
+                call = prepare(
+                    weakref.proxy(self), source, destination, *given
+                )  # else what is kept would keep this object alive
             if key is not None and self.operations.usable:
                 if len(self._calls) == _KEPT_CALLS:
                     self._calls.clear()
@@ -165,10 +168,16 @@ class Engine:
         if torch.is_inference_mode_enabled():  # tensors that the call makes and keeps must be usable in any mode
             with torch.inference_mode(False):
                 return self.run(call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s)
-        run = call.direct if direct and call.direct is not None else call.run
+        run = call.run if not direct or call.direct is None else call.direct
+        if async_op and run is call.run:
+            run = partial(self._alive, run)
         if self._records:
             run = partial(self._record_run, run, call, now_ns())
         return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
+
+    def _alive(self, run: Callable[[Any, Any, int, float], None], *given: Any) -> None:
+        """Run a queued call; its caller may have dropped the Communicator, to which what is prepared refers weakly."""
+        run(*given)
 
     def record(self, lane: Lane | None, tally: OperationTally | None) -> None:
         """Record later calls, and in the lane also the parts of programs and codes. None: record nothing there."""
@@ -316,8 +325,10 @@ class Engine:
         program = self.schedules.inside_hosts(which, partition.parts, like.element_size(), grouped=grouped)
         run = self.follow("allreduce", "hierarchical", program, like, partition.numel)
 
+        via_host = device.type == "cuda" and self.via_host
+
         def staged(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
-            buffer = self.buffer(flat)
+            buffer = Buffer([flat], via_host=via_host)
             run(buffer.flat, buffer.flat, tag, deadline)
             buffer.store()
 
