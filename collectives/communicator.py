@@ -297,11 +297,11 @@ class Communicator(Verbs):
         of the same topic; posted() returns the latest ones. For what a record may contain, see allgather_record(). This is not
         an operation: no other rank needs to take part.
         """
-        self._engine.watch.post(topic, record)
+        self._engine.channel.post(topic, record)
 
     def posted(self, topic: str) -> dict[int, Any]:
         """Return the latest record of a topic from each rank, this one included, by rank. Returns at once."""
-        return dict(self._engine.watch.posts.get(topic, {}))
+        return dict(self._engine.channel.posts.get(topic, {}))
 
     def record(self, timeline: Timeline | None, name: str = "") -> None:
         """Record this rank's operations in a Timeline from now on, in lanes (rows) whose names begin with `name`. With None as

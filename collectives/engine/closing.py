@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.whereabouts import ExceptHook
-from gradwire.collectives.engine.monitor import weakly
+from gradwire.collectives.engine.failure_monitor import weakly
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.queue import WorkQueue
@@ -41,19 +41,19 @@ class Closing:
     """Ends the operations of one Communicator: it is closed or abandoned, or ends with this object or the process. messages: the
     sent ones are finished before the end."""
 
-    def __init__(self, operations: Operations, messages: Messages, transport: Transport, watch: Channel) -> None:
+    def __init__(self, operations: Operations, messages: Messages, transport: Transport, channel: Channel) -> None:
         self._operations, self._messages = operations, messages
         self._queue, self._monitor = operations.queue, operations.monitor
-        self._transport, self._watch = transport, watch
+        self._transport, self._channel = transport, channel
         self._at_exit = weakly(self.exit)
         atexit.register(self._at_exit)
-        weakref.finalize(self, _abandon, os.getpid(), operations.queue, watch, self._at_exit).atexit = False
+        weakref.finalize(self, _abandon, os.getpid(), operations.queue, channel, self._at_exit).atexit = False
         self._hook = ExceptHook.register(self)
         in_forked_child(self, Closing.disown)
 
     def leave(self, why: str) -> None:
         """Report to the other ranks the exception that is about to end this rank."""
-        self._watch.report_leaving(self._monitor.unfinished, why)
+        self._channel.report_leaving(self._monitor.unfinished, why)
 
     def finish_calls(self, deadline: float) -> None:
         """Wait for the functions to be called after operations, but not beyond the deadline (time.monotonic())."""
@@ -67,7 +67,7 @@ class Closing:
             return False
         atexit.unregister(self._at_exit)
         self._hook.dismiss(self)
-        self._watch.report_leaving(promised, "" if error is None else whereabouts.of_exception(error))
+        self._channel.report_leaving(promised, "" if error is None else whereabouts.of_exception(error))
         return True
 
     def drain(self, deadline: float) -> None:
@@ -81,7 +81,7 @@ class Closing:
             self._queue.close(_LET_GO_S)
         else:
             self._messages.drain(deadline)
-        self._watch.report_done()
+        self._channel.report_done()
 
     def part(self, deadline: float) -> None:
         """Wait until the other ranks have finished their queued operations, but not beyond the deadline (time.monotonic()).
@@ -89,20 +89,20 @@ class Closing:
 
         If a rank closed its connections at once, a slow rank could lose messages that it has yet to receive.
         """
-        watch, has_failed = self._watch, self._monitor.failure is not None
+        channel, has_failed = self._channel, self._monitor.failure is not None
 
         def all_done() -> bool:
-            return watch.others <= watch.done | watch.lost.keys()
+            return channel.others <= channel.done | channel.lost.keys()
 
-        is_done = not has_failed and watch.wait_for(all_done, min(_ACKNOWLEDGE_S, deadline - time.monotonic()))
-        hopeless = has_failed or (not is_done and watch.is_unconfirmed())
+        is_done = not has_failed and channel.wait_for(all_done, min(_ACKNOWLEDGE_S, deadline - time.monotonic()))
+        hopeless = has_failed or (not is_done and channel.is_unconfirmed())
         if not hopeless:
-            watch.wait_for(all_done, deadline - time.monotonic())
-        watch.close(after_failure=hopeless)
+            channel.wait_for(all_done, deadline - time.monotonic())
+        channel.close(after_failure=hopeless)
 
     def join(self) -> None:
         """Wait until the connections that carry news are closed, and close the transport: the last step to close."""
-        self._watch.join()
+        self._channel.join()
         self._transport.close()
 
     def abandon(self, error: BaseException) -> bool:
@@ -111,7 +111,7 @@ class Closing:
         is_first = self.announce(error)
         if is_first:
             self.drain(time.monotonic())
-            self._watch.close(after_failure=True)
+            self._channel.close(after_failure=True)
         return is_first
 
     def disown(self) -> None:
@@ -131,12 +131,12 @@ class Closing:
         A thread that is still inside the backend when the interpreter has ended would abort the process.
         """
         self._monitor.exiting = True
-        self._watch.report_leaving(self._monitor.unfinished)
+        self._channel.report_leaving(self._monitor.unfinished)
         if self._queue.busy():
             self._transport.abort()
             self._queue.close(_LET_GO_S)
-        self._watch.close()
-        self._watch.join()
+        self._channel.close()
+        self._channel.join()
 
 
 def close_all(closings: Iterable[Closing], error: BaseException | None = None) -> None:
@@ -166,13 +166,13 @@ def abandon_all(closings: Iterable[Closing], error: BaseException) -> None:
         each.join()
 
 
-def _abandon(owner: int, queue: WorkQueue, watch: Channel, at_exit: Callable[[], None]) -> None:
+def _abandon(owner: int, queue: WorkQueue, channel: Channel, at_exit: Callable[[], None]) -> None:
     """End the threads and connections of a Communicator that is deleted without having been closed, but not in a forked
     child. Report to the other ranks that this one leaves, and wait for none of them."""
     if os.getpid() != owner:
         return
     atexit.unregister(at_exit)
     if (promised := queue.seal()) is not None:
-        watch.report_leaving(promised, _DELETED)
+        channel.report_leaving(promised, _DELETED)
     queue.close(0.0)
-    watch.close()
+    channel.close()

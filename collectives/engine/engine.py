@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from gradwire.collectives.diagnostics.mismatch import HASH_BYTES
 from gradwire.collectives.diagnostics.timeline import Lane, now_ns
 from gradwire.collectives.engine.buffers import Buffer, kept
 from gradwire.collectives.engine.closing import Closing
-from gradwire.collectives.engine.monitor import weakly
+from gradwire.collectives.engine.failure_monitor import weakly
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.prepared import PreparedCall
@@ -49,14 +50,14 @@ class Engine:
 
     Attributes: rank, size; schedules, and the programs made from them; operations, which runs calls in turn; messages, between
     two ranks; can, what the transport can do; routes and empty, see Transport; device_types, of tensors that the engine can move;
-    control_device, of the framework's own data (tokens, tables, pickled objects); watch, which exchanges news between ranks
+    control_device, of the framework's own data (tokens, tables, pickled objects); channel, which exchanges news between ranks
     beside operations.
     """
 
     def __init__(
         self,
         transport: Transport,
-        watch: Channel,
+        channel: Channel,
         schedules: ScheduleCache,
         timeout_s: float,
         stall_warning_s: float | None,
@@ -70,10 +71,10 @@ class Engine:
         self.device_types = ("cpu", "cuda") if "cpu" in self.can.device_types else ("cuda",)
         self.control_device = self.device_types[0]
         self.via_host = "cuda" not in self.can.device_types
-        self.operations = Operations(transport, watch, timeout_s, stall_warning_s, weakly(self._comparing))
+        self.operations = Operations(transport, channel, timeout_s, stall_warning_s, weakly(self._comparing))
         self.messages = Messages(transport, self.operations)
-        self.closing = Closing(self.operations, self.messages, transport, watch)
-        self.watch = watch
+        self.closing = Closing(self.operations, self.messages, transport, channel)
+        self.channel = channel
         self._lane: Lane | None = None
         self._tally: OperationTally | None = None
         self._records = False
@@ -81,7 +82,7 @@ class Engine:
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
         self._rehearsed: set[tuple[Codec, str, bool]] = set()
-        self._calls: dict[Hashable, PreparedCall] = {}
+        self._calls: OrderedDict[Hashable, PreparedCall] = OrderedDict()  # the last ones that were prepared
 
     # Running calls
 
@@ -112,7 +113,10 @@ class Engine:
         elif (likes := self.likes(source)) is not None:
             others = likes if destination is source else self.likes(destination)
             key = None if others is None else (prepare, given, likes, others)
-        call = None if key is None else self._calls.get(key)
+        try:
+            call = None if key is None else self._calls.get(key)
+        except TypeError:  # an argument that cannot be hashed, which prepare() refuses
+            key = call = None
         if call is None:
             # What the call keeps must be usable in any mode.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
@@ -120,9 +124,9 @@ class Engine:
                     weakref.proxy(self), source, destination, *given
                 )  # else what is kept would keep this object alive
             if key is not None and self.operations.usable:
-                if len(self._calls) == _KEPT_CALLS:
-                    self._calls.clear()
                 self._calls[key] = call
+                if len(self._calls) > _KEPT_CALLS:
+                    self._calls.popitem(last=False)
         if async_op:
             is_in_place = destination is source
             source = _kept(source)

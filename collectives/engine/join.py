@@ -52,12 +52,12 @@ class Joined:
     on_change, which the Monitor's thread calls after each piece of news.
     """
 
-    def __init__(self, watch: Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.allows: Callable[[str], bool] = is_sum
         self.refused = -1
         self.absent: tuple[int, ...] = ()
         self.on_change: Callable[[], object] | None = None
-        self._watch = watch
+        self._channel = channel
         self._round = 0  # how many rounds have ended
         self._announced = -1
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class Joined:
         joined rank.
         """
         with self._lock:  # the calling thread and the Channel's may both run this
-            if sequence == self._announced or not (joined := self.ranks()) or self._watch.rank in joined:
+            if sequence == self._announced or not (joined := self.ranks()) or self._channel.rank in joined:
                 return
             absent = tuple(sorted(rank for rank, (first, _) in joined.items() if first <= sequence))
             if not absent:
@@ -87,29 +87,29 @@ class Joined:
             if not self._missed[-1][-1]:
                 self.absent, self.refused = absent, sequence
             self._announced = sequence
-            self._watch.post(_CALLS, [self._round, self._missed])
+            self._channel.post(_CALLS, [self._round, self._missed])
 
     def note_news(self) -> None:
         """Set has_news if a rank has joined, so that every operation is announced. Call on_change."""
         if self.ranks():
-            self._watch.has_news = True
+            self._channel.has_news = True
         if self.on_change is not None:
             self.on_change()
 
     def join(self, first: int) -> None:
         """Post that this rank contributes zeros from operation `first` on, and the time by its clock."""
-        self._watch.post(_JOINED, [self._round + 1, first, [first - self._begun, time.time()]])
+        self._channel.post(_JOINED, [self._round + 1, first, [first - self._begun, time.time()]])
 
     def ranks(self) -> dict[int, tuple[int, list[float]]]:
         """Return the ranks that have joined in this round. The value of each is the number of the first operation without its
         data, and its time of joining: operations since the round began, and seconds since the epoch by its own clock."""
-        posted = list(self._watch.posts.get(_JOINED, {}).items())
+        posted = list(self._channel.posts.get(_JOINED, {}).items())
         return {rank: (first, late) for rank, (number, first, late) in posted if number > self._round}
 
     def missed(self) -> dict[int, list[list[Any]]]:
         """Return by rank the operations in its last announcement of this round, each as number, text, and whether a joined rank
         may take part."""
-        posted = list(self._watch.posts.get(_CALLS, {}).items())
+        posted = list(self._channel.posts.get(_CALLS, {}).items())
         return {rank: missed for rank, (number, missed) in posted if number == self._round}
 
     def resume(self, first: int) -> None:
@@ -117,7 +117,7 @@ class Joined:
         self._round += 1
         self._begun = first
         self.on_change = None
-        self._watch.reset_has_news()
+        self._channel.reset_has_news()
         self.note_news()  # some may have joined the next round already
 
 
@@ -161,7 +161,7 @@ class Absence:
         self._verbs = verbs
         self._operations = engine.operations
         self._joined = engine.operations.monitor.joined
-        self._watch = engine.watch
+        self._channel = engine.channel
 
     @property
     def timeout_s(self) -> float:
@@ -181,7 +181,7 @@ class Absence:
     @property
     def everyone_left(self) -> bool:
         """Whether all ranks have joined."""
-        return len(self._joined.ranks()) == self._watch.size
+        return len(self._joined.ranks()) == self._channel.size
 
     @property
     def firsts(self) -> Mapping[int, int]:
@@ -198,12 +198,12 @@ class Absence:
     def is_broken(self) -> bool:
         """Whether some rank has failed in an operation, or ended, or this rank has lost its connections to the others. Every
         further operation then raises an error that says why."""
-        return bool(self._watch.reports or self._watch.lost or self._watch.failure)
+        return bool(self._channel.reports or self._channel.lost or self._channel.failure)
 
     @property
     def has_leavers(self) -> bool:
         """Whether some rank closes the Communicator."""
-        return bool(self._watch.left)
+        return bool(self._channel.left)
 
     def allow(self, allows: Callable[[str], bool]) -> None:
         """Set the function that decides, by a call's text, whether a joined rank may take part. It must be the same on all
@@ -232,7 +232,7 @@ class Absence:
         missed = [each for rank, each in self._joined.missed().items() if rank not in joined]
         there = [each for each in missed if each[-1][0] >= sequence]
         entries = [entry for each in there for entry in each if entry[0] == sequence]
-        if there and (any(entry[-1] for entry in entries) or len(there) + len(joined) == self._watch.size):
+        if there and (any(entry[-1] for entry in entries) or len(there) + len(joined) == self._channel.size):
             return WantedOperation(sequence, entries[0][1] if entries else "an unknown operation")
         return None
 
@@ -240,7 +240,7 @@ class Absence:
         """Take part in an operation with zeros. device: where they lie, if the others' numbers are on one of its kind; else on
         any of theirs. Raises what the verb raises, and RuntimeError for an operation that was not fully announced."""
         if not _call_with_zeros(self._verbs, wanted.call, device):
-            rank = self._watch.rank
+            rank = self._channel.rank
             raise RuntimeError(
                 f"rank {rank}: has joined, and cannot take part in operation {wanted.sequence}: {wanted.call}"
             )

@@ -13,7 +13,13 @@ from typing import Any, NoReturn
 from gradwire.collectives.control.channel import Channel
 from gradwire.collectives.diagnostics import whereabouts
 from gradwire.collectives.diagnostics.mismatch import ANY_CALL
-from gradwire.collectives.engine.monitor import COMPARED_CALLS, FailureMonitor, InVainError, OverdueError, weakly
+from gradwire.collectives.engine.failure_monitor import (
+    COMPARED_CALLS,
+    FailureMonitor,
+    InVainError,
+    OverdueError,
+    weakly,
+)
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.engine.work import DONE, Work
@@ -45,17 +51,17 @@ class Operations:
     def __init__(
         self,
         transport: Transport,
-        watch: Channel,
+        channel: Channel,
         timeout_s: float,
         stall_warning_s: float | None = None,
         comparing: Callable[[], Run | None] = lambda: None,
     ) -> None:
         self.timeout_s = timeout_s
-        self.monitor = FailureMonitor(transport, watch, stall_warning_s)
+        self.monitor = FailureMonitor(transport, channel, stall_warning_s)
         last_begun = weakly(self.monitor.last_begun) if transport.capabilities.interruptible else None
         self.queue = WorkQueue("gradwire", last_begun)
         self._rank, self._is_alone = transport.rank, transport.size == 1
-        self._watch = watch
+        self._channel = channel
         self._known = self.monitor.agreement.known
         self._comparing = None if self._is_alone else comparing  # None once it was called
         self._compare: Run | None = None
@@ -92,8 +98,8 @@ class Operations:
         """Run a call in its turn: run(source, destination, tag, deadline). Return its Work, which is done unless async_op is
         True. Turns are numbered in the order of issue, which is arbitrary for calls from several threads. timeout_s: seconds that
         this operation may take from its start; None: the attribute timeout_s."""
-        if self._comparing is not None:
-            self._compare = self._comparing()  # which compiles what it needs before any deadline starts
+        if (comparing := self._comparing) is not None:
+            self._compare = comparing()  # which compiles what it needs before any deadline starts
             self._comparing = None
         if not async_op:
             queue, turn = self.queue, (get_ident(),)
@@ -186,7 +192,7 @@ class Operations:
                 if is_new:
                     monitor.unagreed = sequence
                 monitor.running = monitor.sequence = sequence
-                if self._watch.has_news:
+                if self._channel.has_news:
                     monitor.check_news()
             if self.queue.overdue:
                 raise OverdueError

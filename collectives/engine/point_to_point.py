@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import cast
 
 from gradwire.collectives.engine.buffers import Buffer
-from gradwire.collectives.engine.monitor import LAST_WORDS_S
+from gradwire.collectives.engine.failure_monitor import LAST_WORDS_S
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.work import Work

@@ -169,11 +169,6 @@ class Transport(ABC):
         """Release the resources. Does not wait for peers, but up to a few seconds for kernels of this rank. In a forked child,
         release only the child's copies of the descriptors that must close when the rank itself ends."""
 
-    def progress(self) -> int:
-        """Move posted messages as far as possible without waiting. Return 0 if none is unfinished that moves only while this rank
-        calls its transport. Raises LinkError."""
-        return 0
-
     def lossy_paths(self) -> Mapping[int, str]:
         """Return, by rank, an error text for each connection on which the other host no longer acknowledges what this rank sends.
         Does not wait."""

@@ -104,7 +104,7 @@ class CompiledLoop:
         traced: list[list[int]] = []
         ends: list[int] = []
 
-        def timed() -> Iterator[array[int]]:
+        def recorded() -> Iterator[array[int]]:
             for table in tables:
                 rows = np.frombuffer(table, dtype=np.int64).reshape(-1, self._kernels.INSTRUCTION_FIELDS)
                 times = np.zeros(len(rows), dtype=np.int64)
@@ -115,7 +115,7 @@ class CompiledLoop:
 
         began_ns = time.perf_counter_ns()
         try:
-            self._run(request, address, timed(), arguments, deadline)
+            self._run(request, address, recorded(), arguments, deadline)
         finally:
             request[self._kernels.TRACE] = 0
         trace(traced, itemsize.__mul__, began_ns, ends)

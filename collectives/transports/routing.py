@@ -240,9 +240,6 @@ class RoutingTransport(Transport):
             if now >= deadline:
                 return None
 
-    def progress(self) -> int:
-        return max(part.progress() for part in self._parts)
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return (self._near or self._far).empty(shape, dtype)
 

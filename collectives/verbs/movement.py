@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -139,17 +140,18 @@ def alltoall(
     def choose(nbytes: int) -> str:
         return engine.schedules.choose("alltoall", algorithm, nbytes, on_gpu=like.is_cuda)
 
+    @cache
     def moving(name: str) -> _Move:
         exchange = engine.prepare("alltoall", name, like, numel, layout=landed, source_layout=sent, lengths=lengths)
         return between(engine, exchange)
 
     chosen = choose(input.nbytes)
-    move = moving(chosen)
+    move = moving(chosen)  # before any deadline starts; ranks nearly always agree on it
 
     def run(source: Tensor, destination: Tensor, tag: int, deadline: float) -> None:
         # Ranks may send different numbers of bytes, so they choose when they know those of all ranks.
         agreed = choose(_check_splits(engine, outgoing, incoming, tag, deadline) * element_size)
-        (move if agreed == chosen else moving(agreed))(source, destination, tag, deadline)
+        moving(agreed)(source, destination, tag, deadline)
 
     shape, named = (arguments.described(input), chosen) if input_splits is None else ("splits", algorithm)
     text = f"alltoall({arguments.dtype_name(input)}, {shape}{engine.place(input)}, {named})"

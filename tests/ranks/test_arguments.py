@@ -24,6 +24,7 @@ def with_feedback(comm: Communicator, codec: str, numel: int = 2, **options: Any
 MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], object]]]] = {
     TypeError: {
         "no tensor": ("Tensor", lambda c: c.allreduce([1.0])),
+        "a list as src": ("src", lambda c: c.broadcast(TWO, [0])),
         "complex": ("complex64.*float32", lambda c: c.allreduce(torch.ones(2, dtype=torch.complex64))),
         "sparse": ("dense", lambda c: c.allreduce(TWO.to_sparse())),
         "average of bool": ("bool", lambda c: c.allreduce(torch.ones(2, dtype=torch.bool), "average")),
@@ -35,6 +36,7 @@ MISTAKES: dict[type[Exception], dict[str, tuple[str, Callable[[Communicator], ob
         "recv, asynchronous": ("irecv", lambda c: c.recv(TWO, 1 - c.rank, async_op=True)),
     },
     ValueError: {
+        "a list as op": ("op", lambda c: c.allreduce(TWO, ["sum"])),
         "codec, unknown": ("'zip'.*int8.*powersgd", lambda c: c.allreduce(TWO, compression="zip")),
         "codec of matrices": ("matrices", lambda c: c.allreduce(TWO, compression="powersgd")),
         "codec, op": ("'max'", lambda c: c.allreduce(TWO, "max", compression="int8")),

@@ -10,7 +10,7 @@ import gradwire  # noqa: F401  # which defines every error
 from gradwire.collectives.control.client import TurnedAway
 from gradwire.collectives.control.handshake import OtherBuild
 from gradwire.collectives.control.paths import LargePacketsLost
-from gradwire.collectives.engine.monitor import OverdueError
+from gradwire.collectives.engine.failure_monitor import OverdueError
 from gradwire.collectives.errors import (
     CollectiveError,
     CollectiveTimeout,

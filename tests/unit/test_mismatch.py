@@ -28,7 +28,7 @@ def outcomes(agreements: list[Agreement], calls: list[Call]) -> list[Exception |
 
 def test_ranks_that_call_the_same_agree_and_those_that_differ_are_all_told() -> None:
     with channels(3) as all_watches:
-        agreements = [Agreement(watch) for watch in all_watches]
+        agreements = [Agreement(channel) for channel in all_watches]
         assert outcomes(agreements, [Call(0, "sum")] * 3) == [None] * 3
         told = outcomes(agreements, [Call(1, "sum", "a.py:1"), Call(1, "max", "b.py:2"), Call(1, "sum", "a.py:1")])
         for error in told:
@@ -41,14 +41,14 @@ def test_ranks_that_call_the_same_agree_and_those_that_differ_are_all_told() -> 
 
 def test_a_rank_that_has_moved_data_makes_it_worse_for_all() -> None:
     with channels(2) as all_watches:
-        agreements = [Agreement(watch) for watch in all_watches]
+        agreements = [Agreement(channel) for channel in all_watches]
         agreements[1].post(Call(5, "max", "b.py:2", moved=True))
         assert isinstance(outcome(agreements[0], Call(5, "sum")), LinkError)
 
 
 def test_a_rank_that_runs_something_else_answers() -> None:
     with channels(2) as all_watches:
-        agreements = [Agreement(watch) for watch in all_watches]
+        agreements = [Agreement(channel) for channel in all_watches]
         agreements[0].post(Call(7, "sum"))
         assert all_watches[1].wait_for(lambda: bool(all_watches[1].posts), DEADLINE_S)
         moved = lambda number, text: Call(number, text, moved=True)  # noqa: E731
@@ -61,7 +61,7 @@ def test_a_rank_that_runs_something_else_answers() -> None:
 def test_who_waits_for_a_rank_that_ends_or_does_not_come_is_told_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mismatch, "GRACE_S", 0.1)
     with channels(3) as all_watches:
-        agreements = [Agreement(watch) for watch in all_watches]
+        agreements = [Agreement(channel) for channel in all_watches]
         late = outcome(agreements[0], Call(0, "sum"), patience_s=0.1)
         assert isinstance(late, LinkError)
         assert late.timed_out
@@ -78,8 +78,8 @@ def test_who_waits_for_a_rank_that_ends_or_does_not_come_is_told_whom(monkeypatc
 
 def test_what_is_known_is_forgotten_when_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mismatch, "_MOST_KNOWN", 2)
-    with channels(1) as (watch,):
-        agreement = Agreement(watch)
+    with channels(1) as (channel,):
+        agreement = Agreement(channel)
         for signature in "abc":
             agreement.take(signature)
         assert agreement.known == {"c"}

@@ -45,22 +45,19 @@ class StuckTransport:
     def abort(self) -> None:
         self._aborted.set()
 
-    def progress(self) -> int:
-        return 0
-
     def lossy_paths(self) -> dict[int, str]:
         return {}
 
 
-def echo(watch: Channel) -> None:
+def echo(channel: Channel) -> None:
     """Let a rank say at once that it calls what rank 0 says that it does."""
 
     def repeat() -> None:
-        said = watch.posts.get("calls", {})
-        if said and said.get(watch.rank) != said[0]:
-            watch.post("calls", said[0])
+        said = channel.posts.get("calls", {})
+        if said and said.get(channel.rank) != said[0]:
+            channel.post("calls", said[0])
 
-    watch.on_news(repeat)
+    channel.on_news(repeat)
 
 
 @contextmanager
@@ -68,16 +65,16 @@ def operations(size: int) -> Iterator[tuple[Operations, StuckTransport, list[Cha
     """Rank 0's, its transport, and the watches of all ranks."""
     with channels(size) as all_watches:
         transport = StuckTransport(size)
-        for watch in all_watches[1:]:
-            echo(watch)
+        for channel in all_watches[1:]:
+            echo(channel)
         yield Operations(transport, all_watches[0], timeout_s=300.0), transport, all_watches  # type: ignore[arg-type]
 
 
 SEND = PreparedCall("send", "send", lambda *given: None, digest=0)
 
 
-def closing_of(mine: Operations, transport: StuckTransport, watch: Channel) -> Closing:
-    return Closing(mine, Messages(transport, mine), transport, watch)  # type: ignore[arg-type]
+def closing_of(mine: Operations, transport: StuckTransport, channel: Channel) -> Closing:
+    return Closing(mine, Messages(transport, mine), transport, channel)  # type: ignore[arg-type]
 
 
 def nothing(number: int, deadline: float) -> None:
@@ -108,8 +105,8 @@ def waits(transport: StuckTransport, began: threading.Event) -> Callable[[int, f
     return body
 
 
-def leaves(watch: Channel) -> None:
-    watch.report_leaving(0)
+def leaves(channel: Channel) -> None:
+    channel.report_leaving(0)
 
 
 def test_messages_are_not_counted_and_wait_for_their_turn() -> None:
@@ -458,15 +455,15 @@ def test_all_say_that_they_close_before_any_waits() -> None:
 def test_nobody_waits_for_long_for_ranks_that_are_out_of_reach(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for what they have queued nor for their last words, whether this Communicator has noticed or another one."""
     with operations(2) as (mine, transport, all_watches):
-        watch, waited = all_watches[0], []
+        channel, waited = all_watches[0], []
         monkeypatch.setattr(Neighbour, "is_unconfirmed", lambda _: True)
-        monkeypatch.setattr(watch, "wait_for", lambda condition, timeout_s: waited.append(timeout_s))
+        monkeypatch.setattr(channel, "wait_for", lambda condition, timeout_s: waited.append(timeout_s))
         if failed:
             transport.abort()
             with pytest.raises(CollectiveError):
                 submit(mine, lambda *_: transport.wait())
             waited.clear()
-        closing = closing_of(mine, transport, watch)
+        closing = closing_of(mine, transport, channel)
         assert closing.announce()
         closing.drain(time.monotonic())
         closing.part(time.monotonic() + 60)

@@ -171,8 +171,8 @@ def test_an_inquiry_of_a_message_waits_for_news_of_its_sender_not_of_a_rank_that
 def test_an_inquiry_finds_who_speaks_but_does_not_hear(monkeypatch: pytest.MonkeyPatch) -> None:
     with channels(3) as (first, second, third):
         monkeypatch.setattr(first._monitor._neighbours[2], "is_unconfirmed", lambda: True)
-        for watch in (second, third):
-            watch.report_failure(stopped(0).to_news())
+        for channel in (second, third):
+            channel.report_failure(stopped(0).to_news())
         assert inquire(first, stopped(2), Agreement(first)).cut == {(0, 2)}
 
 

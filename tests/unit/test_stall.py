@@ -21,8 +21,8 @@ BEFORE = Position(3, is_running=False, calls={3: OTHER})
 def looked_at(positions: list[Position], caplog: pytest.LogCaptureFixture) -> list[int]:
     """Return at which of these positions, half a second apart, an only rank warns that is to do so after two seconds."""
     warned: list[int] = []
-    with caplog.at_level(logging.WARNING, "gradwire"), closing(Channel(0, 1)) as watch:
-        stalls = Stalls(watch, 2.0, lambda: None)
+    with caplog.at_level(logging.WARNING, "gradwire"), closing(Channel(0, 1)) as channel:
+        stalls = Stalls(channel, 2.0, lambda: None)
         for number, position in enumerate(positions):
             caplog.clear()
             assert stalls._look(position, 1000 + number / 2, 2.0) > 0
@@ -54,8 +54,8 @@ def test_a_message_that_is_waited_for_is_told_of(caplog: pytest.LogCaptureFixtur
 
 def warning(position: Position, answers: dict[int, Position], *, ages: dict[int, float] | None = None) -> str:
     """Return what rank 0 of four says when these have answered, some of them not just now."""
-    with closing(Channel(0, 4)) as watch:
-        stalls = Stalls(watch, 2.0, lambda: None)
+    with closing(Channel(0, 4)) as channel:
+        stalls = Stalls(channel, 2.0, lambda: None)
         now = time.monotonic()
         for rank, answer in answers.items():
             stalls._answers[rank] = now - (ages or {}).get(rank, 0.0), answer.to_news()
@@ -94,8 +94,8 @@ def test_where_all_have_come_the_network_is_to_blame() -> None:
 
 
 def test_of_many_ranks_some_are_told() -> None:
-    with closing(Channel(0, 100)) as watch:
-        lines = Stalls(watch, 2.0, lambda: None)._warning(WAITS, 60.0, time.monotonic()).splitlines()
+    with closing(Channel(0, 100)) as channel:
+        lines = Stalls(channel, 2.0, lambda: None)._warning(WAITS, 60.0, time.monotonic()).splitlines()
     assert len(lines) == 1 + 16 + 1
     assert lines[-1].strip() == "and 83 more ranks"
 
@@ -108,15 +108,15 @@ def test_a_rank_that_has_begun_nothing_says_so() -> None:
 def test_everyone_answers_whoever_asks_and_the_one_that_asked_too() -> None:
     """Without warnings of their own, and also where several ask at once."""
     with channels(5) as all_watches:
-        ranks = [Stalls(watch, None, lambda: BEFORE) for watch in all_watches]
+        ranks = [Stalls(channel, None, lambda: BEFORE) for channel in all_watches]
         asked_at = ranks[0].ask()
-        for watch in all_watches:
-            assert watch.wait_for(lambda watch=watch: len(watch.posts.get("whereabouts", {})) == 5, DEADLINE_S)
+        for channel in all_watches:
+            assert channel.wait_for(lambda channel=channel: len(channel.posts.get("whereabouts", {})) == 5, DEADLINE_S)
         ranks[3].ask()
         wait_until(lambda: not any("does not" in text for text in ranks[0].answers(asked_at, set()).values()))
         assert set(ranks[0].answers(asked_at, {1, 2})) == {1, 2, 3, 4}
 
 
 def test_of_a_rank_that_has_spoken_a_missing_answer_tells_nothing() -> None:
-    with closing(Channel(0, 3)) as watch:
-        assert set(Stalls(watch, None, lambda: None).answers(0.0, {1})) == {2}
+    with closing(Channel(0, 3)) as channel:
+        assert set(Stalls(channel, None, lambda: None).answers(0.0, {1})) == {2}

@@ -51,7 +51,7 @@ class OverdueError(LinkError):
 
 
 class FailureMonitor:
-    """Compares what this rank runs with the news of the other ranks. watch: the news. stall_warning_s: see Stalls.
+    """Compares what this rank runs with the news of the other ranks. channel: the news. stall_warning_s: see Stalls.
 
     Attributes that a turn writes, and the Monitor's thread reads: sequence, the number of the last operation that began; running,
     its number while it runs, else -1; calls, the last operations by number modulo COMPARED_CALLS, as number and text; unagreed,
@@ -63,22 +63,22 @@ class FailureMonitor:
     the process ends.
     """
 
-    def __init__(self, transport: Transport, watch: Channel, stall_warning_s: float | None) -> None:
+    def __init__(self, transport: Transport, channel: Channel, stall_warning_s: float | None) -> None:
         self.sequence = self.running = self.unagreed = -1
         self.calls: list[tuple[int, str]] = [(-1, "")] * COMPARED_CALLS
         self.where: str | int = ""
         self.message: tuple[str, frozenset[int]] | None = None
         self.failure: CollectiveError | None = None
         self.interrupted = self.exiting = False
-        self.joined = Joined(watch)
-        self.agreement = Agreement(watch)
+        self.joined = Joined(channel)
+        self.agreement = Agreement(channel)
         self._transport = transport
         self._rank = transport.rank
-        self._watch = watch
+        self._channel = channel
         self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
         self._vain_since = math.inf
-        watch.on_news(weakly(self.on_news))
-        self._stalls = Stalls(watch, stall_warning_s, weakly(self.position))
+        channel.on_news(weakly(self.on_news))
+        self._stalls = Stalls(channel, stall_warning_s, weakly(self.position))
         _all.add(self)
 
     @property
@@ -121,24 +121,24 @@ class FailureMonitor:
 
     def _absent(self, sequence: int) -> bool:
         """Return whether some rank takes no part in an operation, because it left before, or failed there or earlier."""
-        watch = self._watch
-        return any(first <= sequence for first in list(watch.left.values())) or any(
-            report["sequence"] <= sequence for rank, report in list(watch.reports.items()) if rank != self._rank
+        channel = self._channel
+        return any(first <= sequence for first in list(channel.left.values())) or any(
+            report["sequence"] <= sequence for rank, report in list(channel.reports.items()) if rank != self._rank
         )
 
     def all_gone(self, peers: frozenset[int]) -> bool:
         """Return whether none of these ranks will send another message."""
-        watch = self._watch
-        return peers <= {*list(watch.lost), *list(watch.done), *list(watch.reports)}
+        channel = self._channel
+        return peers <= {*list(channel.lost), *list(channel.done), *list(channel.reports)}
 
     # What a turn calls before its operation
 
     def check_news(self) -> None:
         """Raise LinkError if news already shows that the operation cannot finish. Else announce it to ranks that have joined."""
-        watch = self._watch
-        if watch.failure:
-            raise InVainError(f"this rank receives no news of the others: {watch.failure}")
-        if watch.lost or self._absent(self.running):
+        channel = self._channel
+        if channel.failure:
+            raise InVainError(f"this rank receives no news of the others: {channel.failure}")
+        if channel.lost or self._absent(self.running):
             raise InVainError
         self.joined.announce(self.running, self.calls)
 
@@ -147,10 +147,10 @@ class FailureMonitor:
         soon if they are gone: their last messages may have arrived. Raises LinkError if it cannot finish."""
         self._vain_since = math.inf
         self.message = (call, peers)
-        if not self._watch.has_news:
+        if not self._channel.has_news:
             return deadline
-        if self._watch.failure:
-            raise InVainError(f"this rank receives no news of the others: {self._watch.failure}")
+        if self._channel.failure:
+            raise InVainError(f"this rank receives no news of the others: {self._channel.failure}")
         return min(deadline, time.monotonic() + LAST_WORDS_S) if self.all_gone(peers) else deadline
 
     def agree(self, signature: str, maximum: Maximum | None, deadline: float) -> None:
@@ -160,7 +160,7 @@ class FailureMonitor:
         sequence, text = self.running, dict(self.calls)[self.running]
 
         def in_vain() -> bool:
-            over = self.interrupted or self.exiting or self.failure is not None or bool(self._watch.failure)
+            over = self.interrupted or self.exiting or self.failure is not None or bool(self._channel.failure)
             return over or self._absent(sequence)
 
         if maximum is None or not is_equal_everywhere(text, maximum):
@@ -186,7 +186,7 @@ class FailureMonitor:
         elif running >= 0 and self._absent(running):
             vain_since = -math.inf
         elif running >= 0:
-            vain_since = min([*self._watch.lost.values(), math.inf])
+            vain_since = min([*self._channel.lost.values(), math.inf])
         left_s = vain_since + LAST_WORDS_S - now
         if left_s <= 0 or self._differs(running, now):
             self._interrupt()
@@ -213,7 +213,7 @@ class FailureMonitor:
         """Break the Communicator, and report that this rank takes no part in operations from `sequence` on. reason: the text of
         the exception that caused this."""
         self.failure = CollectiveError(f"interrupted by {why}", rank=self._rank, operation=call)
-        self._watch.report_leaving(sequence, reason)
+        self._channel.report_leaving(sequence, reason)
         self._transport.abort()
 
     def explain(
@@ -225,7 +225,7 @@ class FailureMonitor:
             self.failure = CollectiveError("this process is exiting", rank=self._rank, operation=call)
             return self.failure
         is_overdue = isinstance(error, OverdueError)
-        others = self._watch.others if not isinstance(error, InVainError) else frozenset()
+        others = self._channel.others if not isinstance(error, InVainError) else frozenset()
         awaited = frozenset() if is_overdue else error.awaited or peers or others
         sequence = self.sequence + bool(peers)  # after a message this rank takes no part in the next operation
         report = Report(
@@ -241,10 +241,10 @@ class FailureMonitor:
             sent=_sent(error) if peers else "",
             lossy=tuple(self._transport.lossy_paths().items()),
         )
-        self._watch.report_failure(report.to_news())
+        self._channel.report_failure(report.to_news())
         self._transport.abort()
         asked_at = self._stalls.ask()
-        findings = inquire(self._watch, report, self.agreement)
+        findings = inquire(self._channel, report, self.agreement)
         where = self._stalls.answers(asked_at, findings.reports.keys())
         self.failure = verdict(replace(findings, whereabouts=where), self._rank, str(error))
         return self.failure
