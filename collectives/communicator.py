@@ -37,6 +37,9 @@ from gradwire.collectives.verbs import Verbs
 if TYPE_CHECKING:
     from gradwire.collectives.tuning import Chooser, Costs, TuningFile
 
+#: Before the topics of post(), so that none is one of gradwire's own.
+_TOPIC = "of the program: "
+
 
 class Communicator(Verbs):
     """Runs collective operations among the ranks of a torch.distributed group, and sends messages between two of them.
@@ -297,11 +300,11 @@ class Communicator(Verbs):
         of the same topic; posted() returns the latest ones. For what a record may contain, see allgather_record(). This is not
         an operation: no other rank needs to take part.
         """
-        self._engine.channel.post(topic, record)
+        self._engine.channel.post(f"{_TOPIC}{topic}", record)
 
     def posted(self, topic: str) -> dict[int, Any]:
         """Return the latest record of a topic from each rank, this one included, by rank. Returns at once."""
-        return dict(self._engine.channel.posts.get(topic, {}))
+        return dict(self._engine.channel.posts.get(f"{_TOPIC}{topic}", {}))
 
     def record(self, timeline: Timeline | None, name: str = "") -> None:
         """Record this rank's operations in a Timeline from now on, in lanes (rows) whose names begin with `name`. With None as

@@ -126,7 +126,11 @@ class Reduction:
         return (self.prescale, self.postscale) != (1.0, 1.0)
 
     def __str__(self) -> str:
-        return f"{self.op}, prescale={self.prescale}, postscale={self.postscale}" if self.is_scaled else self.op
+        return (
+            f"{self.op}, prescale={float(self.prescale)}, postscale={float(self.postscale)}"
+            if self.is_scaled
+            else self.op
+        )
 
     def begin(self, contribution: torch.Tensor) -> None:
         """Scale this rank's numbers, in place."""

@@ -6,6 +6,7 @@ made when the ranks met.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import socket
 
     from gradwire.collectives.control.monitor import Monitor
+
+_log = logging.getLogger("gradwire")
 
 #: How long ranks may take to answer that they run.
 ANSWER_S = 0.5
@@ -337,9 +340,18 @@ class Channel:
         self._changed.notify_all()
 
     def call_listeners(self) -> None:
-        """Call the listeners, on the Monitor's thread and without its lock."""
+        """Call the listeners, on the Monitor's thread and without its lock. An error of one of them ends the news of this Channel
+        alone."""
         self.is_changed = False
-        again = [seconds for listener in self._listeners if (seconds := listener()) is not None]
+        try:
+            again = [seconds for listener in self._listeners if (seconds := listener()) is not None]
+        except Exception as error:
+            _log.exception("gradwire: rank %d no longer receives news of the other ranks in a Communicator", self.rank)
+            self._listeners.clear()
+            with self._changed:
+                self.fail(repr(error))
+            self.report_leaving(0, repr(error))
+            again = []
         self.due = time.monotonic() + min(again) if again else math.inf
 
     def _send(self, kind: str, *body: Any) -> None:

@@ -439,9 +439,11 @@ class Monitor:
                     ready = dict(poll.poll(None if due == math.inf else max(0.0, due - time.monotonic()) * 1000 + 1))
                 with self.lock:
                     self._is_sending = True
-                    self._look(ready)
-                    self._send_all()
-                    self._is_sending = False
+                    try:
+                        self._look(ready)
+                        self._send_all()
+                    finally:
+                        self._is_sending = False
                     if self._close_by is not None and self._has_closed(self._close_by):
                         return
                 due = self._do_what_is_due(ready)

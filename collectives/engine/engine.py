@@ -118,11 +118,9 @@ class Engine:
         except TypeError:  # an argument that cannot be hashed, which prepare() refuses
             key = call = None
         if call is None:
-            # What the call keeps must be usable in any mode.
+            # What is kept must be usable in any mode, and must not keep this object alive.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                call = prepare(
-                    weakref.proxy(self), source, destination, *given
-                )  # else what is kept would keep this object alive
+                call = prepare(weakref.proxy(self), source, destination, *given)
             if key is not None and self.operations.usable:
                 self._calls[key] = call
                 if len(self._calls) > _KEPT_CALLS:
@@ -387,7 +385,8 @@ class Engine:
         if not self.knows_tags(like):
             return None
         chosen = self.schedules.choose("allreduce", "auto", HASH_BYTES, on_gpu=False)
-        return self.prepare("allreduce", "rsag" if chosen == "native" else chosen, like, HASH_BYTES, "max")
+        has_tags = chosen == "shared" or chosen in PLANNERS["allreduce"]  # a link's own algorithm may have none
+        return self.prepare("allreduce", chosen if has_tags else "rsag", like, HASH_BYTES, "max")
 
     # What a verb may ask of a tensor
 

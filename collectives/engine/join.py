@@ -306,4 +306,5 @@ def _codec_of(identity: str) -> Codec:
     """Return the codec whose identity this is, such as 'int8(block=256)'."""
     name, _, settings = identity.partition("(")
     read: Any = ast.parse(f"_({settings}", mode="eval").body
-    return CODECS[name](**{each.arg: ast.literal_eval(each.value) for each in read.keywords})
+    # The step is an argument of the call: with it, this call would not be the one that the other ranks know.
+    return CODECS[name](**{each.arg: ast.literal_eval(each.value) for each in read.keywords if each.arg != "step"})

@@ -219,11 +219,12 @@ class ProcessGroupTransport(Transport):
 
         with closing(Asking(membership.store, check, membership.keepers)) as asking:
             gloo = asking.ask(lambda: torch_internals.gloo_backend(store, rank, self.size, timeout, address), deadline)
+            self._backends["cpu"] = gloo  # from here on, abort() ends its waits
+            check()
             with _link_errors(None, deadline):
                 _GlooPending(gloo.barrier(dist.BarrierOptions()), None, None).wait(deadline)
             with suppress(LinkError, RuntimeError):  # all ranks have read this address
                 asking.ask(lambda: store.delete_key(_gloo_key(rank)), deadline)
-        self._backends["cpu"] = gloo
 
     def prepare(self, operation: Operation) -> Run:
         return self.native(operation, meets_over=self) if operation.program is None else super().prepare(operation)
@@ -292,7 +293,7 @@ class ProcessGroupTransport(Transport):
         """Let a gloo receive time out: gloo then closes every connection of the group, and the peers detect it at
         once. One such receive is enough, unless the connection to its peer is closed already."""
         self._is_aborted = True
-        for device, backend in self._backends.items():
+        for device, backend in list(self._backends.items()):
             if device == "cuda":
                 backend.abort()
                 continue

@@ -28,7 +28,6 @@ from tests.interpreter import python
 from tests.pages import ROOT
 from tests.ranks.programs import start
 from tests.ranks.test_init import unused_port
-from tests.ranks.training import on_ranks
 from tests.soak.faults import KILLED, STOPPED
 from tests.soak.meetings import (
     COMMUNICATOR,
@@ -88,9 +87,8 @@ def test_who_fails_while_ranks_meet_is_named(
     assert judged(failing_world(3), tmp_path, fault) == []
 
 
-@on_ranks(2, initialized=False)
-def test_ranks_meet_again_after_a_meeting_that_has_failed_on_some_of_them() -> None:
-    """On rank 1 in the last moment, when rank 0 has met."""
+def meet_again() -> None:
+    """Fail on rank 1 in the last moment of the first meeting, when rank 0 has met."""
     exchange, here = Channel.exchange, dist.get_rank()
 
     def fail(channel: Channel, topic: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -105,6 +103,12 @@ def test_ranks_meet_again_after_a_meeting_that_has_failed_on_some_of_them() -> N
             Communicator(timeout_s=EXCHANGE_TIMEOUT_S)
     with Communicator(timeout_s=EXCHANGE_TIMEOUT_S) as again:
         assert again.allgather_record(here) == [0, 1]
+
+
+def test_ranks_meet_again_after_a_meeting_that_has_failed_on_some_of_them(
+    failing_world: Callable[[int], World],
+) -> None:
+    failing_world(2).run(meet_again)
 
 
 def with_interface(

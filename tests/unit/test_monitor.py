@@ -157,16 +157,22 @@ def test_a_rank_that_lives_is_not_lost() -> None:
         assert_all_see(all_watches, lambda watch: watch.cut == {(0, 1)} and not watch.lost)
 
 
-def test_a_watch_that_fails_says_so_and_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_fails_ends_the_news_of_its_channel_alone(caplog: pytest.LogCaptureFixture) -> None:
     def listener() -> float | None:
         raise ValueError("planted")
 
     with channels(2) as (mine, theirs):
+        others = [monitor_of(each).open((0, 1), "another") for each in (mine, theirs)]
         mine.on_news(listener)
         theirs.report_leaving(3)
-        assert theirs.wait_for(lambda: bool(theirs.lost), DEADLINE_S)
+        assert theirs.wait_for(lambda: "planted" in theirs.reasons.get(mine.rank, ""), DEADLINE_S)
         assert "planted" in mine.failure
-    assert "no longer receives news of the other ranks" in caplog.text
+        others[0].post("topic", 5)
+        assert others[1].wait_for(lambda: others[1].posts.get("topic") == {mine.rank: 5}, DEADLINE_S)
+        assert not theirs.lost
+        for each in others:
+            each.close()
+    assert "no longer receives news" in caplog.text
 
 
 @pytest.mark.parametrize("size", [2, 8])

@@ -275,9 +275,10 @@ class World:
         endings: list[Callable[[], object]] = [partial(self._write_timeline, _TIMELINE_S if failure is None else 0.0)]
         if failure is None:
             endings += [partial(self._settle, optimizer) for optimizer in self.optimizers]
-            endings += [lambda: close_all(self.communicators)]
+            # That of all ranks last: who learns by it that this rank leaves knows of the others already.
+            endings += [lambda: close_all(reversed(self.communicators))]
         else:
-            endings += [lambda: abandon_all(self.communicators, failure)]
+            endings += [lambda: abandon_all(reversed(self.communicators), failure)]
         endings += [process_set.unregister for process_set in self.process_sets]
         if self._owns_process_group:
             endings += [partial(destroy_group, None if self.meeting is None else self.meeting.interface)]
