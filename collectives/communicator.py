@@ -185,7 +185,7 @@ class Communicator(Verbs):
         self.costs: Costs | None = None
         """The measured costs of the links, the same on all ranks; None without a measurement."""
         self.measured: Chooser | None = None
-        """What selects algorithms by the measured costs for 'auto', as a Chooser; None without a measurement."""
+        """Return what selects algorithms by the measured costs for 'auto', as a Chooser; None without a measurement."""
         try:
             if tuning_file is not None:
                 tuning_file.apply(self, self._engine)

@@ -98,7 +98,8 @@ class Coordinator:
             self._fail(Failure.of(arrived.error, self._rank))
 
     def serve(self, ready: Collection[int]) -> float:
-        """Serve the connections whose descriptors are ready, and do what is due. Return when the next such time is."""
+        """Serve the connections whose descriptors are ready, and do what is due. Return the
+        time.monotonic() at which something is due next."""
         for rank, neighbour in list(self._members.items()):
             if neighbour.socket.fileno() in ready:
                 self._receive(rank, neighbour, neighbour.read)

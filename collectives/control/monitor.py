@@ -226,7 +226,7 @@ class Monitor:
             connection.close()
 
     def wake_up(self) -> None:
-        """Let the thread look for what is due."""
+        """Wake up the thread, which then looks for messages to send and for times that have passed."""
         with suppress(OSError):  # raised if wake-ups are pending already, or the thread has ended
             self._wake.send(b"!")
 
@@ -467,7 +467,8 @@ class Monitor:
             return poll_of((self._woken, *self._door.descriptors), (*self._neighbours.values(), *others))
 
     def _do_what_is_due(self, ready: Mapping[int, int]) -> float:
-        """Let the Coordinator and the Channels do what is due, without the lock. Return when the next such time is."""
+        """Let the Coordinator and the Channels do what is due, without the lock. Return the
+        time.monotonic() at which something is due next."""
         assert self._door is not None
         now = time.monotonic()
         due = [math.inf if (until := self._door.due()) is None else until]

@@ -137,12 +137,12 @@ class WantedOperation:
 
     @property
     def verb(self) -> str:
-        """The method of Communicator."""
+        """Return the name of the method of Communicator."""
         return self.call.partition("(")[0]
 
     @property
     def numel(self) -> int:
-        """The number of elements of all tensors."""
+        """Return the number of elements of all tensors."""
         count = sum if self.verb in _PARTS else math.prod
         return sum(count(shape) for _, shape, _ in tensors_of(self.call))
 
@@ -165,44 +165,44 @@ class Absence:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that each operation may take."""
+        """Return the seconds that each operation may take."""
         return self._operations.timeout_s
 
     @property
     def is_usable(self) -> bool:
-        """Whether the Communicator is neither closed nor broken, as far as this rank has noticed."""
+        """Return whether the Communicator is neither closed nor broken, as far as this rank has noticed."""
         return self._operations.usable
 
     @property
     def has_failed(self) -> bool:
-        """Whether an operation on this rank has failed, so that the Communicator is broken."""
+        """Return whether an operation on this rank has failed, so that the Communicator is broken."""
         return self._operations.monitor.failure is not None
 
     @property
     def everyone_left(self) -> bool:
-        """Whether all ranks have joined."""
+        """Return whether all ranks have joined."""
         return len(self._joined.ranks()) == self._channel.size
 
     @property
     def firsts(self) -> Mapping[int, int]:
-        """The number of the first operation that each joined rank did not call itself, by rank."""
+        """Return the number of the first operation that each joined rank did not call itself, by rank."""
         return {rank: first for rank, (first, _) in self._joined.ranks().items()}
 
     @property
     def last(self) -> int:
-        """The joined rank that took part in most operations before; of several, the last one by their clocks."""
+        """Return the joined rank that took part in most operations before; of several, the last one by their clocks."""
         joined = self._joined.ranks()
         return max(joined, key=lambda rank: (joined[rank][1], rank))
 
     @property
     def is_broken(self) -> bool:
-        """Whether some rank has failed in an operation, or ended, or this rank has lost its connections to the others. Every
-        further operation then raises an error that says why."""
+        """Return whether some rank has failed in an operation, or ended, or this rank has lost its connections to the
+        others. Every further operation then raises an error that says why."""
         return bool(self._channel.reports or self._channel.lost or self._channel.failure)
 
     @property
     def has_leavers(self) -> bool:
-        """Whether some rank closes the Communicator."""
+        """Return whether some rank closes the Communicator."""
         return bool(self._channel.left)
 
     def allow(self, allows: Callable[[str], bool]) -> None:

@@ -54,9 +54,8 @@ class SharedMemory(Allocations):
             flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float, keeps: object = words
         ) -> None:
             self._sequence = sequence = self._sequence + 1
-            if run(
-                kernel, (address, flat.data_ptr(), sequence, tag, -1, 0, 0), deadline
-            ):  # as with ELSEWHERE, but quicker
+            # The last three are ELSEWHERE, written out because each small message passes this.
+            if run(kernel, (address, flat.data_ptr(), sequence, tag, -1, 0, 0), deadline):
                 self.map_news()
 
         return allreduce_whole if nbytes <= WHOLE_BYTES else allreduce
