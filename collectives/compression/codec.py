@@ -1,4 +1,4 @@
-"""The base classes of codecs, which turn float32 numbers into fewer bytes, and back, or sum fewer numbers; and no codec: Raw."""
+"""The base classes of codecs, which turn numbers into fewer bytes, and back, or sum fewer numbers; and no codec: Raw."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from gradwire.collectives.kernels.reference.blocks import lowbias32
 State: TypeAlias = dict[str, Tensor]
 
 
+#: The dtypes of the numbers that codecs encode, and of the results that they decode to. All arithmetic is float32.
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def identity_of(name: str, settings: object) -> str:
     """Return a name with the fields of a dataclass, as text."""
     listed = ", ".join(f"{each.name}={getattr(settings, each.name)!r}" for each in fields(settings))  # type: ignore[arg-type]
@@ -33,7 +37,7 @@ class CFunctions(NamedTuple):
 
 
 class Codec(ABC):
-    """A way to write n float32 numbers in `wire_bytes(n)` bytes.
+    """A way to write n numbers in `wire_bytes(n)` bytes.
 
     A codec is a value: it is frozen, and codecs with equal settings are equal. It stores nothing between encodings. The
     caller stores the error of an encoding (the residual of error feedback) and the codec's state, and passes both to the
@@ -90,6 +94,11 @@ class Codec(ABC):
         """Return the initial state for a part of numel elements; None for a codec without state."""
         return {name: torch.zeros(numel, dtype=torch.float32, device=device) for name in self.remembers} or None
 
+    def takes_halves(self, device: torch.device) -> bool:
+        """Return whether _encode() and _decode() take bfloat16 and float16 on a device. If not, encode() and decode() give them a
+        float32 copy."""
+        return False
+
     @property
     def keeps_state(self) -> bool:
         """Return whether new_state() returns tensors."""
@@ -107,24 +116,34 @@ class Codec(ABC):
     def encode(
         self, values: Tensor, wire: Tensor, *, residual: Tensor | None = None, seed: int = 0, state: State | None = None
     ) -> None:
-        """Write the code of `values` to `wire`.
+        """Write the code of `values` to `wire`. The code of bfloat16 or float16 is that of the same numbers as float32.
 
-        values: float32, 1-D, contiguous, (n,). wire: uint8, (wire_bytes(n),), its address a multiple of 16. residual: float32,
-        (n,), contiguous: with it, values + residual is encoded, and residual becomes the error of the code. seed: 32 bits, for
-        stochastic rounding. state: from new_state for this length; with None, the codec keeps no state.
+        values: float32, bfloat16 or float16, 1-D, contiguous, (n,). wire: uint8, (wire_bytes(n),), its address a multiple of 16.
+        residual: float32, (n,), contiguous: with it, values + residual is encoded, and residual becomes the error of the code.
+        seed: 32 bits, for stochastic rounding. state: from new_state for this length; with None, the codec keeps no state.
 
         Raises ValueError for other tensors.
         """
         self._check(wire, values, residual)
+        if values.dtype != torch.float32 and not self.takes_halves(values.device):
+            values = values.to(torch.float32)
         self._encode(values, wire, residual, seed, state)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-        """Set out (float32, 1-D, contiguous, (n,)) to scale times the numbers of the code `wire`; with add, add them to out.
+        """Set out to scale times the numbers of the code `wire`; with add, add them to out.
+
+        out: float32, bfloat16 or float16, 1-D, contiguous, (n,). The result is computed in float32, then rounded once, to nearest
+        even.
 
         Raises ValueError for other tensors.
         """
         self._check(wire, out)
-        self._decode(wire, out, add, scale)
+        if out.dtype == torch.float32 or self.takes_halves(out.device):
+            self._decode(wire, out, add, scale)
+        else:
+            numbers = out.to(torch.float32)
+            self._decode(wire, numbers, add, scale)
+            out.copy_(numbers)
 
     @abstractmethod
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
@@ -134,18 +153,12 @@ class Codec(ABC):
     def _decode(self, wire: Tensor, out: Tensor, add: bool, scale: float) -> None:
         """Implement decode(). The tensors have been checked."""
 
-    def _check(self, wire: Tensor, *numbers: Tensor | None) -> None:
-        """Check the tensors of kernels, which get bare addresses. numbers: all of one length."""
-        given = [tensor for tensor in numbers if tensor is not None]
-        numel = given[0].numel()
-        for tensor in given:
-            if tensor.dtype != torch.float32 or tensor.shape != (numel,) or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{self.name}: numbers (values, residual, result) must be float32, 1-D, contiguous and {numel}, "
-                    f"not {tensor.dtype} of shape {tuple(tensor.shape)}"
-                )
-            if tensor.device != wire.device:
-                raise ValueError(f"{self.name}: numbers on {tensor.device}, wire on {wire.device}")
+    def _check(self, wire: Tensor, numbers: Tensor, sums: Tensor | None = None) -> None:
+        """Check the tensors of kernels, which get bare addresses. numbers: values or a result. sums: a residual or a state."""
+        numel = numbers.numel()
+        self._check_numbers("values and results", numbers, numel, NUMBERS, wire)
+        if sums is not None:
+            self._check_numbers("residual and state", sums, numel, NUMBERS[:1], wire)
         nbytes = self.wire_bytes(numel)
         if wire.dtype != torch.uint8 or wire.shape != (nbytes,) or not wire.is_contiguous() or wire.data_ptr() % 16:
             raise ValueError(
@@ -153,10 +166,21 @@ class Codec(ABC):
                 f"not {wire.dtype} of shape {tuple(wire.shape)} at {wire.data_ptr():#x}"
             )
 
+    def _check_numbers(
+        self, what: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype, ...], wire: Tensor
+    ) -> None:
+        if tensor.dtype not in dtypes or tensor.shape != (numel,) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{self.name}: {what} must be {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}, 1-D, "
+                f"contiguous and {numel}, not {tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+        if tensor.device != wire.device:
+            raise ValueError(f"{self.name}: {what} on {tensor.device}, wire on {wire.device}")
+
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """The plain numbers; a residual is added to them. Unbiased, omega = 0."""
+    """The plain numbers as float32; a residual is added to them. Unbiased, omega = 0."""
 
     name: ClassVar[str] = "none"
     summable: ClassVar[bool] = True
@@ -164,6 +188,9 @@ class Raw(Codec):
 
     def wire_bytes(self, numel: int) -> int:
         return pad16(4 * numel)
+
+    def takes_halves(self, device: torch.device) -> bool:
+        return True
 
     def _encode(self, values: Tensor, wire: Tensor, residual: Tensor | None, seed: int, state: State | None) -> None:
         numbers, n = wire.view(torch.float32), values.numel()

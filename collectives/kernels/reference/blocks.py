@@ -43,8 +43,8 @@ def block_sums(terms: Tensor) -> Tensor:
 
 
 def corrected(values: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the numbers to encode, values or values + residual, in new memory."""
-    return values.clone() if residual is None else values + residual
+    """Return the numbers to encode, values or values + residual, as float32 in new memory."""
+    return values.to(torch.float32, copy=True) if residual is None else values + residual
 
 
 def largest_magnitudes(blocks: Tensor) -> tuple[Tensor, Tensor]:

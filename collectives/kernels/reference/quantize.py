@@ -2,7 +2,8 @@
 
 <codec>_encode(values, residual, wire, <parameters>, seed) and <codec>_decode(wire, out, <parameters>, add, scale), with
 tensors as in gradwire.collectives.compression.codec; the parameters are the fields of the codec. All arithmetic is float32,
-rounded to nearest even after every operation, with denormals and without fused operations.
+rounded to nearest even after every operation, with denormals and without fused operations. Values and results may be bfloat16
+or float16: then a result is rounded once more.
 
 A wire is [codes][scales, one per block], each section padded with zero bytes to a multiple of 16. A block with a NaN, an
 Inf or a magnitude of 2^127 or more is *not finite*: its scale is NaN and its codes are 0, so that the whole block decodes

@@ -1,8 +1,9 @@
 """The sparse and low-rank codecs in plain torch. Every other kernel must write and read the same bytes.
 
 <codec>_encode(values, residual, wire, <parameters>) and <codec>_decode(wire, out, <parameters>, add, scale), with tensors as in
-gradwire.collectives.compression.codec. Encoders send numbers of c = values + residual, in float32. The new residual is c, with
-0 for the numbers that were sent and for those that are not finite, which would return in every later sum.
+gradwire.collectives.compression.codec. Encoders send numbers of c = values + residual, in float32; values and results may be
+bfloat16 or float16, too. The new residual is c, with 0 for the numbers that were sent and for those that are not finite, which
+would return in every later sum.
 
 Magnitudes are compared by their bits, the *key* of a number. Of two equal keys, the one with the lower index counts as larger.
 A NaN of any sign and payload is larger than Inf. On the wire, every NaN is 0x7FC00000.
