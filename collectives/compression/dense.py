@@ -26,6 +26,9 @@ class ByKernels(Codec):
         """Return the parameters of the kernels."""
         return tuple(vars(self).values())
 
+    def takes_halves(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
     def c_functions(self) -> CFunctions | None:
         if (type(self)._encode, type(self)._decode) != (ByKernels._encode, ByKernels._decode):
             return None  # a class that others have derived

@@ -41,6 +41,9 @@ class Sparse(Codec):
     def wire_bytes(self, numel: int) -> int:
         return 2 * pad16(4 * self.count(numel))
 
+    def takes_halves(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
     def _parameters(self, numel: int) -> tuple[int, ...]:
         """Return the parameters of the kernels for `numel` numbers."""
         return (self.count(numel),)

@@ -268,11 +268,16 @@ def _bit_field(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]
 
 _ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor}
 _FLOAT8 = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+_HALVES = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}
 
 
 @handles("cvt")
 def _cvt(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     *how, to, of = modifiers
+    if to in _HALVES:
+        if how != ["rn"] or of != "f32":
+            raise PtxError("form")
+        return _cvt_halves(decoder, _HALVES[to], operands)
     if to in _FLOAT8:
         if how != ["rn", "satfinite"] or of != "f32":
             raise PtxError("form")
@@ -296,6 +301,18 @@ def _cvt(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> A
     if how != (["rn"] if rounded else []) or (of[0] == "f" and not halves):
         raise PtxError("form")
     return lambda threads: write(threads, read(threads).astype(target))
+
+
+def _cvt_halves(decoder: Decoder, dtype: torch.dtype, operands: tuple[str, ...]) -> Action:
+    """Of two numbers: the first becomes the upper half."""
+    write = decoder.write(operands[0], "b32")
+    high, low = (decoder.read(operand, "f32") for operand in operands[1:])
+
+    def bits(number: Array) -> Array:
+        half = torch.from_numpy(number.copy()).to(dtype).view(torch.int16).numpy().view(np.uint16)
+        return np.where(np.isnan(number), np.uint32(0x7FFF), half.astype(np.uint32))
+
+    return lambda threads: write(threads, bits(high(threads)) << np.uint32(16) | bits(low(threads)))
 
 
 def _cvt_float8(decoder: Decoder, dtype: torch.dtype, operands: tuple[str, ...]) -> Action:

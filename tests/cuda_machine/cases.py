@@ -70,7 +70,8 @@ def numbers(numel: int, kind: str, seed: int = 0) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the bits of float32 numbers, with one NaN for all."""
+    """Return the bits of float32 numbers, with one NaN for all; of others as float32."""
+    tensor = tensor.to(torch.float32)
     return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32).cpu()
 
 
@@ -103,7 +104,7 @@ class Pair:
     def both(self, function: str, *arguments: Any, at: int = 0) -> list[Tensor]:
         """Call a function on both sides: the tensors on the reference's side when it is done.
 
-        at: elements by which float32 tensors miss a multiple of 16 bytes on the device.
+        at: elements by which tensors of numbers miss a multiple of 16 bytes on the device.
         """
         module = reference if hasattr(reference, function) else reference_sparse
         expected = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
@@ -117,7 +118,7 @@ class Pair:
         return [e for e in expected if isinstance(e, Tensor)]
 
     def _placed(self, tensor: Tensor, at: int) -> Tensor:
-        shift = at if tensor.dtype == torch.float32 else 0
+        shift = at if tensor.is_floating_point() else 0
         room = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device=self.device)
         room[shift:] = tensor
         return room[shift:]
@@ -128,9 +129,15 @@ def _unwritten(nbytes: int) -> Tensor:
 
 
 def check(
-    kernels: Any, device: str, codec: Codec, numels: tuple[int, ...] = (), kinds: tuple[str, ...] = KINDS
+    kernels: Any,
+    device: str,
+    codec: Codec,
+    numels: tuple[int, ...] = (),
+    kinds: tuple[str, ...] = KINDS,
+    dtype: torch.dtype = torch.float32,
 ) -> list[str]:
-    """Return what differs. Every kind of numbers is tried at the last numel, one in turn at each other."""
+    """Return what differs. Every kind of numbers is tried at the last numel, one in turn at each other. dtype: of values and
+    results."""
     usual = (
         DENSE_NUMELS if isinstance(codec, Dense) else CHUNK_NUMELS if isinstance(codec, ChunkTopK) else SPARSE_NUMELS
     )
@@ -140,14 +147,14 @@ def check(
         for place, kind in enumerate(some):
             feedback = (turn + place + numel) % 2 == 1 or codec.name == "dgc"
             residual = numbers(numel, "gaussian", turn + 2) if feedback else None
-            code(pair, codec, numbers(numel, kind, turn), residual)
+            code(pair, codec, numbers(numel, kind, turn).to(dtype), residual)
     return pair.failures
 
 
 def code(pair: Pair, codec: Codec, values: Tensor, residual: Tensor | None) -> None:
     """Encode and decode on both sides, in the ways that the codec has."""
     numel, at = len(values), len(values) % 3
-    before, wire = numbers(numel, "wide", 1), _unwritten(codec.wire_bytes(numel))
+    before, wire = numbers(numel, "wide", 1).to(values.dtype), _unwritten(codec.wire_bytes(numel))
     writes: tuple[Any, ...]
     reads: tuple[Any, ...]
     if isinstance(codec, (Dense, ChunkTopK)):

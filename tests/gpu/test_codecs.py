@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from gradwire.collectives.compression.codec import Codec
+from gradwire.collectives.compression.codec import NUMBERS, Codec
 from gradwire.collectives.compression.dense import Dense, Int8
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
 from tests.cuda_machine.cases import CODECS, DENSE, SPARSE, check, numbers
@@ -34,10 +34,20 @@ def test_same_bytes_as_the_reference(kernels: CudaKernels, codec: Codec) -> None
         assert check(kernels, "cuda", codec, (10 * LARGE,), ("gaussian",)) == []
 
 
+@pytest.mark.parametrize("dtype", NUMBERS[1:], ids=str)
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_plain_torch(codec: Codec) -> None:
+def test_halves(kernels: CudaKernels, codec: Codec, dtype: torch.dtype) -> None:
+    """Without a float32 copy, at addresses where four numbers are loaded at once, and at others."""
+    assert check(kernels, "cuda", codec, dtype=dtype) == []
+    assert check(kernels, "cuda", codec, (LARGE, LARGE - 1), ("gaussian", "few", "not finite"), dtype) == []
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_plain_torch(codec: Codec, dtype: torch.dtype) -> None:
     """What does the work where there is no CuPy."""
-    assert check(TorchKernels(), "cuda", codec, (1, 1500 if isinstance(codec, Dense) else 20_001)) == []
+    numels = (1, 1500 if isinstance(codec, Dense) else 20_001)
+    assert check(TorchKernels(), "cuda", codec, numels, dtype=dtype) == []
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from gradwire.collectives.compression import dense
+from gradwire.collectives.compression.codec import NUMBERS, Codec
 from gradwire.collectives.compression.dense import Dense, Int8
-from gradwire.collectives.compression.sparse import ChunkTopK, Sparse
+from gradwire.collectives.compression.sparse import ChunkTopK, RandomK, Sparse, TopK
 from gradwire.collectives.kernels.cuda import launch as cuda
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
 from gradwire.collectives.kernels.cuda.launch import CupyLaunch, source
@@ -41,6 +42,23 @@ def garbage() -> Iterator[None]:
 @pytest.mark.parametrize("codec", [*wide(*PLAIN), *(codec for codec in DENSE if codec not in PLAIN)], ids=repr)
 def test_dense(codec: Dense) -> None:
     assert check(CudaKernels(MachineLaunch()), "cpu", codec) == []
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        (Int8(), torch.bfloat16),
+        (TopK(), torch.float16),
+        (RandomK(), torch.bfloat16),
+        (ChunkTopK(), torch.float16),
+        *wide_rows(*((codec, dtype) for codec in CODECS for dtype in (torch.bfloat16, torch.float16))),
+    ],
+    ids=repr,
+)
+def test_halves(codec: Codec, dtype: torch.dtype) -> None:
+    """Numbers of 16 bits, at addresses where four of them are loaded at once, and at others."""
+    numels = (129, 1533, 1500) if isinstance(codec, Dense) else (4097, 4100)
+    assert check(CudaKernels(MachineLaunch()), "cpu", codec, numels, FEW_KINDS, dtype) == []
 
 
 @pytest.mark.wide
@@ -111,7 +129,8 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
         launched.add((family, kernel))
 
     for codec in CODECS:
-        check(CudaKernels(note), "cpu", codec, (1, 3), FEW_KINDS[:1])  # which finds nothing computed
+        for dtype in NUMBERS if architecture.startswith("sm") else NUMBERS[:1]:
+            check(CudaKernels(note), "cpu", codec, (1, 3), FEW_KINDS[:1], dtype)  # which finds nothing computed
     for family in ("quantize", "sparse"):
         written = set(re.findall(r"__global__ void __launch_bounds__\(THREADS\) (\w+)\(", source(family)))
         assert written == {kernel.split("<")[0] for of, kernel in launched if of == family}

@@ -57,7 +57,7 @@ __device__ __forceinline__ word number_reaching(const word* keys, word least, wo
 }
 
 // A thread has the numbers v * 4 * THREADS + 4 * threadIdx.x + (0..3) of its part, v < OWN / 4.
-template <bool FEEDBACK>
+template <bool FEEDBACK, class Number>
 __global__ void __launch_bounds__(THREADS) encode_chunk(const __grid_constant__ Selection s) {
     __shared__ word places[MOST];
     __shared__ float sent[MOST];
@@ -66,8 +66,9 @@ __global__ void __launch_bounds__(THREADS) encode_chunk(const __grid_constant__ 
     __shared__ half_word scales[2];
     const long long first = (long long)blockIdx.x * CUT + 4 * threadIdx.x;
     const Entries to(s, blockIdx.x);
-    const bool vectors = to.length == CUT && aligned_to_16(s.values) && (!FEEDBACK || aligned_to_16(s.residual));
-    const auto load = [&](const float* from, int v) {
+    const Number* values = static_cast<const Number*>(s.values);
+    const bool vectors = to.length == CUT && aligned(values) && (!FEEDBACK || aligned(s.residual));
+    const auto load = [&](const auto* from, int v) {
         const int at = v * 4 * THREADS, left = to.length - at - 4 * (int)threadIdx.x;
         return vectors ? load_four(from + first + at) : load_some(from + first + at, left);
     };
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(THREADS) encode_chunk(const __grid_constant__ 
     word keys[OWN];  // of numbers that are not there: 0, and they are behind all others
 #pragma unroll
     for (int v = 0; v < OWN / 4; ++v) {
-        numbers[v] = load(s.values, v);
+        numbers[v] = load(values, v);
         if constexpr (FEEDBACK) {
             const Four before = load(s.residual, v);
 #pragma unroll
@@ -168,8 +169,8 @@ __global__ void __launch_bounds__(THREADS) encode_chunk(const __grid_constant__ 
     }
 }
 
-// residual = (ADD: residual, else 0) + values * scale at their indices. Indices outside are passed over.
-template <bool ADD>
+// out = (ADD: out, else 0) + values * scale at their indices. Indices outside are passed over.
+template <bool ADD, class Number>
 __global__ void __launch_bounds__(THREADS) scatter_chunks(const __grid_constant__ Selection s) {
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x, part = at / s.k;
     const int e = (int)(at % s.k), pair = 3 * (e / 2);
@@ -181,6 +182,6 @@ __global__ void __launch_bounds__(THREADS) scatter_chunks(const __grid_constant_
     if (place >= from.length) return;
     const word code = from.codes[e / 4] >> (2 * (e % 4)) & 3;
     const float magnitude = float_of(from.scales[code & 1]) * s.scale;
-    float* to = s.residual + part * CUT + place;
-    *to = (ADD ? *to : 0.0f) + (code >= 2 ? -magnitude : magnitude);
+    Number* to = static_cast<Number*>(s.values) + part * CUT + place;
+    store(to, (ADD ? widened(*to) : 0.0f) + (code >= 2 ? -magnitude : magnitude));
 }

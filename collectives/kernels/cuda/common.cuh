@@ -26,6 +26,15 @@ __device__ __forceinline__ float uniform(word index, word seed) {
     return (float)(random_bits(index, seed) >> 8) * (1.0f / 16777216.0f);
 }
 
+template <class First, class Second>
+struct IsSame {
+    static constexpr bool VALUE = false;
+};
+template <class Same>
+struct IsSame<Same, Same> {
+    static constexpr bool VALUE = true;
+};
+
 template <bool CONDITION, class First, class Second>
 struct Choose {
     typedef First type;
@@ -35,24 +44,67 @@ struct Choose<false, First, Second> {
     typedef Second type;
 };
 
+// Numbers in memory are float, Float16 or Bfloat16: the template parameter Number. All arithmetic is of float.
+
+struct Float16 {
+    half_word bits;
+};
+struct Bfloat16 {
+    half_word bits;
+};
+
+__device__ __forceinline__ float widened(float number) { return number; }
+
+__device__ __forceinline__ float widened(Float16 number) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(number.bits));
+    return wide;
+}
+
+__device__ __forceinline__ float widened(Bfloat16 number) { return __uint_as_float((word)number.bits << 16); }
+
+// Two numbers in a word, each rounded to nearest even.
+template <class Number>
+__device__ __forceinline__ word narrowed(float low, float high) {
+    word both;
+    if constexpr (IsSame<Number, Float16>::VALUE)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ void store(float* to, float number) { *to = number; }
+
+template <class Number>
+__device__ __forceinline__ void store(Number* to, float number) {
+    to->bits = (half_word)narrowed<Number>(number, 0.0f);
+}
+
 struct Four {
     float at[4];
 };
 
-__device__ __forceinline__ bool aligned_to_16(const void* pointer) { return ((address)pointer & 15) == 0; }
+// Whether load_four() and store_four() can be used.
+template <class Number>
+__device__ __forceinline__ bool aligned(const Number* pointer) {
+    return ((address)pointer & (4 * sizeof(Number) - 1)) == 0;
+}
 
 // Four numbers, of which `left` are there; the others are 0.
-__device__ __forceinline__ Four load_some(const float* from, long long left) {
+template <class Number>
+__device__ __forceinline__ Four load_some(const Number* from, long long left) {
     Four numbers;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) numbers.at[i] = i < left ? from[i] : 0.0f;
+    for (int i = 0; i < 4; ++i) numbers.at[i] = i < left ? widened(from[i]) : 0.0f;
     return numbers;
 }
 
-__device__ __forceinline__ void store_some(float* to, const Four& numbers, long long left) {
+template <class Number>
+__device__ __forceinline__ void store_some(Number* to, const Four& numbers, long long left) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        if (i < left) to[i] = numbers.at[i];
+        if (i < left) store(to + i, numbers.at[i]);
 }
 
 __device__ __forceinline__ Four load_four(const float* from) {
@@ -60,8 +112,21 @@ __device__ __forceinline__ Four load_four(const float* from) {
     return {v.x, v.y, v.z, v.w};
 }
 
+template <class Number>
+__device__ __forceinline__ Four load_four(const Number* from) {
+    const uint2 v = *reinterpret_cast<const uint2*>(from);
+    const half_word bits[4] = {(half_word)v.x, (half_word)(v.x >> 16), (half_word)v.y, (half_word)(v.y >> 16)};
+    return {widened(Number{bits[0]}), widened(Number{bits[1]}), widened(Number{bits[2]}), widened(Number{bits[3]})};
+}
+
 __device__ __forceinline__ void store_four(float* to, const Four& numbers) {
     *reinterpret_cast<float4*>(to) = make_float4(numbers.at[0], numbers.at[1], numbers.at[2], numbers.at[3]);
+}
+
+template <class Number>
+__device__ __forceinline__ void store_four(Number* to, const Four& numbers) {
+    const float* at = numbers.at;
+    *reinterpret_cast<uint2*>(to) = make_uint2(narrowed<Number>(at[0], at[1]), narrowed<Number>(at[2], at[3]));
 }
 
 // Among 32 / FIELD neighbouring lanes, field f of lane l, of FIELD bits, becomes field l of lane f.

@@ -36,6 +36,10 @@ class KernelLaunch(Protocol):
         """
 
 
+#: The C++ types of the numbers in memory: see common.cuh.
+NUMBERS = {torch.float32: "float", torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
+
+
 def literal(flag: bool) -> str:
     """Return a flag as a C++ literal."""
     return "true" if flag else "false"

@@ -1,14 +1,14 @@
-// The dense quantizers: float32 to blocks of small codes with a scale each, and back. What the bytes mean: reference/quantize.py.
+// The dense quantizers: numbers to blocks of small codes with a scale each, and back. What the bytes mean: reference/quantize.py.
 //
 // A warp works on a tile of VECTORS * 128 elements. Lane l holds the elements v * 128 + 4 l + (0..3), v < VECTORS, in registers:
-// each of its loads is 16 bytes, and all are under way before the first is used. So memory is read once and written once. A block
+// each of its loads is of four numbers, and all are under way before the first is used. So memory is read once and written once. A block
 // is BLOCK consecutive elements: some vectors of all lanes or, if it is shorter than 128, one vector of some lanes.
 
 #include "common.cuh"
 #include "codecs.cuh"
 
 struct Arguments {
-    float* values;  // what is encoded, or what becomes of the code
+    void* values;  // what is encoded, or what becomes of the code
     float* residual;
     byte* wire;
     long long numel;
@@ -85,18 +85,21 @@ struct Tile {
     __device__ __forceinline__ byte* scales() const { return arguments.wire + code_bytes; }
     __device__ __forceinline__ long long left_of(int v) const { return left - v * 128 - lane * 4; }
     // The tile's part of a buffer, from this lane's first element on.
-    __device__ __forceinline__ float* at(float* buffer) const { return buffer + begin + lane * 4; }
+    template <class Number>
+    __device__ __forceinline__ Number* at(Number* buffer) const {
+        return buffer + begin + lane * 4;
+    }
     __device__ __forceinline__ bool whole() const { return left >= Codec::TILE; }
 };
 
-template <class Codec, bool FEEDBACK>
+template <class Codec, bool FEEDBACK, class Number>
 __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Arguments arguments) {
     constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
     const Tile<Codec> tile(arguments);
     if (tile.left <= 0) return;
-    const float* values = tile.at(arguments.values);
+    const Number* values = tile.at(static_cast<const Number*>(arguments.values));
     float* residual = FEEDBACK ? tile.at(arguments.residual) : nullptr;
-    const bool vectors = tile.whole() && aligned_to_16(values) && aligned_to_16(residual);
+    const bool vectors = tile.whole() && aligned(values) && aligned(residual);
 
     Four numbers[VECTORS], lost[VECTORS];
     if (vectors) {
@@ -161,13 +164,13 @@ __global__ void __launch_bounds__(THREADS) encode(const __grid_constant__ Argume
     }
 }
 
-template <class Codec, bool ADD>
+template <class Codec, bool ADD, class Number>
 __global__ void __launch_bounds__(THREADS) decode(const __grid_constant__ Arguments arguments) {
     constexpr int VECTORS = Codec::VECTORS, BITS = Codec::BITS;
     const Tile<Codec> tile(arguments);
     if (tile.left <= 0) return;
-    float* out = tile.at(arguments.values);
-    const bool vectors = tile.whole() && aligned_to_16(out);
+    Number* out = tile.at(static_cast<Number*>(arguments.values));
+    const bool vectors = tile.whole() && aligned(out);
 
     typename Codes<Codec>::Packed packed[VECTORS];
     float scale[VECTORS];

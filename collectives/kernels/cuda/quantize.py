@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradwire.collectives.kernels.cuda.launch import THREADS, KernelLaunch, literal
+from gradwire.collectives.kernels.cuda.launch import NUMBERS, THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.reference import quantize as reference
 
 _TENSOR = np.dtype(
@@ -41,7 +41,7 @@ def _codec(name: str, template: str, block_at: int = 0) -> tuple[Callable[..., N
         *settings, seed = given
         if instance := _instance(name, template, block_at, *settings):
             codec, tile = instance
-            kernel = f"encode<{codec}, {literal(residual is not None)}>"
+            kernel = f"encode<{codec}, {literal(residual is not None)}, {NUMBERS[values.dtype]}>"
             self.work_through(kernel, tile, values, residual, wire, seed=seed)
         else:
             getattr(reference, f"{name}_encode")(values, residual, wire, *given)
@@ -50,7 +50,8 @@ def _codec(name: str, template: str, block_at: int = 0) -> tuple[Callable[..., N
         *settings, add, scale = given
         if instance := _instance(name, template, block_at, *settings):
             codec, tile = instance
-            self.work_through(f"decode<{codec}, {literal(add)}>", tile, out, None, wire, scale=scale)
+            kernel = f"decode<{codec}, {literal(add)}, {NUMBERS[out.dtype]}>"
+            self.work_through(kernel, tile, out, None, wire, scale=scale)
         else:
             getattr(reference, f"{name}_decode")(wire, out, *given)
 

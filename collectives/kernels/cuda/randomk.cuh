@@ -9,13 +9,13 @@ __device__ __forceinline__ long long drawn(const Selection& s, int j) {
 }
 
 // Step 1 of random-k: sums, and whether all are finite.
-template <bool FEEDBACK>
+template <bool FEEDBACK, class Number>
 __global__ void __launch_bounds__(THREADS) examine(const __grid_constant__ Selection s) {
     const Run run(s);
     word most = 0;
     for (long long chunk = run.begin; chunk < run.end; ++chunk) {
         Four numbers[VECTORS];
-        load_sums<FEEDBACK, false>(s, Place(s, chunk), numbers);
+        load_sums<FEEDBACK, false, Number>(s, Place(s, chunk), numbers);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v)
 #pragma unroll
@@ -44,12 +44,13 @@ __global__ void __launch_bounds__(THREADS) draw(const __grid_constant__ Selectio
             if (magnitude_bits(s.residual[index]) >= INFINITY_BITS) s.residual[index] = 0.0f;
 }
 
-template <bool ADD>
+template <bool ADD, class Number>
 __global__ void __launch_bounds__(THREADS) place(const __grid_constant__ Selection s) {
     const float* values = reinterpret_cast<const float*>(s.wire);
     const int j = blockIdx.x * THREADS + threadIdx.x;
     if (j >= s.k) return;
     const long long index = drawn(s, j);
     const float number = values[j] * s.scale;
-    s.residual[index] = (ADD ? s.residual[index] : 0.0f) + number;
+    Number* to = static_cast<Number*>(s.values) + index;
+    store(to, (ADD ? widened(*to) : 0.0f) + number);
 }

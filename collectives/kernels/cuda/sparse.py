@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwire.collectives.kernels.cuda.launch import THREADS, KernelLaunch, literal
+from gradwire.collectives.kernels.cuda.launch import NUMBERS, THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.layout import CHUNK
 from gradwire.collectives.kernels.reference.sparse import powersgd_multiply, powersgd_orthonormalize
 
@@ -39,7 +39,7 @@ class SparseKernels:
         self._select(values, residual, wire, k)
 
     def topk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
-        self._scatter(f"scatter<{literal(add)}>", wire, out, add, k=k, slots=_slots(k), scale=scale)
+        self._scatter("scatter", wire, out, add, k=k, slots=_slots(k), scale=scale)
 
     def dgc_encode(
         self, values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum: Tensor, decay: float
@@ -53,13 +53,13 @@ class SparseKernels:
 
     def threshold_decode(self, wire: Tensor, out: Tensor, k: int, slack: int, add: bool, scale: float) -> None:
         room = k + slack
-        kernel = f"scatter<{literal(add)}>"
-        self._scatter(kernel, wire, out, add, k=room, slots=_slots(room), header=_HEADER, scale=scale)
+        self._scatter("scatter", wire, out, add, k=room, slots=_slots(room), header=_HEADER, scale=scale)
 
     def randomk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
         if values.numel() == 0:
             wire.zero_()
             return
+        values = _values(values, residual)
         blocks, chunks = self._runs(values.numel())
         scratch = torch.zeros(_SCRATCH["state"].itemsize, dtype=torch.uint8, device=values.device)
         tensors = {"values": values, "residual": residual, "wire": wire, "scratch": scratch}
@@ -67,22 +67,22 @@ class SparseKernels:
             tensors, numel=values.numel(), k=k, slots=_slots(k), chunks=chunks, seed=seed & 0xFFFFFFFF
         )
         touched, feedback = _present(tensors), literal(residual is not None)
-        self._launch("sparse", f"examine<{feedback}>", blocks, parameters, touched)
+        self._launch("sparse", f"examine<{feedback}, {NUMBERS[values.dtype]}>", blocks, parameters, touched)
         self._launch("sparse", f"draw<{feedback}>", blocks, parameters, touched)
 
     def randomk_decode(self, wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scale: float) -> None:
-        self._scatter(f"place<{literal(add)}>", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
+        self._scatter("place", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
 
     def chunktopk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
         if values.numel() > 0:
             tensors = {"values": values, "residual": residual, "wire": wire}
             parameters = _parameters(tensors, numel=values.numel(), k=k)
-            kernel = f"encode_chunk<{literal(residual is not None)}>"
+            kernel = f"encode_chunk<{literal(residual is not None)}, {NUMBERS[values.dtype]}>"
             self._launch("sparse", kernel, -(-values.numel() // CHUNK), parameters, _present(tensors))
 
     def chunktopk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
         entries = -(-out.numel() // CHUNK) * k
-        self._scatter(f"scatter_chunks<{literal(add)}>", wire, out, add, k=k, entries=entries, scale=scale)
+        self._scatter("scatter_chunks", wire, out, add, k=k, entries=entries, scale=scale)
 
     powersgd_orthonormalize = staticmethod(powersgd_orthonormalize)
     powersgd_multiply = staticmethod(powersgd_multiply)
@@ -103,6 +103,7 @@ class SparseKernels:
         if values.numel() == 0:
             wire.zero_()
             return
+        values = _values(values, residual)
         blocks, chunks = self._runs(values.numel())
         scratch = torch.zeros(_SCRATCH.itemsize, dtype=torch.uint8, device=values.device)
         marks = torch.empty(-(-values.numel() // _CHUNK) * _CHUNK // 8, dtype=torch.uint8, device=values.device)
@@ -126,8 +127,10 @@ class SparseKernels:
             decay=decay,
         )
         feedback = literal(residual is not None)
-        both = f"{feedback}, {literal(momentum is not None)}"
-        first = [f"accumulate<{both}>"] if tau is None else [f"reach<{feedback}>", f"reconsider<{feedback}>"]
+        both, number = f"{feedback}, {literal(momentum is not None)}", NUMBERS[values.dtype]
+        first = [f"accumulate<{both}, {number}>"]
+        if tau is not None:
+            first = [f"reach<{feedback}, {number}>", f"reconsider<{feedback}>"]
         for kernel in (*first, *(f"{step}<{feedback}>" for step in ("mark", "refine", "count")), f"emit<{both}>"):
             self._launch("sparse", kernel, blocks, parameters, _present(tensors))
 
@@ -144,9 +147,16 @@ class SparseKernels:
         if not add:
             out.zero_()
         if (entries := k if entries is None else entries) > 0:
-            tensors = {"residual": out, "wire": wire}
+            tensors = {"values": out, "wire": wire}
             parameters = _parameters(tensors, numel=out.numel(), k=k, **numbers)
+            kernel = f"{kernel}<{literal(add)}, {NUMBERS[out.dtype]}>"
             self._launch("sparse", kernel, -(-entries // THREADS), parameters, _present(tensors))
+
+
+def _values(values: Tensor, residual: Tensor | None) -> Tensor:
+    """Return the values, as float32 if there is no residual: later passes read the residual, to which the first one adds the
+    values, or without one, the values themselves."""
+    return values if residual is not None else values.to(torch.float32)
 
 
 def _parameters(tensors: Mapping[str, Tensor | None], **numbers: float) -> NDArray[np.void]:

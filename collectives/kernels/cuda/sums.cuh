@@ -23,7 +23,7 @@ struct Scratch {
 };
 
 struct Selection {
-    const float* values;
+    void* values;  // what is encoded, or what becomes of the code
     float* residual;
     float* momentum;
     float* tau;
@@ -43,10 +43,11 @@ struct Selection {
 
 __device__ __forceinline__ word key_of(float number) { return min(magnitude_bits(number), NAN_KEY); }
 
-// What is selected from, once values, and with MOMENTUM the momentum, have been added to the residual.
+// What is selected from, once values, and with MOMENTUM the momentum, have been added to the residual. Without a residual, values
+// are float.
 template <bool FEEDBACK>
 __device__ __forceinline__ const float* sums_of(const Selection& s) {
-    return FEEDBACK ? s.residual : s.values;
+    return FEEDBACK ? s.residual : static_cast<const float*>(s.values);
 }
 
 // The sum of the values of the threads before this one, and that of all. `room`: WARPS words of shared memory.
@@ -102,11 +103,13 @@ struct Place {
     long long left;  // numbers from there on
     __device__ __forceinline__ Place(const Selection& s, long long chunk)
         : first(chunk * CHUNK + threadIdx.x / 32 * TILE + threadIdx.x % 32 * 4), left(s.numel - first) {}
-    // 16 bytes at a time will do for the whole warp.
-    __device__ __forceinline__ bool vectors(const float* buffer) const {
-        return left + threadIdx.x % 32 * 4 >= TILE && aligned_to_16(buffer);
+    // Four numbers at a time will do for the whole warp.
+    template <class Number>
+    __device__ __forceinline__ bool vectors(const Number* buffer) const {
+        return left + threadIdx.x % 32 * 4 >= TILE && aligned(buffer);
     }
-    __device__ __forceinline__ void load(const float* buffer, Four* numbers) const {
+    template <class Number>
+    __device__ __forceinline__ void load(const Number* buffer, Four* numbers) const {
         if (vectors(buffer)) {
 #pragma unroll
             for (int v = 0; v < VECTORS; ++v) numbers[v] = load_four(buffer + first + v * 128);
@@ -167,9 +170,9 @@ struct Histogram {
 };
 
 // The values, or with FEEDBACK the residual, to which they, or with MOMENTUM the momentum with them, are added.
-template <bool FEEDBACK, bool MOMENTUM>
+template <bool FEEDBACK, bool MOMENTUM, class Number>
 __device__ __forceinline__ void load_sums(const Selection& s, const Place& place, Four* numbers) {
-    place.load(s.values, numbers);
+    place.load(static_cast<const Number*>(s.values), numbers);
     if constexpr (MOMENTUM) {
         Four before[VECTORS];
         place.load(s.momentum, before);

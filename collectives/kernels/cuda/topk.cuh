@@ -7,14 +7,14 @@
 // it ended; each of its blocks finds for itself what the histogram of that says, and nothing waits for another block.
 
 // Step 1 of top-k: sums, and the histogram of their first digits.
-template <bool FEEDBACK, bool MOMENTUM>
+template <bool FEEDBACK, bool MOMENTUM, class Number>
 __global__ void __launch_bounds__(THREADS) accumulate(const __grid_constant__ Selection s) {
     __shared__ word room[2 << BITS_1];
     Histogram<BITS_1> histogram(room);
     const Run run(s);
     for (long long chunk = run.begin; chunk < run.end; ++chunk) {
         Four numbers[VECTORS];
-        load_sums<FEEDBACK, MOMENTUM>(s, Place(s, chunk), numbers);
+        load_sums<FEEDBACK, MOMENTUM, Number>(s, Place(s, chunk), numbers);
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v)
 #pragma unroll
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(THREADS) accumulate(const __grid_constant__ Se
 }
 
 // Step 1 with a threshold: sums, marks on those that reach it, and how many.
-template <bool FEEDBACK>
+template <bool FEEDBACK, class Number>
 __global__ void __launch_bounds__(THREADS) reach(const __grid_constant__ Selection s) {
     __shared__ word room[WARPS];
     const word least = key_of(*s.tau);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(THREADS) reach(const __grid_constant__ Selecti
     for (long long chunk = run.begin; chunk < run.end; ++chunk) {
         const Place place(s, chunk);
         Four numbers[VECTORS];
-        load_sums<FEEDBACK, false>(s, place, numbers);
+        load_sums<FEEDBACK, false, Number>(s, place, numbers);
         const word marks = marks_of(numbers, place, least);
         s.marks[marks_at(chunk)] = marks;
         count += __popc(marks);
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(THREADS) emit(const __grid_constant__ Selectio
     }
 }
 
-// residual = (ADD: residual, else 0) + values * scale at their indices. Indices outside are passed over.
-template <bool ADD>
+// out = (ADD: out, else 0) + values * scale at their indices. Indices outside are passed over.
+template <bool ADD, class Number>
 __global__ void __launch_bounds__(THREADS) scatter(const __grid_constant__ Selection s) {
     const int* indices = reinterpret_cast<const int*>(s.wire + s.header);
     const float* values = reinterpret_cast<const float*>(indices + s.slots);
@@ -246,5 +246,6 @@ __global__ void __launch_bounds__(THREADS) scatter(const __grid_constant__ Selec
     const int index = indices[at];
     if (index < 0 || index >= s.numel) return;
     const float number = values[at] * s.scale;
-    s.residual[index] = (ADD ? s.residual[index] : 0.0f) + number;
+    Number* to = static_cast<Number*>(s.values) + index;
+    store(to, (ADD ? widened(*to) : 0.0f) + number);
 }
