@@ -10,6 +10,7 @@ COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "broadcast", "alltoal
 MODULES = {
     "train": ("training.train", 2, "a small model, with checkpoints and a picture"),
     "step": ("training.step", 2, "a training step beside DDP's"),
+    "gpu": ("gpu.run", 2, "a GPU: steps, calls, overlap, NCCL"),
     "backends": ("training.backends", 2, "torch's ways to train, over gloo and over gradwire"),
     "convergence": ("training.convergence", 4, "training with and without every codec"),
     "rules": ("training.rules", 4, "training by several update rules"),

@@ -44,10 +44,12 @@ def software_and_machine(device: torch.device) -> dict[str, Any]:
 
 
 def write_json(path: Path | None, meta: Mapping[str, Any], rows: Sequence[Any]) -> None:
-    """Write meta and rows, which are dataclasses, to a file, and make its folder. Do nothing if path is None."""
+    """Write meta and rows, which are dataclasses or were read from such a file, to a file, and make its folder. Do nothing if
+    path is None."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        written = [row if isinstance(row, dict) else asdict(row) for row in rows]
+        path.write_text(json.dumps({"meta": meta, "rows": written}, indent=1) + "\n")
 
 
 def write_csv(path: Path | None, rows: Sequence[Any]) -> None:

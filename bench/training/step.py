@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import gradwire as hvd
 from gradwire.bench.options import add_results, add_turns
@@ -76,18 +76,18 @@ class StepSpeedup:
 
 
 class StepCompetitor:
-    """A model in training. A call trains for one turn."""
+    """A model in training. A call trains for one turn. train: takes one step, by its number, and returns the loss."""
 
-    def __init__(self, trainee: Trainee, workload: Workload, steps: int) -> None:
+    def __init__(self, trainee: Trainee, train: Callable[[int], float | Tensor], steps: int) -> None:
         self.trainee = trainee
-        self.loss = 0.0
-        self._workload = workload
+        self.loss: float | Tensor = 0.0
+        self._train = train
         self._steps = steps
         self._done = 0
 
     def __call__(self) -> None:
         for step in range(self._done, self._done + self._steps):
-            self.loss = self.trainee.train(self._workload, step, LR)
+            self.loss = self._train(step)
         self._done += self._steps
         if isinstance(self.trainee.optimizer, hvd.DistributedOptimizer):
             self.trainee.optimizer.settle()  # the update belongs to this turn
@@ -153,23 +153,20 @@ def competitors_of(chosen: argparse.Namespace, workload: Workload, device: torch
         trainee = build(workload.build().to(device))
         if chosen.overlap:
             trainee.clip_norm = None
-        competitors[name] = StepCompetitor(trainee, workload, chosen.steps)
+        competitors[name] = StepCompetitor(trainee, partial(trainee.train, workload, lr=LR), chosen.steps)
     return competitors
 
 
 def measure(
-    competitors: dict[str, StepCompetitor], workload: Workload, chosen: argparse.Namespace, device: torch.device
+    competitors: dict[str, StepCompetitor], workload: Workload, device: torch.device, rounds: int, steps: int
 ) -> tuple[list[StepRow], list[StepSpeedup]]:
     """Return the rows, and the speedups of ours over DDP; the same on all ranks."""
-    if AUTO in chosen.compression:
-        for _ in range(-(-AUTO_STEPS * (1 + len(chosen.compression)) // chosen.steps)):
-            competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
-    seconds = step_seconds(competitors, device, chosen.rounds, chosen.steps)
+    seconds = step_seconds(competitors, device, rounds, steps)
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
     beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
     rows: list[StepRow] = []
     for name, competitor in competitors.items():
-        loss = hvd.allreduce(torch.tensor(competitor.loss, dtype=torch.float64, device=device), op=hvd.Average)
+        loss = hvd.allreduce(torch.tensor(float(competitor.loss), dtype=torch.float64, device=device), op=hvd.Average)
         rows.append(
             StepRow(
                 competitor=name,
@@ -233,14 +230,16 @@ def main(arguments: Sequence[str]) -> int:
     device, size = choose_device(chosen.device), bytes_gpt.size_of(chosen)
     workload = bytes_gpt.workload(size, chosen.batch * hvd.size())
     competitors = competitors_of(chosen, workload, device)
+    if AUTO in chosen.compression:
+        for _ in range(-(-AUTO_STEPS * (1 + len(chosen.compression)) // chosen.steps)):
+            competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
+    timed = partial(measure, competitors, workload, device, chosen.rounds, chosen.steps)
 
     def measured(state: hvd.elastic.TorchState) -> tuple[list[StepRow], list[StepSpeedup]]:
-        return measure(competitors, workload, chosen, device)
+        return timed()
 
     committed = [each.trainee.state for each in competitors.values() if each.trainee.state is not None]
-    rows, speedups = (
-        hvd.elastic.run(measured)(committed[0]) if committed else measure(competitors, workload, chosen, device)
-    )
+    rows, speedups = hvd.elastic.run(measured)(committed[0]) if committed else timed()
     if hvd.rank() == 0:
         meta = {
             **software_and_machine(device),

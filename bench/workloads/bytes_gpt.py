@@ -37,7 +37,11 @@ class GPTSize:
     lr: float = 2e-3
 
 
-PRESETS = {"small": GPTSize(), "13m": GPTSize(width=512, heads=8, lr=1e-3)}
+PRESETS = {
+    "small": GPTSize(),
+    "13m": GPTSize(width=512, heads=8, lr=1e-3),
+    "100m": GPTSize(layers=14, width=768, heads=12, context=1024, lr=6e-4),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser, batch: int = 4) -> None:

@@ -83,7 +83,11 @@ class Trainee:
     def train(self, workload: Workload, step: int, lr: float) -> float:
         """Take a step on this rank's share of a batch. Return its loss."""
         torch.manual_seed(int(np.random.SeedSequence((workload.seed, step, hvd.rank())).generate_state(1)[0]))
-        inputs, targets = (share.to(self.device) for share in shares(workload.batch(step)))
+        return self.step([share.to(self.device) for share in shares(workload.batch(step))], lr).item()
+
+    def step(self, batch: Sequence[Tensor], lr: float) -> Tensor:
+        """Take a step on a batch of this rank. Return its loss, for which the host has not waited."""
+        inputs, targets = batch
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
@@ -97,7 +101,7 @@ class Trainee:
         self.optimizer.step()
         if self.state is not None:
             self.state.commit()
-        return loss.item()
+        return loss.detach()
 
     @torch.no_grad()
     def validate(self, workload: Workload) -> tuple[float, float]:
@@ -211,7 +215,7 @@ def shares(batch: Sequence[Tensor]) -> list[Tensor]:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def choose_device(name: str) -> torch.device:

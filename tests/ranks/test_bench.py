@@ -208,6 +208,18 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
     assert f"# gradwire+ddp is {meta['speedups'][-1]['times']:.2f} times as fast as ddp+fp16" in said
 
 
+@pytest.mark.wide
+def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path) -> None:
+    bench("gpu", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert meta["wrong"] == []
+    assert [row["share"] for row in rows if row["part"] == "overlap"] == [None, None]  # codecs on a stream need a GPU
+    places = {row["network"] is None for row in rows if row["part"] == "step"}
+    assert True in places  # False, too, where hosts can be simulated
+    assert {row["part"] for row in rows} == {"step", "call", "overlap", "verb"}
+    assert all(row["same_bits"] for row in rows if row["part"] == "verb")
+
+
 @pytest.mark.parametrize("programs", ["pipeline", *wide("ddp,ddp+views,fsdp2,tensor-parallel")])
 def test_ways_to_train_give_the_same_over_both_backends(programs: str, tmp_path: Path) -> None:
     flags = ["--programs", programs, "--width", "16", "--layers", "2", "--steps", "2", "--rounds", "1"]

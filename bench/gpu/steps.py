@@ -1,0 +1,119 @@
+"""A training step of a GPT in bfloat16: our optimizer, without a codec and with some, beside torch's DDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import isfinite
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradwire as hvd
+from gradwire.bench.gpu.outcome import Goal, Outcome
+from gradwire.bench.gpu.scale import Scale
+from gradwire.bench.timing import Times, step_seconds
+from gradwire.bench.training.step import COMPUTE, DDP, DDP_FP16, OURS, StepCompetitor, StepRow, format_table, measure
+from gradwire.bench.workloads import bytes_gpt, strategies
+from gradwire.bench.workloads.loop import Trainee, Workload, shares
+
+LR = 3e-4
+BATCHES = 16
+"""The batches that are on the device before the clock starts, and that the steps repeat."""
+CODECS = ("int8", "onebit", "powersgd")
+BUILDERS: dict[str, Callable[[nn.Module], Trainee]] = {
+    OURS: strategies.ours,
+    **{f"{OURS}+{name}": partial(strategies.ours, compression=name) for name in CODECS},
+    DDP: strategies.ddp,
+    DDP_FP16: partial(strategies.ddp, fp16=True),
+    COMPUTE: strategies.alone,
+}
+STEP_GOALS = {OURS: 0.9, f"{OURS}+int8": 0.6}
+"""The time of a step is to be at most this share of that of DDP."""
+BEYOND_GOAL = 0.5
+"""The time of a step beyond `compute` is to be at most this share of that of DDP."""
+NEAR = {OURS: 0.05, DDP_FP16: 0.05, f"{OURS}+int8": 0.1}
+FAR = 0.5
+"""The difference of the last step's loss from that of DDP that is allowed, relative to it: of these, and of the others."""
+
+
+@dataclass(frozen=True)
+class GpuStepRow(StepRow):
+    """The result of one competitor, and where it ran: network is None on one host."""
+
+    network: str | None
+    part: str = "step"
+
+
+def device_batches(workload: Workload, device: torch.device) -> list[list[Tensor]]:
+    """Return this rank's share of BATCHES batches, on the device."""
+    return [[share.to(device) for share in shares(workload.batch(step))] for step in range(BATCHES)]
+
+
+def competitor_of(name: str, workload: Workload, batches: list[list[Tensor]], steps: int) -> StepCompetitor:
+    """Return the model of a competitor, in bfloat16, on the device of the batches."""
+    trainee = BUILDERS[name](workload.build().to(batches[0][0].device, torch.bfloat16))
+    return StepCompetitor(trainee, lambda step: trainee.step(batches[step % BATCHES], LR), steps)
+
+
+def rounds_within(seconds: float, one: dict[str, Times], scale: Scale) -> int:
+    """Return how many rounds fit into so many seconds, from the times of a step of one round: from 1 to scale.rounds."""
+    round_s = sum(float(times[0]) for times in one.values()) * scale.steps
+    warmup = 2
+    return max(1, min(scale.rounds, int(seconds / round_s) - warmup))
+
+
+def measure_steps(scale: Scale, device: torch.device, seconds: float) -> Outcome:
+    """Time the competitors in turns, for about so many seconds, and check their replicas and losses. Collective."""
+    workload = bytes_gpt.workload(scale.size, scale.batch * hvd.size())
+    batches = device_batches(workload, device)
+    competitors = {name: competitor_of(name, workload, batches, scale.steps) for name in BUILDERS}
+    rounds = rounds_within(seconds, step_seconds(competitors, device, 1, scale.steps), scale)
+    rows, speedups = measure(competitors, workload, device, rounds, scale.steps)
+    network = os.environ.get("BENCH_NETWORK")
+    meta = {
+        "preset": f"{scale.preset} in bfloat16",
+        "parameters": sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters()),
+        "batch": scale.batch,
+        "context": scale.context,
+        "rounds": rounds,
+        "steps": scale.steps,
+        "backend": dist.get_backend(),
+        "network": network,
+    }
+    for competitor in competitors.values():
+        competitor.trainee.close()
+    return Outcome(
+        lines=format_table(rows, speedups, meta),
+        rows=[GpuStepRow(**asdict(row), network=network) for row in rows],
+        goals=goals_of(rows, "" if network is None else ", between hosts"),
+        wrong=wrong_of(rows),
+    )
+
+
+def goals_of(rows: list[StepRow], where: str) -> list[Goal]:
+    """Return what the rows reach of the goals. where: appended to the names of the goals."""
+    by_name = {row.competitor: row for row in rows}
+    goals = [
+        Goal(f"{name}: step over DDP's{where}", 1 / by_name[name].as_ddp, limit) for name, limit in STEP_GOALS.items()
+    ]
+    for name in STEP_GOALS:
+        times = by_name[name].beyond_compute_as_ddp
+        goals.append(Goal(f"{name}: beyond computing, over DDP's{where}", 1 / times if times else 0.0, BEYOND_GOAL))
+    return goals
+
+
+def wrong_of(rows: list[StepRow]) -> list[str]:
+    """Return a line for each competitor whose replicas differ, or whose loss is not finite or far from that of DDP."""
+    (reference,) = (row.loss for row in rows if row.competitor == DDP)
+    wrong = [
+        f"{row.competitor}: replicas differ" for row in rows if row.competitor != COMPUTE and not row.replicas_identical
+    ]
+    for row in rows:
+        allowed = NEAR.get(row.competitor, FAR)
+        if not isfinite(row.loss) or abs(row.loss - reference) > allowed * reference:
+            wrong.append(f"{row.competitor}: loss {row.loss:.4f}, DDP's {reference:.4f}; {allowed:.0%} off is allowed")
+    return wrong
