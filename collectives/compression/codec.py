@@ -224,11 +224,11 @@ class MatrixCodec(ABC):
 
     @abstractmethod
     def new_state(self, shapes: Sequence[Sequence[int]], device: torch.device) -> MatrixState:
-        """Return the state of the exchanges of float32 tensors of these shapes, always given in this order."""
+        """Return the state of the exchanges of tensors of these shapes, always given in this order."""
 
     @abstractmethod
     def wire_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Return how many bytes one exchange of float32 tensors of these shapes passes to allreduce."""
+        """Return how many bytes one exchange of tensors of these shapes passes to allreduce."""
 
 
 class MatrixState(ABC):
@@ -238,9 +238,14 @@ class MatrixState(ABC):
     def exchange(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Replace the tensors, in place, with an approximation of their sums over the ranks, bit for bit the same on all ranks.
 
-        tensors: contiguous float32. Do not use them until the iterator ends. The iterator yields one or more 1-D tensors. The
-        caller sums each over the ranks, in place, to the same bits on all ranks, before it takes the next. If all sums are
-        multiplied by a positive number, so is the result.
+        tensors: contiguous, and all float32, all bfloat16 or all float16; a result is computed in float32 and rounded once. Do
+        not use them until the iterator ends. The iterator yields one or more 1-D tensors, float32. The caller sums each over the
+        ranks, in place, to the same bits on all ranks, before it takes the next. If all sums are multiplied by a positive
+        number, so is the result.
+
+        On a GPU, the iterator enqueues its work on the stream that is current when the caller takes the next tensor or the end.
+        Keep one stream current for all of them, in all exchanges of a state, or order the streams by events and record the
+        yielded tensors on each. Order that stream after those that wrote the tensors, and after those that use kept().
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from gradwire.collectives.compression.codec import MatrixCodec, MatrixState
+from gradwire.collectives.compression.codec import NUMBERS, MatrixCodec, MatrixState
 from gradwire.collectives.kernels import kernels_for
 
 #: A tensor is compressed if it has at least this many times as many numbers as its factors.
@@ -73,12 +73,17 @@ class _Batch:
 
 
 class PowerSGDState(MatrixState):
-    """The state between exchanges: the errors of this rank, and the last Q, which is the same on all ranks."""
+    """The state between exchanges: the errors of this rank, and the last Q, which is the same on all ranks.
+
+    On a GPU, a step launches the same number of kernels for each shape of matrices, whatever their number and the rank, and the
+    host reads nothing.
+    """
 
     def __init__(self, codec: PowerSGD, shapes: Sequence[Sequence[int]], device: torch.device) -> None:
         self._shapes = [tuple(shape) for shape in shapes]
         self._rank = codec.rank
-        self._kernels = kernels_for(device)
+        self._device = torch.empty(0, dtype=torch.float32, device=device).device  # with its index
+        self._kernels = kernels_for(self._device)
         alike: dict[tuple[int, int], list[int]] = {}
         self._whole: list[int] = []
         for index, shape in enumerate(self._shapes):
@@ -105,38 +110,36 @@ class PowerSGDState(MatrixState):
         If the iterator does not end, the state must be restored. The error of a rank is that of projecting its own matrix onto
         the span of P, so that it stays small if the matrices of the ranks differ. If any rank has a NaN or Inf in a matrix, all
         of the matrix becomes NaN, its error is cleared, and its iteration restarts. Raises ValueError for tensors of other
-        shapes.
+        shapes, and for other tensors than those of MatrixState.
         """
         self._check(tensors)
         return self._sums(tensors)
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        rows = [batch.rows for batch in self._batches]
-        whole = [tensors[index].numel() for index in self._whole]
-        first, lefts = self._factors(rows, sum(whole), tensors)
-        sums = first[first.numel() - sum(whole) :].split(whole)
-        for index, part in zip(self._whole, sums, strict=True):
-            part.copy_(tensors[index].view(-1))
-        for batch, left in zip(self._batches, lefts, strict=True):
-            for error, index in zip(batch.error, batch.members, strict=True):
-                error.add_(tensors[index].view(error.shape))
+        batches, kernels = self._batches, self._kernels
+        matrices = [[tensors[index] for index in batch.members] for batch in batches]
+        whole = [tensors[index] for index in self._whole]
+        first, lefts, parts = self._factors([batch.rows for batch in batches], whole)
+        if whole:
+            torch._foreach_copy_(parts, whole)
+        for batch, gradients, left in zip(batches, matrices, lefts, strict=True):
+            kernels.powersgd_accumulate(batch.error, gradients)
             torch.bmm(batch.basis, batch.error.transpose(1, 2), out=left)
         yield first
-        for index, part in zip(self._whole, sums, strict=True):
-            tensors[index].view(-1).copy_(part)
-        if not self._batches:
+        if whole:
+            torch._foreach_copy_(whole, parts)
+        if not batches:
             return
 
-        second, rights = self._factors([batch.columns for batch in self._batches], 0, tensors)
-        for batch, left, right in zip(self._batches, lefts, rights, strict=True):
-            self._kernels.powersgd_orthonormalize(left)
+        second, rights, _ = self._factors([batch.columns for batch in batches], [])
+        for batch, left, right in zip(batches, lefts, rights, strict=True):
+            kernels.powersgd_orthonormalize(left)
             torch.bmm(left, batch.error, out=right)
-            batch.error.baddbmm_(left.transpose(1, 2), right, alpha=-1)
+            kernels.powersgd_subtract(left, right, batch.error)
         yield second
-        for batch, left, right in zip(self._batches, lefts, rights, strict=True):
-            for index, p, q in zip(batch.members, left, right, strict=True):
-                self._kernels.powersgd_multiply(p, q, tensors[index].view(batch.rows, batch.columns))
-            self._begin_next(batch, right)
+        for batch, results, left, right in zip(batches, matrices, lefts, rights, strict=True):
+            kernels.powersgd_multiply(left, right, results)
+            kernels.powersgd_begin_next(right, batch.first, batch.basis, batch.error)
 
     def kept(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
         """Return the error of a tensor, (rows, columns), and its "basis", (rank, columns); see MatrixState."""
@@ -147,35 +150,28 @@ class PowerSGDState(MatrixState):
         return None
 
     def _factors(
-        self, lengths: list[int], more: int, tensors: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return one buffer for a factor of every batch and `more` numbers, with views of the factors. They are transposed,
-        (matrices, rank, length), since torch multiplies these several times faster.
+        self, lengths: list[int], whole: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Return one buffer for a factor of every batch and the numbers of the tensors `whole`, with views of the factors and of
+        these tensors. Factors are transposed, (matrices, rank, length), since torch multiplies these several times faster.
         """
-        shapes = [
+        shapes: list[Sequence[int]] = [
             (len(batch.members), self._rank, length) for batch, length in zip(self._batches, lengths, strict=True)
         ]
+        shapes += [tensor.shape for tensor in whole]
         numels = [math.prod(shape) for shape in shapes]
-        flat = (
-            tensors[0].new_empty(sum(numels) + more) if tensors else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
-        parts = flat[: sum(numels)].split(numels)
-        return flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _begin_next(self, batch: _Batch, right: torch.Tensor) -> None:
-        """Make the factor orthonormal, so that its magnitude does not grow with each iteration; a lost factor restarts from
-        the first one."""
-        finite = right.isfinite().all(2).all(1)
-        # On a GPU, reading `finite` would wait for the device, so the errors are always masked there.
-        if right.is_cuda or not bool(finite.all()):
-            batch.error.masked_fill_(~finite[:, None, None], 0)
-        self._kernels.powersgd_orthonormalize(right)
-        lives = ((right != 0) & right.isfinite()).any(2, keepdim=True) & finite[:, None, None]
-        batch.basis = torch.where(lives, right, batch.first)
+        flat = torch.empty(sum(numels), dtype=torch.float32, device=self._device)
+        views = [part.view(shape) for part, shape in zip(flat.split(numels), shapes, strict=True)]
+        return flat, views[: len(lengths)], views[len(lengths) :]
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         if [tuple(tensor.shape) for tensor in tensors] != self._shapes:
             raise ValueError("powersgd: the tensors do not have the shapes for which the state was made")
         for tensor in tensors:
-            if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                raise ValueError(f"powersgd: tensors must be float32 and contiguous, not {tensor.dtype}")
+            if tensor.dtype not in NUMBERS or tensor.dtype != tensors[0].dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    "powersgd: tensors must be contiguous, and all float32, all bfloat16 or all float16, "
+                    f"not {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                )
+            if tensor.device != self._device:
+                raise ValueError(f"powersgd: a tensor on {tensor.device}, the state on {self._device}")

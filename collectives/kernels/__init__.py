@@ -103,8 +103,8 @@ def cpu_cache() -> Path | None:
 
 @cache
 def kernels_for(device: torch.device) -> ModuleType:
-    """Return a module, or an object like one, with the functions of reference.quantize and reference.sparse for tensors on a
-    device.
+    """Return a module, or an object like one, with the functions of reference.quantize, reference.sparse and reference.matrices
+    for tensors on a device.
 
     Raises ImportError, which names the package to install, if a package is missing.
     """

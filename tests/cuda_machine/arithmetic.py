@@ -1,4 +1,4 @@
-"""Instructions that compute: float32 with denormals, rounded to nearest even, and with the one NaN that a GPU gives."""
+"""Instructions that compute: floats with denormals, rounded to nearest even, and with the one NaN that a GPU gives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from tests.cuda_machine.ptx import PtxError
 
 _INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
 _BITS = ("b16", "b32", "b64", "pred")
-_FLOATS = ("f32", "rn.f32")
-_NAN = np.array([0x7FFFFFFF], np.uint32).view(np.float32)
+_FLOATS = ("f32", "rn.f32", "rn.f64")
+_NAN = {
+    np.dtype(np.float32): np.array([0x7FFFFFFF], np.uint32).view(np.float32),
+    np.dtype(np.float64): np.array([0x7FFFFFFFFFFFFFFF], np.uint64).view(np.float64),
+}
 
 
 def one_nan(value: Array) -> Array:
     """Whatever NaN went in, this one comes out."""
-    return np.where(np.isnan(value), _NAN, value)
+    return np.where(np.isnan(value), _NAN[value.dtype], value)
 
 
 def _elementwise(function: Callable[..., Array], forms: tuple[str, ...], result: str | None = None) -> Handler:
@@ -112,9 +115,9 @@ HANDLERS.update(
         "bfind": _elementwise(_leading_zeros, ("shiftamt.u32",)),
         "add": _elementwise(np.add, _INTEGERS + _FLOATS),
         "sub": _elementwise(np.subtract, _INTEGERS + _FLOATS),
-        "div": _elementwise(_quotient, (*_INTEGERS, "rn.f32")),
+        "div": _elementwise(_quotient, (*_INTEGERS, "rn.f32", "rn.f64")),
         "rcp": _elementwise(np.reciprocal, ("rn.f32",)),
-        "sqrt": _elementwise(np.sqrt, ("rn.f32",)),
+        "sqrt": _elementwise(np.sqrt, ("rn.f32", "rn.f64")),
         "min": _elementwise(_extreme(np.fmin, np.bitwise_or), (*_INTEGERS, "f32")),
         "max": _elementwise(_extreme(np.fmax, np.bitwise_and), (*_INTEGERS, "f32")),
         "and": _elementwise(np.bitwise_and, _BITS),
@@ -175,8 +178,8 @@ def _cvta(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> 
 @handles("mul", "mad")
 def _multiply(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     how, kind = modifiers
-    if (how, kind) == ("rn", "f32") and len(operands) == 3:
-        return _elementwise(np.multiply, ("rn.f32",))(decoder, modifiers, operands)
+    if how == "rn" and kind in ("f32", "f64") and len(operands) == 3:
+        return _elementwise(np.multiply, _FLOATS)(decoder, modifiers, operands)
     if how not in ("lo", "hi", "wide") or kind not in _INTEGERS or (kind.endswith("64") and how != "lo"):
         raise PtxError("form")
     wide = kind if how != "wide" else f"{kind[0]}{2 * int(kind[1:])}"
@@ -216,7 +219,7 @@ _COMPARE: dict[str, Any] = {
 @handles("setp")
 def _setp(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     (compare, kind) = modifiers
-    if kind != "f32" and compare not in ("eq", "ne", "lt", "le", "gt", "ge"):
+    if kind not in ("f32", "f64") and compare not in ("eq", "ne", "lt", "le", "gt", "ge"):
         raise PtxError("form")
     write, function = decoder.write(operands[0], "pred"), _COMPARE[compare]
     a, b = decoder.read(operands[1], kind), decoder.read(operands[2], kind)
@@ -227,7 +230,9 @@ def _setp(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> 
 def _selp(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> Action:
     """As bits, so that a NaN stays as it is."""
     kind = modifiers[0].replace("f", "b")
-    first, second = (str(int(operand[2:], 16)) if operand.startswith("0f") else operand for operand in operands[1:3])
+    first, second = (
+        str(int(operand[2:], 16)) if operand.startswith(("0f", "0d")) else operand for operand in operands[1:3]
+    )
     write, a, b = decoder.write(operands[0], kind), decoder.read(first, kind), decoder.read(second, kind)
     condition = decoder.read(operands[3], "pred")
     return lambda threads: write(threads, np.where(condition(threads), a(threads), b(threads)))
@@ -296,9 +301,10 @@ def _cvt(decoder: Decoder, modifiers: list[str], operands: tuple[str, ...]) -> A
             write(threads, np.clip(number, bounds.min, bounds.max).astype(target))
 
         return to_integer
-    halves = (to, of) in (("f16", "f32"), ("f32", "f16"))
-    rounded = to[0] == "f" and of != "f16"
-    if how != (["rn"] if rounded else []) or (of[0] == "f" and not halves):
+    widened = (of, to) in (("f16", "f32"), ("f32", "f64"))
+    narrowed = (to, of) in (("f16", "f32"), ("f32", "f64"))
+    rounded = to[0] == "f" and not widened
+    if how != (["rn"] if rounded else []) or (of[0] == "f" and not (widened or narrowed)):
         raise PtxError("form")
     return lambda threads: write(threads, read(threads).astype(target))
 

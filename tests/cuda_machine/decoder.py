@@ -99,6 +99,8 @@ class Decoder:
                 return symbols[operand]
         if operand.startswith(("0f", "0F")):
             return np.array([int(operand[2:], 16)], np.uint32).view(np.float32)[0]
+        if operand.startswith(("0d", "0D")):
+            return np.array([int(operand[2:], 16)], np.uint64).view(np.float64)[0]
         number = int(operand, 0)
         return number % (1 << 8 * dtype.itemsize) if dtype.kind == "u" else number
 

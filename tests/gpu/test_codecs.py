@@ -57,10 +57,13 @@ def test_under_the_sanitizer(tool: str) -> None:
         import torch
         from gradwire.collectives.kernels.cuda.kernels import cuda_kernels
         from tests.cuda_machine.cases import CODECS, DENSE, check
+        from tests.cuda_machine.matrices import check as check_matrices
         kernels = cuda_kernels(torch.device("cuda", 0))
         for codec in CODECS:
             numels = (3, 1500) if codec in DENSE else (20_001,)
-            assert check(kernels, "cuda", codec, numels, ("ties", "not finite")) == []"""
+            assert check(kernels, "cuda", codec, numels, ("ties", "not finite")) == []
+        for kind in ("gaussian", "not finite"):
+            assert check_matrices(kernels, "cuda", 19, 129, 132, kind) == []"""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", script]
     each_apart = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that no access strays into another tensor
     done = subprocess.run(command, env=each_apart, capture_output=True, text=True, timeout=110)

@@ -21,6 +21,8 @@ from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels,
 from gradwire.collectives.kernels.cuda.launch import CupyLaunch, source
 from tests.cuda_machine import MachineLaunch, Order
 from tests.cuda_machine.cases import CHUNKED, CODECS, DENSE, KINDS, SPARSE, SPARSE_NUMELS, check
+from tests.cuda_machine.matrices import KINDS as MATRICES
+from tests.cuda_machine.matrices import check as check_matrices
 from tests.cuda_machine.nvrtc import compile_kernel
 from tests.harness import wide, wide_rows
 
@@ -97,6 +99,37 @@ def test_chunks(codec: ChunkTopK, order: Order) -> None:
     assert check(CudaKernels(MachineLaunch(order=order)), "cpu", codec, kinds=FEW_KINDS) == []
 
 
+@pytest.mark.parametrize(
+    ("rank", "rows", "columns", "kind", "dtype", "order"),
+    [
+        (4, 129, 132, "gaussian", torch.float32, Order.TOGETHER),
+        (3, 40, 1001, "dependent", torch.float32, Order.EVEN),
+        (19, 33, 70, "gaussian", torch.bfloat16, Order.ODD),  # more vectors than are projected at a time
+        (2, 1, 260, "not finite", torch.float16, Order.TOGETHER),
+        (1, 17, 128, "zeros", torch.bfloat16, Order.EVEN),
+        (2, 130, 4, "denormal", torch.float32, Order.ODD),
+        *wide_rows(
+            *(
+                (4, 129, 132, kind, dtype, Order.TOGETHER)
+                for kind in MATRICES
+                for dtype in (torch.float32, torch.float16)
+            )
+        ),
+    ],
+    ids=lambda value: getattr(value, "value", str(value)),
+)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_matrices(rank: int, rows: int, columns: int, kind: str, dtype: torch.dtype, order: Order, shift: int) -> None:
+    kernels = CudaKernels(MachineLaunch(order=order))
+    assert check_matrices(kernels, "cpu", rank, rows, columns, kind, dtype, shift) == []
+
+
+def test_more_matrices_than_a_launch_takes() -> None:
+    launch = MachineLaunch()
+    assert check_matrices(CudaKernels(launch), "cpu", 1, 2, 3, batch=450) == []
+    assert launch.launched.count("accumulate<float>") == 2
+
+
 class FewBlocks(CudaKernels):
     blocks = 2
 
@@ -131,7 +164,9 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
     for codec in CODECS:
         for dtype in NUMBERS if architecture.startswith("sm") else NUMBERS[:1]:
             check(CudaKernels(note), "cpu", codec, (1, 3), FEW_KINDS[:1], dtype)  # which finds nothing computed
-    for family in ("quantize", "sparse"):
+    for dtype in NUMBERS if architecture.startswith("sm") else NUMBERS[:1]:
+        check_matrices(CudaKernels(note), "cpu", 1, 2, 2, dtype=dtype)
+    for family in ("quantize", "sparse", "matrices"):
         written = set(re.findall(r"__global__ void __launch_bounds__\(THREADS\) (\w+)\(", source(family)))
         assert written == {kernel.split("<")[0] for of, kernel in launched if of == family}
     alike = {re.sub(r"\d+|true|false", "", kernel): (family, kernel) for family, kernel in sorted(launched)}

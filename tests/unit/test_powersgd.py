@@ -2,15 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.collectives.compression.powersgd import PowerSGD, PowerSGDState
 from gradwire.collectives.kernels.cpu import entries as cpu_kernels
-from gradwire.collectives.kernels.reference import sparse as reference_sparse
+from gradwire.collectives.kernels.cuda.kernels import CudaKernels
+from gradwire.collectives.kernels.reference import matrices as reference
+from tests.cuda_machine import MachineLaunch
 from tests.cuda_machine.cases import bits
+from tests.cuda_machine.matrices import KINDS, check, factors
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 30), (7,), (40, 30), (16, 4, 3, 3), (3, 5), (), (50, 40), (0, 9)]
@@ -161,50 +166,100 @@ def test_what_is_not_finite_reaches_all_ranks_and_does_not_stay(bad: float) -> N
     assert exchange(states, [gradients(r, 2, shapes) for r in range(2)])[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_are_exchanged_as_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    codec = PowerSGD(2)
+    halves, whole = ([codec.new_state(SHAPES, CPU) for _ in range(2)] for _ in range(2))
+    for step in range(3):
+        inputs = [[tensor.to(dtype) for tensor in gradients(rank, step)] for rank in range(2)]
+        rounded = exchange(halves, inputs)
+        exact = exchange(whole, [[tensor.float() for tensor in tensors] for tensors in inputs])
+        assert all(torch.equal(half, number.to(dtype)) for half, number in zip(rounded, exact, strict=True))
+    for one, other in zip(halves, whole, strict=True):
+        assert all(map(torch.equal, errors(one), errors(other)))
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operators that would launch something on a GPU, and stops where the host would wait for one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert torch.Tag.data_dependent_output not in func.tags, "the host reads numbers"
+        self.count += not (func.is_view or func is torch.ops.aten.empty.memory_format)
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> MachineLaunch:
+    """Let states on the CPU use the kernels of a GPU."""
+    launch = MachineLaunch()
+    monkeypatch.setattr("gradwire.collectives.compression.powersgd.kernels_for", lambda device: CudaKernels(launch))
+    return launch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_gets_the_results_of_the_cpu(
+    launch: MachineLaunch, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    on_gpu = [PowerSGD(2).new_state(SHAPES, CPU) for _ in range(2)]
+    monkeypatch.undo()
+    on_cpu = [PowerSGD(2).new_state(SHAPES, CPU) for _ in range(2)]
+    for step in range(2):
+        inputs = [[tensor.to(dtype) for tensor in gradients(rank, step)] for rank in range(2)]
+        for found, expected in zip(exchange(on_gpu, inputs), exchange(on_cpu, inputs), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0.02 if dtype is torch.bfloat16 else 1e-4, atol=1e-4)
+    for one, other in zip(on_gpu, on_cpu, strict=True):
+        for found, expected in zip(errors(one), errors(other), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def launches(launch: MachineLaunch, rank: int, *shapes: Sequence[int]) -> int:
+    """Return how many operators and kernels an exchange launches."""
+    state, tensors, before = PowerSGD(rank).new_state(shapes, CPU), list(map(torch.ones, shapes)), len(launch.launched)
+    with Counter() as counter:
+        for _ in state.exchange(tensors):
+            pass
+    return counter.count + len(launch.launched) - before
+
+
+def test_launches_depend_only_on_the_number_of_shapes(launch: MachineLaunch) -> None:
+    """And no number is read on the host."""
+    one, two, vectors = (40, 30), (50, 44), (7,)
+    assert launches(launch, 4, *[one] * 6, *[two] * 6) == launches(launch, 1, one, two) == 14
+    assert launches(launch, 2, one) == 7
+    assert launches(launch, 2, one, *[vectors] * 5) == launches(launch, 2, one, vectors) == 9
+
+
 def test_tensors_are_checked() -> None:
     state = PowerSGD(1).new_state([(40, 30)], CPU)
+    for wrong in torch.zeros(40, 30, dtype=torch.float64), torch.zeros(30, 40).t(), torch.zeros(40, 30, device="meta"):
+        with pytest.raises(ValueError, match="powersgd"):
+            list(state.exchange([wrong]))
+    mixed = PowerSGD(1).new_state([(3,), (4,)], CPU)
+    with pytest.raises(ValueError, match="all float32"):
+        list(mixed.exchange([torch.zeros(3), torch.zeros(4, dtype=torch.float16)]))
     with pytest.raises(ValueError, match="do not have the shapes"):
         list(state.exchange([torch.zeros(30, 40)]))
-    with pytest.raises(ValueError, match="contiguous"):
-        list(state.exchange([torch.zeros(30, 40).t()]))
     with pytest.raises(ValueError, match="rank must be"):
         PowerSGD(0)
 
 
-FACTORS = ("gaussian", "dependent", "zeros", "denormal", "near the largest", "not finite")
-
-
-def factors(batch: int, rank: int, length: int, kind: str) -> Tensor:
-    generator = torch.Generator().manual_seed(length)
-    x = torch.randn(batch, rank, length, generator=generator)
-    x *= {"denormal": 1e-41, "near the largest": 1e37}.get(kind, 1)
-    if kind == "dependent" and rank > 1:
-        x[:, -1] = 3 * x[:, 0]
-    elif kind == "zeros":
-        x[0] = 0
-    elif kind == "not finite":
-        x[0, 0, length // 2] = math.inf
-        x[-1, -1, 0] = math.nan
-    return x
-
-
-@pytest.mark.parametrize("kind", FACTORS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", [1, 2, 4, 5])
-@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 1000])
-def test_factors_have_the_same_bits_as_the_reference(length: int, rank: int, kind: str) -> None:
-    left, right = factors(3, rank, length, kind), factors(3, rank, 33, kind)
-    results = []
-    for kernels in (cpu_kernels, reference_sparse):
-        vectors, product = left.clone(), torch.full((length, 33), 0.1)
-        kernels.powersgd_orthonormalize(vectors)
-        kernels.powersgd_multiply(left[1], right[1], product)
-        results.append([bits(vectors), bits(product)])
-    assert all(map(torch.equal, *results))
+@pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 1000])
+def test_the_kernels_do_as_the_reference(rows: int, rank: int, kind: str) -> None:
+    assert check(cpu_kernels, "cpu", rank, rows, 33, kind) == []
 
 
-@pytest.mark.parametrize("kind", FACTORS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernels_take_halves(dtype: torch.dtype) -> None:
+    assert check(cpu_kernels, "cpu", 4, 127, 33, dtype=dtype) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_vectors_are_orthonormal_or_zero(kind: str) -> None:
-    vectors = factors(3, 4, 500, kind)
+    vectors = factors(4, 500, kind)
     cpu_kernels.powersgd_orthonormalize(vectors)
     products = vectors @ vectors.transpose(1, 2)
     expected = torch.eye(4).repeat(3, 1, 1)
@@ -222,10 +277,10 @@ def test_vectors_are_orthonormal_or_zero(kind: str) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(37, 5000), (70, 5008), (132, 2001)])
 def test_the_product_is_one(rows: int, columns: int) -> None:
     """Large ones whose rows begin where vectors may be stored are written past the caches."""
-    left, right, out, expected = (torch.randn(shape) for shape in ((4, rows), (4, columns), *[(rows, columns)] * 2))
+    left, right, out, expected = (torch.randn(1, *shape) for shape in ((4, rows), (4, columns), *[(rows, columns)] * 2))
     assert out.data_ptr() % 64 == 0
     assert (out.numel() >= 1 << 18) is (rows > 37)
-    cpu_kernels.powersgd_multiply(left, right, out)
-    reference_sparse.powersgd_multiply(left, right, expected)
+    cpu_kernels.powersgd_multiply(left, right, [*out])
+    reference.powersgd_multiply(left, right, [*expected])
     assert torch.equal(bits(out), bits(expected))
-    torch.testing.assert_close(out, left.T @ right)
+    torch.testing.assert_close(out, left.transpose(1, 2) @ right)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from gradwire.collectives.kernels.cpu.library import kernel
 from gradwire.collectives.kernels.layout import SELECT_AHEAD, SELECT_LEAST, SELECT_SAMPLES, pad16
+from gradwire.collectives.kernels.reference.matrices import powersgd_accumulate as powersgd_accumulate
+from gradwire.collectives.kernels.reference.matrices import powersgd_subtract as powersgd_subtract
 
 
 def _addresses(*tensors: Tensor | None) -> list[int]:
@@ -147,14 +149,28 @@ def threshold_decode(wire: Tensor, out: Tensor, k: int, slack: int, add: bool, s
     _scatter(wire.data_ptr() + 16, k + slack, count, out, add, scale)
 
 
-def powersgd_orthonormalize(vectors: Tensor) -> None:
-    _, rank, length = vectors.shape
+def powersgd_orthonormalize(factors: Tensor) -> None:
+    _orthonormalize(factors, factors)
+
+
+def powersgd_begin_next(factors: Tensor, first: Tensor, basis: Tensor, errors: Tensor) -> None:
+    _orthonormalize(factors, basis, first.data_ptr(), errors.data_ptr(), errors[0].numel())
+
+
+def _orthonormalize(factors: Tensor, out: Tensor, first: int = 0, errors: int = 0, numel: int = 0) -> None:
+    _, rank, length = factors.shape
     done = torch.zeros((rank, (length + 127) // 128 * 128), dtype=torch.float64, device="cpu")
-    kernel("sparse", "orthonormalize").call(vectors.data_ptr(), *vectors.shape, done.data_ptr())
+    others = done.data_ptr(), first, errors, numel
+    kernel("matrices", "orthonormalize").call(*_addresses(factors, out), *factors.shape, *others)
 
 
-def powersgd_multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    kernel("sparse", "multiply").call(*_addresses(left, right, out), *left.shape, right.shape[1])
+def powersgd_multiply(left: Tensor, right: Tensor, tensors: Sequence[Tensor]) -> None:
+    sizes = *left.shape[1:], right.shape[2]
+    for p, q, tensor in zip(left, right, tensors, strict=True):
+        product = tensor if tensor.dtype == torch.float32 else torch.empty_like(tensor, dtype=torch.float32)
+        kernel("matrices", "multiply").call(*_addresses(p, q, product), *sizes)
+        if product is not tensor:
+            tensor.copy_(product)
 
 
 def add_pieces(sums: Tensor, pieces: Sequence[Tensor], target: Tensor | None = None) -> None:

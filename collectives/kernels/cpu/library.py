@@ -44,7 +44,8 @@ KERNELS = {
     "stochastic": tuple(f"{codec}_{way}" for codec in ("qsgd", "terngrad", "natural") for way in ("encode", "decode")),
     "chunks": ("chunktopk_encode", "chunktopk_decode"),
     "selection": ("select",),
-    "sparse": ("scatter", "randomk_encode", "randomk_decode", "orthonormalize", "multiply"),
+    "sparse": ("scatter", "randomk_encode", "randomk_decode"),
+    "matrices": ("orthonormalize", "multiply"),
 }
 
 #: How long one process may compile; one that holds the lock for longer counts as stopped.

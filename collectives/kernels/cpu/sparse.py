@@ -1,14 +1,14 @@
-"""Sparse codecs: the decoding of indices and values, randomk, and the products of powersgd."""
+"""Sparse codecs: the decoding of indices and values, and randomk."""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import float32, int64, njit
 
-from gradwire.collectives.kernels.cpu.blocks import folded, random_bits
-from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, float64_at, int32_at
+from gradwire.collectives.kernels.cpu.blocks import random_bits
+from gradwire.collectives.kernels.cpu.intrinsics import field, float32_at, int32_at
 from gradwire.collectives.kernels.cpu.keys import INFINITY_KEY, LANES, TILE, forget_non_finite, reaching
-from gradwire.collectives.kernels.cpu.scratch import PIECE, clear, room, settle, stream, streams
+from gradwire.collectives.kernels.cpu.scratch import clear
 
 
 def scatter(wire_indices, wire_values, count, out, n, add, scale):
@@ -90,61 +90,3 @@ def randomk_decode(wire, out, n, settings, add, scale):
         i = i - n if i >= n else i
         to[i] += numbers[j] * scale
     return 0
-
-
-@njit
-def _dot(a, b, length):
-    """Return the sum of a * b, of a length that 128 divides, in the order of reference.block_sums."""
-    sums = float64_at(room())
-    for e in range(128):
-        sums[e] = 0
-    for begin in range(0, length, 128):
-        for e in range(128):
-            sums[e] += a[begin + e] * b[begin + e]
-    return folded(sums)
-
-
-def orthonormalize(vectors, batch, rank, length, done):
-    """done: zeros, float64, room for `rank` vectors whose lengths are rounded up to a multiple of 128."""
-    padded = (length + 127) // 128 * 128
-    for b in range(batch):
-        for a in range(rank):
-            vector, left = float32_at(vectors + 4 * (b * rank + a) * length), float64_at(done + 8 * a * padded)
-            for e in range(length):
-                left[e] = vector[e]
-            before = _dot(left, left, padded)
-            for c in range(a):
-                other = float64_at(done + 8 * c * padded)
-                part = _dot(other, left, padded)
-                for e in range(length):
-                    left[e] -= part * other[e]
-            after = _dot(left, left, padded)
-            norm = np.sqrt(after)
-            lost = after <= 1e-12 * before and before < np.inf
-            for e in range(length):
-                left[e] = 0.0 if lost else left[e] / norm
-                vector[e] = left[e]
-    return batch
-
-
-def multiply(left, right, out, rank, rows, columns):
-    streaming = streams(out, rows * columns) and columns % 16 == 0  # so that every row begins where a vector may
-    piece = room()
-    for begin in range(0, columns, PIECE):
-        n = min(PIECE, columns - begin)
-        for i in range(rows):
-            target = out + 4 * (i * columns + begin)
-            to = float32_at(piece if streaming else target)
-            for a in range(rank):
-                factor, row = float32_at(left)[a * rows + i], float32_at(right + 4 * (a * columns + begin))
-                if a == 0:
-                    for e in range(n):
-                        to[e] = factor * row[e]
-                else:
-                    for e in range(n):
-                        to[e] += factor * row[e]
-            if streaming:
-                stream(piece, target, n)
-    if streaming:
-        settle()
-    return rows

@@ -8,15 +8,16 @@ from collections.abc import Callable
 import torch
 
 from gradwire.collectives.kernels.cuda.launch import CupyLaunch
+from gradwire.collectives.kernels.cuda.matrices import MatrixKernels
 from gradwire.collectives.kernels.cuda.quantize import Quantizers
 from gradwire.collectives.kernels.cuda.sparse import SparseKernels
-from gradwire.collectives.kernels.reference import quantize, sparse
+from gradwire.collectives.kernels.reference import matrices, quantize, sparse
 
 _CAPABILITY = (8, 0)  # the lowest that has the instructions of the kernels
 
 
-class CudaKernels(Quantizers, SparseKernels):
-    """The functions of reference.quantize and reference.sparse on CUDA tensors.
+class CudaKernels(Quantizers, SparseKernels, MatrixKernels):
+    """The functions of reference.quantize, reference.sparse and reference.matrices on CUDA tensors.
 
     They neither synchronise nor copy through the host. They can be captured in a CUDA graph after a first call outside the
     graph has compiled the kernels.
@@ -27,7 +28,7 @@ class TorchKernels:
     """The functions of CudaKernels in plain torch. They write the same bytes more slowly, and may make the host wait."""
 
     def __getattr__(self, function: str) -> Callable[..., None]:
-        module = quantize if hasattr(quantize, function) else sparse
+        module = next((module for module in (quantize, sparse) if hasattr(module, function)), matrices)
         implementation: Callable[..., None] = getattr(module, function)
         return implementation
 

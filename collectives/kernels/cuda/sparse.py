@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradwire.collectives.kernels.cuda.launch import NUMBERS, THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.layout import CHUNK
-from gradwire.collectives.kernels.reference.sparse import powersgd_multiply, powersgd_orthonormalize
 
 # The same as in sums.cuh.
 _CHUNK = 8192
@@ -83,9 +82,6 @@ class SparseKernels:
     def chunktopk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
         entries = -(-out.numel() // CHUNK) * k
         self._scatter("scatter_chunks", wire, out, add, k=k, entries=entries, scale=scale)
-
-    powersgd_orthonormalize = staticmethod(powersgd_orthonormalize)
-    powersgd_multiply = staticmethod(powersgd_multiply)
 
     def _select(
         self,

@@ -1,4 +1,4 @@
-"""The sparse and low-rank codecs in plain torch. Every other kernel must write and read the same bytes.
+"""The sparse codecs in plain torch. Every other kernel must write and read the same bytes.
 
 <codec>_encode(values, residual, wire, <parameters>) and <codec>_decode(wire, out, <parameters>, add, scale), with tensors as in
 gradwire.collectives.compression.codec. Encoders send numbers of c = values + residual, in float32; values and results may be
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.kernels.layout import CHUNK, pad16
-from gradwire.collectives.kernels.reference.blocks import block_sums, corrected, in_blocks, random_bits
+from gradwire.collectives.kernels.reference.blocks import corrected, in_blocks, random_bits
 
 
 def _one_nan(numbers: Tensor) -> Tensor:
@@ -52,9 +52,6 @@ def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
 
 #: The key of every NaN.
 _NAN = 0x7F800001
-
-#: powersgd: a vector is mere rounding errors if at most this share of its squared norm remains after the projections.
-LOST = 1e-12
 
 
 def _keys(numbers: Tensor) -> Tensor:
@@ -150,33 +147,6 @@ def randomk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int
 
 def randomk_decode(wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scale: float) -> None:
     put_entries(out, randomk_indices(len(out), k, seed, out.device), wire.view(torch.float32)[:k], add, scale)
-
-
-def powersgd_orthonormalize(vectors: Tensor) -> None:
-    """Make the vectors of each set, (batch, rank, length) float32 and contiguous, orthonormal, in place.
-
-    Use modified Gram-Schmidt in float64, in the order of the vectors, with sums in the order of blocks.block_sums. A vector
-    in the span of earlier vectors becomes zero. If a set has numbers that are not finite, some of it becomes NaN.
-    """
-    done: list[Tensor] = []
-    for vector in vectors.to(torch.float64).unbind(1):
-        left = vector
-        for other in done:
-            left = left - block_sums(other * left) * other
-        before, after = block_sums(vector * vector), block_sums(left * left)
-        lost = (after <= LOST * before) & (before < float("inf"))
-        done.append(torch.where(lost, torch.zeros_like(left), left / after.sqrt()))
-    vectors.copy_(torch.stack(done, 1))
-
-
-def powersgd_multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Set out (rows, columns) to the transpose of left (rank, rows) times right (rank, columns), all contiguous.
-
-    Add the products in the order of the vectors, and round each operation, so that every machine gets the same bits.
-    """
-    out.copy_(left[0][:, None] * right[0])
-    for p, q in zip(left[1:], right[1:], strict=True):
-        out.add_(p[:, None] * q)
 
 
 # chunktopk: the largest numbers of every chunk, as 12-bit indices and 2-bit codes.
