@@ -16,6 +16,7 @@ from gradwire.trainer.reducer.dtensors import as_gradient_of, held_here, is_plac
 from gradwire.trainer.reducer.layout import BucketPlan
 from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.streams import WritingStreams
 
 _SMALL = 1 << 14
 """Gradients of at most this many elements are copied together, since a call takes about as long as the copy of one."""
@@ -37,16 +38,16 @@ class Bucket:
 
     buffer: the buffer that is exchanged. memory: holds the gradients, each in its span, by slot; it is the buffer's values if
     these have the gradients' dtype. presence: one number for each gradient: whether this rank has the gradient, and after the
-    exchange, whether any rank has it; below zero if a rank has a sparse gradient, which the bucket does not exchange. With
-    codes or shares, the buffer of presence_of() holds the presence and has its own message; else it is in the bucket's message.
-    kinds: by slot, the dtype and device of the memory. missing: how many gradients have not arrived in this window. in_flight:
-    whether the bucket is being exchanged. shares: by rank, the parts of the memory that are the rank's share; empty if each
-    rank gets the whole memory. gradients: the future parameter.grad, by slot: tensors in the memory, if parameters are not
-    sharded. To autograd they are no views, so that grad.detach_() works. own_grads: by slot, the gradients in memory of the
-    program's own, which are there before backward() or before an exchange outside of it: they remain parameter.grad, and the
-    results are copied to them. at_once: by slot, whether to copy in the gradient as soon as it arrives: a large one, to free
-    its memory, and that of a sharded parameter, since all ranks of its mesh must do so in the same order. The others are copied
-    together, which takes less time.
+    exchange, whether any rank has it; below zero if a rank has a sparse gradient, which the bucket does not exchange.
+    counts_presence: whether it is in the bucket's message; with codes or shares, Presence has it in a message of its own. kinds:
+    by slot, the dtype and device of the memory. streams: those that write the gradients; None on the CPU. missing: how many
+    gradients have not arrived in this window. in_flight: whether the bucket is being exchanged. shares: by rank, the parts of the
+    memory that are the rank's share; empty if each rank gets the whole memory. gradients: the future parameter.grad, by slot:
+    tensors in the memory, if parameters are not sharded. To autograd they are no views, so that grad.detach_() works. own_grads:
+    by slot, the gradients in memory of the program's own, which are there before backward() or before an exchange outside of it:
+    they remain parameter.grad, and the results are copied to them. at_once: by slot, whether to copy in the gradient as soon as
+    it arrives: a large one, to free its memory, and that of a sharded parameter, since all ranks of its mesh must do so in the
+    same order. The others are copied together, which takes less time.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class Bucket:
         self.own_grads: dict[int, Tensor] = {}
         self._versions: list[tuple[int, int, int] | None] = []
         self.presence = self.memory[plan.presence_offset :]
+        self.counts_presence = self.coded is None and not self.shares
+        self.streams = WritingStreams(device) if device.type == "cuda" else None
         self.missing = len(held)
         self.in_flight = False
         self.absent: list[int] = []
@@ -127,6 +130,7 @@ class Bucket:
 
     def copy_in(self) -> list[int]:
         """Copy the gradients of all parameters into the memory: see copy_slots()."""
+        stream = None if self.streams is None else self.streams.join()
         gradients = [*map(_grad_of, self.parameters)]
         if not (
             self._is_plain
@@ -135,17 +139,20 @@ class Bucket:
             and all(map(is_, map(_layout_of, gradients), repeat(torch.strided)))
             and all(map(_is_set_to, self.gradients, self._views))
         ):
-            return self.copy_slots(range(len(self.items)))
+            return self.copy_slots(range(len(self.items)), stream)
         moved = [*map(not_, map(_is_set_to, gradients, self._views))]
         if any(moved):
-            torch._foreach_copy_([*compress(self._views, moved)], [*compress(gradients, moved)])
+            sources = [*compress(gradients, moved)]
+            torch._foreach_copy_([*compress(self._views, moved)], sources)
+            if stream is not None:
+                _keep_for(stream, sources)
         for parameter, result in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = result
         return []
 
-    def copy_slots(self, slots: Iterable[int]) -> list[int]:
+    def copy_slots(self, slots: Iterable[int], stream: torch.cuda.Stream | None = None) -> list[int]:
         """Copy the gradients of these slots' parameters into the memory, unless they are there. Make each parameter.grad the
-        tensor in the memory, unless it is the program's.
+        tensor in the memory, unless it is the program's. stream: the current one, if gradients may be those of others.
 
         Return the slots, with zeros in the memory, of parameters without a gradient, or with one that stays sparse.
         """
@@ -161,6 +168,8 @@ class Bucket:
         if found:
             parts = [self._part_here(slot, each) if self._is_sharded[slot] else each for slot, each in found]
             torch._foreach_copy_([self._views[slot] for slot, _ in found], parts)
+            if stream is not None:
+                _keep_for(stream, parts)
             self._take_gradients([slot for slot, gradient in found if self.own_grads.get(slot) is not gradient])
         for slot in absent:
             self._views[slot].zero_()
@@ -261,17 +270,23 @@ class Bucket:
         if residuals:
             parts = {item: self.memory[span] for item, span in zip(self.items, self.spans, strict=True)}
             residuals.add_to(parts, self.buffer.combination.share)
-        self.presence.fill_(1)
+        if self.counts_presence:
+            self.presence.fill_(1)
+            if self.absent or self._densified:
+                self.mark_absent()
+        if self.memory is not self.buffer.values:
+            self.buffer.values.copy_(self.memory)
+        self.buffer.start(step)
+        self.in_flight = True
+
+    def mark_absent(self) -> None:
+        """Mark in the presence, which is 1, the slots without a dense gradient on this rank."""
         for slot in self.absent:
             self.presence[slot] = 0 if self.parameters[slot].grad is None else self._marks_sparse
         if self._densified:
             for slot, item in enumerate(self.items):
                 if item in self._densified and slot not in self.absent:
                     self.presence[slot] = self._marks_sparse
-        if self.memory is not self.buffer.values:
-            self.buffer.values.copy_(self.memory)
-        self.buffer.start(step)
-        self.in_flight = True
 
     def found_sparse(self) -> list[int]:
         """Return, after the exchange, the parameters for which a rank has a gradient that stays sparse, the same on all ranks."""
@@ -328,6 +343,12 @@ def _is_writable(gradient: Tensor) -> bool:
     if gradient.layout is not torch.strided:
         return False
     return not any(stride == 0 and length > 1 for stride, length in zip(gradient.stride(), gradient.shape, strict=True))
+
+
+def _keep_for(stream: torch.cuda.Stream, gradients: Iterable[Tensor]) -> None:
+    """Keep the memory of gradients that other streams have made until a stream has used it."""
+    for gradient in gradients:
+        gradient.record_stream(stream)
 
 
 def zeros_for(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,9 +14,8 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.agreement import agree_on_parameters
-from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import Bucket
-from gradwire.trainer.reducer.buffers import CodedBuffer, OperationChain, PlainBuffer
+from gradwire.trainer.reducer.buffers import CodedBuffer, OperationChain
 from gradwire.trainer.reducer.choice import Choice
 from gradwire.trainer.reducer.compression import AUTO, Cast, Encoding
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
@@ -28,9 +27,10 @@ from gradwire.trainer.reducer.layout import (
     lay_out,
     plan_buckets,
 )
-from gradwire.trainer.reducer.setup import Combination, Setup
+from gradwire.trainer.reducer.presence import Presence
+from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
-from gradwire.trainer.reducer.traffic import Traffic
+from gradwire.trainer.reducer.streams import gpus
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,24 +46,28 @@ class BucketLayout:
     """Where the gradient of each parameter is exchanged: in a bucket, or in `sparse`. It never changes; another one replaces it.
 
     buckets: in the order in which they fill up. places: for each parameter in a bucket, by its index, the bucket and the slot.
-    sparse: the sparse gradients. presence: the buffers that are exchanged after the buckets, see presence_of(). operations: all
-    that is exchanged, in the order in which all ranks begin it. is_chained: whether some operations depend on others.
+    sparse: the sparse gradients. presence: which gradients the ranks have; its own message is exchanged after the buckets.
+    operations: all that is exchanged, in the order in which all ranks begin it. is_chained: whether some operations depend on
+    others. gpus: the GPUs of the gradients.
     """
 
     buckets: Sequence[Bucket]
     places: Mapping[int, tuple[Bucket, int]]
     sparse: SparseGradients
-    presence: Sequence[PlainBuffer]
+    presence: Presence
     operations: Sequence[OperationChain]
     is_chained: bool
+    gpus: Sequence[torch.device]
 
     @classmethod
     def of(cls, buckets: Sequence[Bucket], sparse: SparseGradients, communicator: Communicator) -> BucketLayout:
         """Return the layout of these buckets."""
         places = {index: (bucket, slot) for bucket in buckets for slot, index in enumerate(bucket.items)}
-        presence = presence_of(buckets, communicator)
-        operations = [*(each.buffer for each in buckets), *presence, *([sparse] if sparse.items else [])]
-        return cls(buckets, places, sparse, presence, operations, any(each.chained for each in operations))
+        presence = Presence(buckets, communicator)
+        operations = [*(each.buffer for each in buckets), *presence.buffers, *([sparse] if sparse.items else [])]
+        is_chained = any(each.chained for each in operations)
+        on_gpus = gpus([*(bucket.memory.device for bucket in buckets), *sparse.devices])
+        return cls(buckets, places, sparse, presence, operations, is_chained, on_gpus)
 
     @property
     def coded(self) -> list[CodedBuffer]:
@@ -148,8 +152,8 @@ class BucketPlanner:
         """Return the layout of these buckets, with the sparse gradients of some parameters."""
         return BucketLayout.of(buckets, self.sparse_gradients(sparse), self._setup.communicator)
 
-    def sparse_gradients(self, items: Sequence[int], *, takes_dense: bool = True) -> SparseGradients:
-        """Return the object that exchanges the sparse gradients of some parameters. takes_dense: see there."""
+    def sparse_gradients(self, items: Sequence[int], was_dense: bool | None = None) -> SparseGradients:
+        """Return the object that exchanges the sparse gradients of some parameters. was_dense: see there."""
         return SparseGradients(
             self._setup,
             items,
@@ -157,7 +161,7 @@ class BucketPlanner:
             self.parameters,
             self.encodings,
             self.sparse_results,
-            takes_dense=takes_dense,
+            was_dense=was_dense,
         )
 
     def learn(self, arrivals: Iterable[int]) -> None:
@@ -175,7 +179,9 @@ class BucketPlanner:
     def follow_choice(self, layout: BucketLayout, step: int, *, counts: bool) -> None:
         """Let compression="auto" correct its choice by the times of the last exchange. Collective in some steps. step, counts:
         see Choice.follow()."""
-        assert self.choice is not None  # the caller asks, as a call takes time in every step
+        assert self.choice is not None
+        for device in layout.gpus:  # only the steps that are measured wait
+            torch.cuda.current_stream(device).synchronize()
         exchange_s = sum(bucket.buffer.exchange_s for bucket in layout.buckets)
         self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
 
@@ -335,19 +341,6 @@ class BucketPlanner:
         """Return the name of every parameter and the shape of this rank's part; of a sharded parameter also shard_of()."""
         named = zip(self.names, self.parameters, strict=True)
         return [(name, tuple(held_here(p).shape), *filter(None, [shard_of(p)])) for name, p in named]
-
-
-def presence_of(buckets: Sequence[Bucket], communicator: Communicator) -> list[PlainBuffer]:
-    """Return a buffer that counts, exactly and in one message, how many ranks have each gradient, for the buckets whose own
-    message does not count them."""
-    counted = [bucket for bucket in buckets if bucket.coded is not None or bucket.shares]
-    if not counted:
-        return []
-    lengths = [len(bucket.items) for bucket in counted]
-    counts = torch.zeros(sum(lengths), device=counted[0].presence.device, dtype=torch.float32)
-    for bucket, part in zip(counted, counts.split(lengths), strict=True):
-        bucket.presence = part
-    return [PlainBuffer(Combination(communicator, Sum, traffic=Traffic(communicator)), counts)]
 
 
 def _check_dtypes(rank: int, named: Iterable[tuple[str, Tensor]]) -> None:

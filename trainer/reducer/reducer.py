@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.collectives import Work
-from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.collectives.torch_internals import (
     OUTSIDE_BACKWARD,
@@ -29,9 +27,11 @@ from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.buffers import Exported
 from gradwire.trainer.reducer.planner import BucketLayout, BucketPlanner
+from gradwire.trainer.reducer.presence import Presence
 from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients
+from gradwire.trainer.reducer.streams import Background, Running, refuse_capture
 from gradwire.trainer.reducer.times import ExchangeTimes
 
 _IN_FLIGHT = (
@@ -114,8 +114,9 @@ class Reducer:
         self._overtaken: list[int] = []
         self._launched, self._all_launched, self._is_incomplete = 0, False, False
         self._found: SparseGradients | None = None
-        self._completing: Work | None = None
-        self._thread: DaemonThread | None = None
+        self._unread: Presence | None = None  # that of the last exchange, if this rank had all gradients
+        self._completing: Running | None = None
+        self._background: Background | None = None
 
         self._exchanged = False
         # The results to which backward() must not add (those of a sum, and shares), by parameter. An average it may.
@@ -152,8 +153,9 @@ class Reducer:
         """Stop exchanging, and remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
-        if self._thread is not None:
-            self._thread.close()
+        if self._background is not None:
+            self._background.close()
+        self.check_last()
 
     def _hook_parameters(self) -> None:
         """Hook every parameter that requires a gradient and has no hook. (Torch refuses hooks on the others.)"""
@@ -172,13 +174,15 @@ class Reducer:
         measure."""
         if self.planner.is_due:
             self._rebuild()
-        if self.planner.choice is not None:
+        if self.planner.choice is not None and not self.planner.choice.settled:
+            self.check_last()
             self.planner.follow_choice(self.layout, self.step, counts=counts)
         self.open_window()
 
     def _rebuild(self) -> None:
         """Replace the layout, and move the gradients and residuals. Collective."""
         planner = self.planner
+        self.check_last()
         before, layout = self.layout, planner.agreed(self.layout)
         for buffer in before.coded:
             self.residuals.export(buffer)
@@ -234,6 +238,8 @@ class Reducer:
             if self._filled:
                 self._empty()
             if self.has_unreduced or not self._exchanged:
+                if self.layout.gpus:
+                    refuse_capture(self.setup.communicator.rank)
                 if self._launched == 0:
                     if (layout := self.planner.extended(self.layout)) is not None:
                         self._adopt_extended(layout)
@@ -283,6 +289,8 @@ class Reducer:
                 self._sparse_ready(index)
                 return
             bucket, slot = place
+            if bucket.streams is not None:
+                bucket.streams.note()
             if bucket.in_flight:
                 raise RuntimeError(_IN_FLIGHT.format(bucket.names[slot]))
             gradient = parameter.grad
@@ -304,6 +312,8 @@ class Reducer:
 
     def _begin_pass(self, task: int, index: int) -> None:
         """Begin a pass, with the first gradient of a backward(). task: its graph task. index: of the gradient's parameter."""
+        if self.layout.gpus:
+            refuse_capture(self.setup.communicator.rank)
         if self.deferral is not None:
             self.deferral.before_pass(index)
         self._graph_task = task
@@ -382,6 +392,8 @@ class Reducer:
         """Launch the buckets that are not launched yet, in order. only_full: stop at the first one that lacks a gradient."""
         layout = self.layout
         order = layout.buckets if self.deferral is None else self.deferral.order
+        if self._unread is not None:
+            self.check_last()
         while self._launched < len(order):
             bucket = order[self._launched]
             if only_full and bucket.missing:
@@ -392,9 +404,8 @@ class Reducer:
             bucket.launch(self.step, self.residuals)
             self._is_incomplete |= bool(bucket.absent)
             self._launched += 1
-            if self._launched == len(order):
-                for presence in layout.presence:
-                    presence.start(self.step)
+            if self._launched == len(order) and layout.presence.buffers:
+                layout.presence.start(self.step)
 
     def _prepare_results(self, bucket: Bucket) -> None:
         """Prepare gradients that were exchanged before and to which nothing was added: divide a sum, so that summing again
@@ -415,10 +426,8 @@ class Reducer:
             layout.sparse.start(self.step)
         self._all_launched = True
         if layout.is_chained or self._is_incomplete:  # other ranks may find sparse ones
-            self._thread = self._thread or DaemonThread("gradwire-exchange")
-            work = Work(self.setup.communicator.rank, "exchange of gradients", self.complete)
-            self._thread.submit(work.run)
-            self._completing = work
+            self._background = self._background or Background("gradwire-exchange")
+            self._completing = self._background.submit(self.complete, layout.gpus)
 
     @property
     def is_completing(self) -> bool:
@@ -434,25 +443,32 @@ class Reducer:
         if layout.is_chained:
             for each in layout.operations:
                 each.complete()
-        is_sparse_somewhere = False
-        # Also where all gradients were dense, since this rank must take part in what the others do.
-        for bucket in layout.buckets:
-            bucket.present = bucket.presence.tolist()
-            is_sparse_somewhere |= min(bucket.present) < 0
-        if is_sparse_somewhere:
-            self._exchange_found()
+        if layout.presence.is_on_gpu:
+            layout.presence.copy()
+        if layout.presence.is_on_gpu and not self._is_incomplete:
+            self._unread = layout.presence
+        elif (
+            found := layout.presence.read()
+        ):  # also if they are dense here, since this rank must take part in what others do
+            self._exchange_found(found, was_dense=False)
         if layout.sparse.found_dense:
             self.planner.learn_sparse((), layout.sparse.found_dense)
 
-    def _exchange_found(self) -> None:
-        """Exchange the sparse gradients that ranks have found in buckets, and record that they are sparse."""
-        found = [index for bucket in self.layout.buckets for index in bucket.found_sparse()]
-        if found:
-            gradients = self.planner.sparse_gradients(found, takes_dense=False)
-            gradients.start(self.step)
-            gradients.complete()
-            self._found = gradients
-            self.planner.learn_sparse(found, ())
+    def _exchange_found(self, found: Sequence[int], *, was_dense: bool) -> None:
+        """Exchange the sparse gradients that ranks have found in buckets, and record that they are sparse. was_dense: whether all
+        gradients of this rank were dense."""
+        gradients = self.planner.sparse_gradients(found, was_dense)
+        gradients.start(self.step)
+        gradients.complete()
+        self._found = gradients
+        self.planner.learn_sparse(found, ())
+
+    def check_last(self) -> None:
+        """Raise ValueError on all ranks if the last exchange, whose gradients were all dense on this rank, had a sparse one on
+        another, which waits for this rank to take part. Does nothing if that is known, as it always is on the CPU."""
+        presence, self._unread = self._unread, None
+        if presence is not None and (found := presence.read()):
+            self._exchange_found(found, was_dense=True)
 
     def wait(self) -> None:
         """Wait for the exchange of all buckets, assign the gradients, and close the window."""
@@ -478,18 +494,15 @@ class Reducer:
                 bucket.in_flight = False
             layout.sparse.in_flight = False
             self._completing = self._found = None
-            self._reset()
+            self._launched, self._all_launched, self._is_incomplete = 0, False, False
+            self.setup.passes.ended = 0
         self.times.exchange_ends(begin_ns)
         self.close_window()
 
-    def _reset(self) -> None:
-        """Begin the next window with nothing launched."""
-        self._launched, self._all_launched, self._is_incomplete = 0, False, False
-        self.setup.passes.ended = 0
-
     def close_window(self) -> None:
         """Record that all gradients are exchanged, or will be when they are used."""
-        self._reset()
+        self._launched, self._all_launched, self._is_incomplete = 0, False, False
+        self.setup.passes.ended = 0
         self.step += 1
         self.setup.traffic.count(exchanges=1)
         self.has_unreduced = False
@@ -512,6 +525,7 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the next exchanges need, beside the parameters and the optimizer."""
+        self.check_last()
         return {
             "step": self.step,
             "parameters": self.planner.described(),

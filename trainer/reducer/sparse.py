@@ -53,8 +53,9 @@ class SparseGradients(OperationChain):
 
     items: numbers of the parameters. A rank may have any number of rows, or no gradient. Of a dense gradient, the nonzero rows
     are sent. If all ranks that have a gradient have a dense one, so is the result. The parameter's cast applies to the values; a
-    codec does not. results: the last result of each parameter, which the objects of one optimizer share. takes_dense: False
-    where a bucket has exchanged dense gradients already, so that complete() raises ValueError on all ranks if any rank has one.
+    codec does not. results: the last result of each parameter, which the objects of one optimizer share. was_dense: None if no
+    bucket has exchanged the gradients. If one has, complete() raises ValueError on all ranks if any rank had a dense gradient; on
+    a rank that gives True, all of them were dense, whatever has become of them since.
     in_flight: whether the gradients are being exchanged. found_dense: the parameters with a dense result.
     """
 
@@ -66,8 +67,7 @@ class SparseGradients(OperationChain):
         parameters: Sequence[Tensor],
         encodings: Sequence[Cast | Encoding],
         results: dict[int, Tensor],
-        *,
-        takes_dense: bool = True,
+        was_dense: bool | None = None,
     ) -> None:
         super().__init__()
         self.items = list(items)
@@ -78,7 +78,12 @@ class SparseGradients(OperationChain):
         self._parameters = [parameters[item] for item in items]
         self._encodings = [encodings[item] for item in items]
         self._results = results
-        self._takes_dense = takes_dense
+        self._was_dense = was_dense
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Return the devices of the parameters."""
+        return [parameter.device for parameter in self._parameters]
 
     def start(self, step: int) -> None:
         self.in_flight = True
@@ -94,10 +99,11 @@ class SparseGradients(OperationChain):
         if not self.items:
             return
         communicator = self._combination.communicator
-        mine = [self._rows_here(slot) for slot in range(len(self.items))]
+        mine = [None if self._was_dense else self._rows_here(slot) for slot in range(len(self.items))]
         dense = [each.grad is not None and each.grad.layout is torch.strided for each in self._parameters]
+        absent = 0 if self._was_dense else ABSENT
         sizes = [
-            [ABSENT, 0, 1] if rows is None else [rows._nnz(), rows.sparse_dim(), int(is_dense)]
+            [absent, 0, 1] if rows is None else [rows._nnz(), rows.sparse_dim(), int(is_dense)]
             for rows, is_dense in zip(mine, dense, strict=True)
         ]
         own_sizes = torch.tensor(sizes, device=self._parameters[0].device, dtype=torch.int64)
@@ -115,16 +121,16 @@ class SparseGradients(OperationChain):
         if not dimensions:
             self._results.pop(self.items[slot], None)
             return
+        are_dense = [rank for rank, (count, _, is_dense) in enumerate(sizes) if is_dense and count != ABSENT]
+        if are_dense and self._was_dense is not None:
+            raise ValueError(
+                f"rank {communicator.rank}: the gradient of {self._names[slot]!r} is dense on {ranks_text(are_dense)} and "
+                "sparse on others: give sparse_as_dense=True, or use layers with the same sparse= on all ranks"
+            )
         if len(dimensions) > 1:
             raise ValueError(
                 f"rank {communicator.rank}: the gradient of {self._names[slot]!r} is sparse in {sorted(dimensions)} dimensions, "
                 "depending on the rank"
-            )
-        are_dense = [rank for rank, (count, _, is_dense) in enumerate(sizes) if is_dense and count != ABSENT]
-        if are_dense and not self._takes_dense:
-            raise ValueError(
-                f"rank {communicator.rank}: the gradient of {self._names[slot]!r} is dense on {ranks_text(are_dense)} and "
-                "sparse on others: give sparse_as_dense=True, or use layers with the same sparse= on all ranks"
             )
         parameter, (dimension,) = self._parameters[slot], dimensions
         cast = self._encodings[slot]
