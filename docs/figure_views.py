@@ -185,6 +185,70 @@ def codecs(name: str) -> str:
     return _table(heading, found, f"---{'|---:' * 8}")
 
 
+def gpu_steps(name: str) -> str:
+    """Return a table of training steps on a GPU beside those of DDP: two columns for each network."""
+    rows = [row for row in figures(name)["rows"] if row["part"] == "step"]
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    by_place = {(row["competitor"], row["network"]): row for row in rows}
+    heading = [""]
+    for network in networks:
+        heading += [f"{(network or 'one host').split(' (')[0]}: step, ms", "as fast as DDP", "beyond computing"]
+    found: dict[str, list[str]] = {}
+    for competitor, network in by_place:
+        row = by_place[competitor, network]
+        beyond = row["beyond_compute_as_ddp"]
+        cells = (f"{row['step_ms']:.1f}", _number(row["as_ddp"]), "" if beyond is None else _number(beyond))
+        found.setdefault(competitor, []).extend(cells)
+    table = ((f"`{competitor}`", *cells) for competitor, cells in found.items())
+    return _table(heading, table, f"---{'|---:' * (len(heading) - 1)}")
+
+
+def gpu_calls(name: str) -> str:
+    """Return a table of the host's time in the call of an asynchronous allreduce on a GPU, and what became of the verbs."""
+    rows = figures(name)["rows"]
+    calls = (
+        (row["backend"], f"{row['world_size']}", _size(row["bytes"]), f"{row['host_us']:.0f}", f"{row['torch_us']:.0f}")
+        for row in rows
+        if row["part"] == "call"
+    )
+    verbs = [row for row in rows if row["part"] == "verb"]
+    right = sum(row["same_bits"] for row in verbs)
+    table = _table(("backend", "ranks", "size", "gradwire, us", "PyTorch, us"), calls, "---|---:|---:|---:|---:")
+    return (
+        f"{table}\n{right} of {len(verbs)} verbs over {verbs[0]['backend']} gave the right bits.\n" if verbs else table
+    )
+
+
+def gpu_overlap(name: str) -> str:
+    """Return a table of the share of codecs and copies on a GPU beside which backward ran, for each competitor."""
+    rows = (
+        (
+            f"`{row['competitor']}`",
+            f"{row['backward_ms']:.1f}",
+            f"{row['codec_and_copy_ms']:.1f}",
+            "" if row["share"] is None else f"{row['share']:.2f}",
+        )
+        for row in figures(name)["rows"]
+        if row["part"] == "overlap"
+    )
+    heading = ("", "backward, ms a step", "codecs and copies, ms a step", "share of these beside backward")
+    return _table(heading, rows, "---|---:|---:|---:")
+
+
+def gpu_goals(name: str) -> str:
+    """Return a table of the goals of a run on a GPU, and whether it has reached them."""
+    rows = (
+        (
+            goal["what"],
+            _number(goal["value"]),
+            f"at {'least' if goal['at_least'] else 'most'} {goal['limit']:g}",
+            "yes" if goal["is_reached"] else "no",
+        )
+        for goal in figures(name)["meta"]["goals"]
+    )
+    return _table(("", "measured", "goal", "reached"), rows, "---|---:|---|---")
+
+
 def losses(name: str) -> str:
     """Return a table of training with each codec, two columns for each model: fewer bytes, and the loss or the accuracy."""
     rows = figures(name)["rows"]
@@ -296,6 +360,10 @@ VIEWS: dict[str, Callable[..., str]] = {
     "across": across,
     "compressed": compressed,
     "codecs": codecs,
+    "gpu_steps": gpu_steps,
+    "gpu_calls": gpu_calls,
+    "gpu_overlap": gpu_overlap,
+    "gpu_goals": gpu_goals,
     "losses": losses,
     "rules": rules,
     "command": command,

@@ -1,8 +1,8 @@
 """Put measured figures into README and docs, each table from the JSON of one run.
 
 `python docs/figures.py` writes every page that shows a figure again. `python docs/figures.py measure` first runs the benchmarks
-of RUNS that need no GPU, and `python docs/figures.py measure NAME ...` those named. Simulated hosts need root, and mpirun
-the extra `peers`. In a page,
+of RUNS that need no GPU, and `python docs/figures.py measure NAME ...` those named. `python docs/figures.py keep NAME FILE` keeps
+what the command of NAME wrote elsewhere. Simulated hosts need root, and mpirun the extra `peers`. In a page,
 
     <!-- figures: VIEW NAME ... --> ... <!-- /figures -->
 
@@ -33,7 +33,7 @@ _PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorit
 _LOCAL = "--preset 13m --batch 1 --context 128 --warmup-steps 60 --every 5"
 _TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
-#: How each run is measured, by its name, in about an hour together.
+#: How each run is measured, by its name, in about an hour together with ON_GPU, which is not measured on CPUs.
 RUNS: dict[str, str] = {
     "step-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 20",
     "step-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_STEP} --steps 2 --rounds 15",
@@ -53,6 +53,7 @@ RUNS: dict[str, str] = {
     "compare-compressed": f"{_HOSTS.format(4, 4, '1gbit')} allreduce --codec int8,int4,onebit+ef -b 100M -e 100M",
     "codecs": "python -m gradwire.bench codec --iters 5",
     "codecs-gpu": "python -m gradwire.bench codec --device cuda",
+    "gpu": f"{_TORCHRUN.format(2)} gpu",
     "convergence": f"{_TORCHRUN.format(4)} convergence --steps 100",
     "rules-slow-link": f"{_HOSTS.format(4, 4, '100mbit')} rules synchronous+powersgd average+onebit {_LOCAL} --seconds 240"
     " --warmup-codec powersgd",
@@ -69,6 +70,8 @@ RUNS: dict[str, str] = {
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }
+
+ON_GPU = {"codecs-gpu", "gpu"}
 
 
 def is_measured(name: str) -> bool:
@@ -96,18 +99,25 @@ def measure(name: str) -> None:
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment = {**os.environ, **root, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run([*shlex.split(RUNS[name]), "-J", str(path)], check=True, env=environment)
-    run = json.loads(path.read_text())
+    keep(name, path)
+
+
+def keep(name: str, written: Path) -> None:
+    """Keep what the command of a run has written, with its command."""
+    run = json.loads(written.read_text())
     for row in run["rows"]:
         row.pop("losses", None)  # of every step: long, and no page shows them
     for key, results in (("rows", run), ("speedups", run["meta"])):  # the pages show the calls in place
         results[key] = [each for each in results.get(key, ()) if each.get("place") != "out-of-place"]
-    path.write_text(json.dumps({"command": RUNS[name], **run}, indent=1) + "\n")
+    (FOLDER / f"{name}.json").write_text(json.dumps({"command": RUNS[name], **run}, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["measure"]:
-        for name in arguments[1:] or [name for name, command in RUNS.items() if "--device cuda" not in command]:
+        for name in arguments[1:] or [name for name in RUNS if name not in ON_GPU]:
             measure(name)
+    if arguments[:1] == ["keep"]:
+        keep(arguments[1], Path(arguments[2]))
     for page in PAGES:
         text = page.read_text()
         if (new := filled(text)) != text:

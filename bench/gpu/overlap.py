@@ -108,8 +108,8 @@ def overlap(events: Sequence[Event]) -> Overlap:
     }
     on_gpu = [event for event in events if event.get("cat") in _ON_GPU]
     launched: dict[Any, list[tuple[int | None, Interval]]] = defaultdict(list)
-    for event in on_gpu:
-        if event["args"]["correlation"] in step_of:
+    for event in on_gpu:  # hooks of gradients launch copies, too, which may take longer than backward
+        if event["cat"] == "kernel" and event["args"]["correlation"] in step_of:
             launched[event["args"]["stream"]].append((step_of[event["args"]["correlation"]], _interval(event)))
     if not launched:
         return Overlap(sum(high - low for spans in functions.values() for low, high in spans) / 1e3, 0.0, None)

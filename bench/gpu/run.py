@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node 2 -m gradwire.bench gpu`: what gradwire costs and hides on a GPU, in at most eight minutes.
+"""`torchrun --nproc-per-node 2 -m gradwire.bench gpu`: what gradwire costs and hides on a GPU, in about five minutes.
 
 Parts (--parts):
 
@@ -46,7 +46,7 @@ from gradwire.bench.timing import TURNS
 from gradwire.bench.workloads.loop import choose_device, share_cores
 
 RATE = "10gbit"
-SECONDS = 450.0
+SECONDS = 300.0
 TURNS_SHARE = 0.25
 """The share of the time that the turns of `step`, and as many those of `hosts`, may take."""
 TIMEOUT_S = 60.0

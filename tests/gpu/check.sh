@@ -26,7 +26,7 @@ run() { # NAME SECONDS COMMAND...
 }
 
 failed=0
-run tests 210 "$python" -m pytest tests/gpu -q -ra -n 6 --dist worksteal --durations 10 -p no:cacheprovider
-run bench 310 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
-    -m gradwire.bench gpu --seconds 280 --json "$folder/gpu.json"
+run tests 190 "$python" -m pytest tests/gpu -q -ra -n 6 --dist worksteal --durations 10 -p no:cacheprovider
+run bench 330 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+    -m gradwire.bench gpu --json "$folder/gpu.json"
 exit "$failed"

@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path) -> None:
+def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench("gpu", "--device", "cpu", "--json", str(tmp_path / "out.json"))
     meta, rows = rows_of(tmp_path / "out.json")
     assert meta["wrong"] == []
@@ -218,6 +219,14 @@ def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path) -> None:
     assert True in places  # False, too, where hosts can be simulated
     assert {row["part"] for row in rows} == {"step", "call", "overlap", "verb"}
     assert all(row["same_bits"] for row in rows if row["part"] == "verb")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    views = import_module("figure_views")
+    monkeypatch.setattr(views, "FOLDER", tmp_path)
+    shown = {name: views.VIEWS[name]("out") for name in ("gpu_steps", "gpu_calls", "gpu_overlap", "gpu_goals")}
+    for lines in (text.strip().splitlines() for text in shown.values()):
+        assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert "`gradwire+onebit`" in shown["gpu_steps"]
+    assert shown["gpu_goals"].count("| at ") == len(meta["goals"])
 
 
 @pytest.mark.parametrize("programs", ["pipeline", *wide("ddp,ddp+views,fsdp2,tensor-parallel")])
