@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
+from torch._C._distributed_c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, _world
@@ -27,6 +31,9 @@ Backend = Any
 ProcessGroup: Any = dist.ProcessGroup
 
 T = TypeVar("T")
+
+#: The timeout of backends whose operations have gradwire's deadlines.
+NEVER = timedelta(days=365)
 
 _NOT_PROFILED = nullcontext()
 
@@ -188,21 +195,87 @@ def gloo_backend(store: Store, rank: int, size: int, timeout: timedelta, address
     return left_to_parent(dist.ProcessGroupGloo(store, rank, size, options))
 
 
-def nccl_backend(store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """Return a backend over NCCL."""
+def nccl_backend(store: Store, rank: int, size: int) -> Backend:
+    """Return a backend over NCCL whose operations end only by themselves or by abort(). None of torch's threads looks at them:
+    these would end the process at a time limit, and some minutes after any error of NCCL, also where another group of NCCL could
+    not be used any more. Work.wait() blocks the host, and Work.synchronize() does not."""
+    unlimited = store.clone()  # type: ignore[attr-defined]
+    unlimited.set_timeout(NEVER)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return left_to_parent(dist.ProcessGroupNCCL(store, rank, size, options))
+    options._timeout = NEVER
+    options.config.blocking = 1  # otherwise, torch limits each call
+    with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):  # which is read when the object is made
+        return left_to_parent(dist.ProcessGroupNCCL(unlimited, rank, size, options))
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable in the with block. A change while another thread reads the environment may crash the process,
+    so the block should be short, and entered rarely."""
+    with _IN_TURN:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+
+
+_IN_TURN = threading.Lock()
 
 
 def nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group, unknown to torch.distributed, for CUDA tensors."""
+    """Return a group, unknown to torch.distributed, for CUDA tensors, as the backend "nccl" makes it with this timeout."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    backend = left_to_parent(dist.ProcessGroupNCCL(store, rank, size, options))
+    backend._set_sequence_number_for_group()
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    backend = nccl_backend(store, rank, size, timeout)
-    backend._set_sequence_number_for_group()
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
     return group
+
+
+def nccl_communicator(backend: Backend) -> int:
+    """Return the address of NCCL's communicator on the current device, on which the ranks are connected; 0 if it is unknown."""
+    return int(backend._comm_ptr()) if hasattr(backend, "_comm_ptr") else 0
+
+
+def nccl_error(communicator: int) -> str | None:
+    """Return the text of the error that NCCL has found in the background; None if it has found none. communicator: an address
+    from nccl_communicator(), which is not aborted meanwhile. Any thread may call this."""
+    nccl, found = _nccl_library(), ctypes.c_int(0)
+    if nccl is None or not communicator:
+        return None
+    address = ctypes.c_void_p(communicator)
+    if nccl.ncclCommGetAsyncError(address, ctypes.byref(found)) or found.value in _NO_ERROR:
+        return None
+    texts = [nccl.ncclGetErrorString(found), nccl.ncclGetLastError(address)]
+    return ": ".join(text.decode(errors="replace").strip() for text in texts if text)
+
+
+#: ncclSuccess and ncclInProgress.
+_NO_ERROR = (0, 7)
+
+
+@cache
+def _nccl_library() -> ctypes.CDLL | None:
+    """Return the NCCL that torch uses; None if it is not a library of its own."""
+    try:
+        nccl = ctypes.CDLL("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    version = ctypes.c_int(0)
+    nccl.ncclGetVersion(ctypes.byref(version))
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    if version.value != 10_000 * major + 100 * minor + patch:
+        return None
+    for function in (nccl.ncclGetErrorString, nccl.ncclGetLastError):
+        function.restype = ctypes.c_char_p
+    return nccl
 
 
 def begin_coalescing(backend: Backend) -> None:

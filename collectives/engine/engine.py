@@ -32,7 +32,7 @@ from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.schedule import Place
 from gradwire.collectives.schedules.spans import Layout, Span, consecutive
 from gradwire.collectives.torch_internals import plain
-from gradwire.collectives.transports.base import Operation, Run, Transport
+from gradwire.collectives.transports.base import GroupRun, Operation, Run, Transport
 from gradwire.collectives.transports.codes import Codes
 from gradwire.collectives.transports.loop import Scratch
 
@@ -236,8 +236,8 @@ class Engine:
 
         like: a tensor of the dtype and device. numel: elements of the source. layout: the places of the ranks' blocks in the
         destination (of reduce_scatter in the source); None if the algorithm may divide the buffer freely. source_layout: their
-        places in the source, for verbs that move blocks from one buffer to another. lengths: for alltoall, the elements to and
-        from each rank."""
+        places in the source, for verbs that move blocks from one buffer to another. lengths: the elements to and from each
+        rank, see Operation."""
         is_bool = like.dtype is torch.bool
         like, op = carried(like, op)
         device_type = "cpu" if self.via_host else like.device.type
@@ -266,6 +266,19 @@ class Engine:
         if op == "average" and (verb == "allreduce" or (verb == "reduce" and self.rank == root)):
             return _averaging(run, self.size)
         return run
+
+    def prepare_group(self, algorithm: str, like: torch.Tensor, numel: int, op: str) -> GroupRun | None:
+        """Return what runs an allreduce on several tensors as one group; None if the transport runs it only on all their numbers
+        in one buffer. like: see prepare(). numel: the elements of all tensors."""
+        if algorithm in PLANNERS["allreduce"] or self.via_host:
+            return None
+        is_bool = like.dtype is torch.bool
+        like, op = carried(like, op)
+        own = Operation("allreduce", algorithm, like.dtype, like.device.type, numel, op)
+        run = self._transport.prepare_group(own)
+        if run is None or not is_bool:
+            return run
+        return lambda tensors, tag, deadline: run([tensor.view(torch.uint8) for tensor in tensors], tag, deadline)
 
     def follow(
         self,

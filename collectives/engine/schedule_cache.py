@@ -173,10 +173,11 @@ class ScheduleCache:
     def choose_for_parts(
         self, collective: str, algorithm: str, lengths: Sequence[int], element_size: int, *, on_gpu: bool
     ) -> str:
-        """Return the algorithm for a message of one part per rank. A link's own algorithm needs equal parts; for unequal ones
-        'auto' uses rsag."""
+        """Return the algorithm for a message of one part per rank. A link's own algorithm needs equal parts, except the one that
+        it prefers for CUDA tensors; for unequal ones 'auto' uses rsag."""
         chosen = self.choose(collective, algorithm, sum(lengths) * element_size, on_gpu=on_gpu)
-        if chosen not in PLANNERS[collective] and len(set(lengths)) > 1:
+        takes_any = on_gpu and chosen == self._preferred_on_gpu.get(collective)
+        if chosen not in PLANNERS[collective] and len(set(lengths)) > 1 and not takes_any:
             if algorithm != "auto":
                 raise ValueError(
                     f"rank {self._place.rank}: {collective} of unequal parts {list(lengths)} has no algorithm {chosen!r}"

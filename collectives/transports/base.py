@@ -44,6 +44,9 @@ Posted = tuple[list[Pending], list[Pending]]
 #: operation, and different otherwise. deadline: time.monotonic() seconds. Raises LinkError.
 Run = Callable[[torch.Tensor, torch.Tensor, int, float], None]
 
+#: (tensors, tag, deadline) -> None: runs a prepared operation on each tensor in place, as one group. tag, deadline: see Run.
+GroupRun = Callable[[Sequence[torch.Tensor], int, float], None]
+
 
 #: Records a run of a program: its instructions, the bytes of a message of so many elements, the time at which the run began, and
 #: the times at which the instructions ended, in nanoseconds of time.perf_counter_ns().
@@ -67,8 +70,9 @@ class Operation:
 
     A *source* and a *destination* are contiguous. The user may own them, so a CPU tensor may have any shape, and may require
     gradients. allreduce, broadcast and reduce get the same tensor twice; reduce may overwrite it on any rank. gather and scatter
-    get an empty tensor for the parts on ranks other than the root, and barrier gets empty tensors. allgather's source may be
-    this rank's part of its destination. An operation with a program gets what the program reads and writes, usually one buffer.
+    get an empty tensor for the parts on ranks other than the root. barrier gets an empty tensor, or on a GPU a zero. allgather's
+    source may be this rank's part of its destination. An operation with a program gets what the program reads and writes,
+    usually one buffer.
     """
 
     verb: str
@@ -83,7 +87,8 @@ class Operation:
     op: str = "sum"
     #: Of broadcast, reduce, gather and scatter.
     root: int = 0
-    #: For alltoall: the elements sent to, and received from, each rank.
+    #: For alltoall, reduce_scatter (only outgoing) and allgather (only incoming): the elements sent to, and received from, each
+    #: rank. Without them, the parts of all ranks have equal lengths.
     outgoing: tuple[int, ...] = ()
     incoming: tuple[int, ...] = ()
     #: What all ranks follow; None for an algorithm that the transport runs by itself.
@@ -116,7 +121,7 @@ class Capabilities:
     algorithms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     #: By verb, the one of these that 'auto' selects for every size.
     preferred: Mapping[str, str] = field(default_factory=dict)
-    #: The same for CUDA tensors, if the transport moves these itself.
+    #: The same for CUDA tensors, if the transport moves these itself. Such an algorithm takes parts of different lengths.
     preferred_on_gpu: Mapping[str, str] = field(default_factory=dict)
     #: The allreduce algorithms that the verbs reduce_shares and gather_shares run in halves, in place: the buffer is cut at
     #: multiples of so many bytes into one share per rank, in rank order and of near-equal length, as by spans.split_aligned.
@@ -149,6 +154,11 @@ class Transport(ABC):
             raise NotImplementedError(f"{type(self).__name__} has no {verb} algorithm {name!r} of its own")
         return loop.prepare(self, operation)
 
+    def prepare_group(self, operation: Operation) -> GroupRun | None:
+        """Return a function that runs an allreduce without a program on several tensors as one group; None if the transport runs
+        it only on all the numbers in one buffer. operation: with the elements of all tensors."""
+        return None
+
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """Start all messages of one round; return one Pending for each send and each receive. Never blocks for a peer.
@@ -161,8 +171,8 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Break every connection now, so that all waits, here and at the peers, end with a LinkError. Does not wait for peers,
-        but up to a few seconds for kernels of this rank."""
+        """Break every connection now, so that all waits, here and at the peers, end with a LinkError. Does not wait for peers.
+        CUDA kernels end later, with incomplete results. Later calls do nothing."""
 
     @abstractmethod
     def close(self) -> None:
@@ -173,6 +183,11 @@ class Transport(ABC):
         """Return, by rank, an error text for each connection on which the other host no longer acknowledges what this rank sends.
         Does not wait."""
         return MappingProxyType({})
+
+    def trouble(self) -> str | None:
+        """Return the text of an error that the transport has found by itself, and that no call has raised, because operations go
+        on after the call that began them; None if there is none. Does not wait."""
+        return None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised CPU tensor in the memory that this transport moves fastest."""

@@ -17,7 +17,7 @@ from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.environment import SHARED_MEMORY, shared_memory_wanted
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import compiles_links, cpu_kernels, cpu_sockets
-from gradwire.collectives.transports.base import Message, Operation, Pending, Posted, Run, Transport
+from gradwire.collectives.transports.base import GroupRun, Message, Operation, Pending, Posted, Run, Transport
 from gradwire.collectives.transports.compiled import CompiledLoop
 from gradwire.collectives.transports.process_group import ProcessGroupTransport
 from gradwire.collectives.transports.requests import FromAny, Table, Unfinished
@@ -194,6 +194,9 @@ class RoutingTransport(Transport):
                 return near.prepare(operation)
         return self._group.native(operation, meets_over=self)
 
+    def prepare_group(self, operation: Operation) -> GroupRun | None:
+        return self._group.prepare_group(operation)
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Posted:
         """See Transport. All messages of a call are on the same kind of device."""
         if not sends and not receives:
@@ -245,6 +248,9 @@ class RoutingTransport(Transport):
 
     def lossy_paths(self) -> Mapping[int, str]:
         return self._far.lossy_paths()
+
+    def trouble(self) -> str | None:
+        return self._group.trouble()
 
     def abort(self) -> None:
         _call_all([part.abort for part in self._parts])

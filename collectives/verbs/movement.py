@@ -76,7 +76,7 @@ def allgather(engine: Engine, input: Tensor, output: Tensor | list[Tensor], algo
         "allgather", algorithm, lengths, input.element_size(), on_gpu=input.is_cuda
     )
     layout = consecutive(lengths)
-    exchange = engine.prepare("allgather", chosen, input, input.numel(), layout=layout)
+    exchange = engine.prepare("allgather", chosen, input, input.numel(), layout=layout, lengths=((), lengths))
     run = between(engine, exchange, own=layout[engine.rank])
     text = f"allgather({arguments.dtype_name(input)}{lengths}{engine.place(input)}, {chosen})"
     notes = engine.notes(chosen, sum(part.nbytes for part in parts), input)
@@ -161,8 +161,9 @@ def alltoall(
 
 def barrier(engine: Engine, _: tuple[()], __: tuple[()], algorithm: str) -> PreparedCall:
     """Prepare Communicator.barrier, which needs no tensors."""
-    chosen = engine.schedules.choose("barrier", algorithm, 1, on_gpu=False)
-    numel = 1 if chosen in PLANNERS["barrier"] else 0
+    on_gpu = engine.control_device == "cuda"
+    chosen = engine.schedules.choose("barrier", algorithm, 1, on_gpu=on_gpu)
+    numel = 1 if on_gpu or chosen in PLANNERS["barrier"] else 0
     token = torch.zeros(numel, dtype=torch.uint8, device=engine.control_device)
     exchange = engine.prepare("barrier", chosen, token, numel, "max" if numel else "sum")
     text = f"barrier({chosen})"

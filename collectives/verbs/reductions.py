@@ -15,7 +15,7 @@ from gradwire.collectives.engine.schedule_cache import Shares
 from gradwire.collectives.reduction import Op, check_dtype, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.spans import consecutive
-from gradwire.collectives.transports.base import Run
+from gradwire.collectives.transports.base import GroupRun, Run
 from gradwire.collectives.verbs.movement import between, in_place
 
 
@@ -48,28 +48,41 @@ def _grouped(
     fused: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         fused.setdefault((tensor.dtype, tensor.device), []).append(place)
-    parts: list[tuple[list[int], Run]] = []
+    direct: Run | None = None
+    parts: list[tuple[list[list[int]], GroupRun]] = []  # the places of the tensors in each buffer of a group
     names: list[str] = []
     for places in fused.values():
         like, numel = tensors[places[0]], sum(tensors[place].numel() for place in places)
         chosen = engine.schedules.choose("allreduce", algorithm, numel * like.element_size(), on_gpu=like.is_cuda)
-        parts.append((places, engine.prepare("allreduce", chosen, like, numel, reduction.op)))
+        group = engine.prepare_group(chosen, like, numel, reduction.op) if len(places) > 1 else None
+        if group is not None:
+            parts.append(([[place] for place in places], group))
+        else:
+            direct = engine.prepare("allreduce", chosen, like, numel, reduction.op)
+            parts.append(([places], _alone(direct)))
         names.append(chosen)
 
     def run(given: list[Tensor], _: object, tag: int, deadline: float) -> None:
-        for places, exchange in parts:
-            buffer = engine.buffer(*(given[place] for place in places))
-            reduction.begin(buffer.flat)
-            exchange(buffer.flat, buffer.flat, tag, deadline)
-            reduction.end(buffer.flat)
-            buffer.store()
+        for groups, exchange in parts:
+            buffers = [engine.buffer(*(given[place] for place in places)) for places in groups]
+            numbers = [buffer.flat for buffer in buffers]
+            for flat in numbers:
+                reduction.begin(flat)
+            exchange(numbers, tag, deadline)
+            for buffer in buffers:
+                reduction.end(buffer.flat)
+                buffer.store()
 
     described = ", ".join(arguments.described(tensor) + engine.place(tensor) for tensor in tensors)
     text = f"allreduce({described}, {reduction}, {', '.join(names)})"
-    direct = parts[0][1] if len(tensors) == 1 and not reduction.is_scaled else None
     shown = ", ".join(dict.fromkeys(names))
     notes = engine.notes(shown, sum(tensor.nbytes for tensor in tensors), tensors[0]) if tensors else {}
-    return PreparedCall(text, text, run, direct, notes)
+    return PreparedCall(text, text, run, direct if len(tensors) == 1 and not reduction.is_scaled else None, notes)
+
+
+def _alone(run: Run) -> GroupRun:
+    """Return what runs an operation in place on the only tensor of a list."""
+    return lambda tensors, tag, deadline: run(tensors[0], tensors[0], tag, deadline)
 
 
 def reduce_scatter(
@@ -83,7 +96,8 @@ def reduce_scatter(
     chosen = engine.schedules.choose_for_parts(
         "reduce_scatter", algorithm, lengths, output.element_size(), on_gpu=output.is_cuda
     )
-    exchange = engine.prepare("reduce_scatter", chosen, output, sum(lengths), name, layout=consecutive(lengths))
+    layout, numel = consecutive(lengths), sum(lengths)
+    exchange = engine.prepare("reduce_scatter", chosen, output, numel, name, layout=layout, lengths=(lengths, ()))
     run = between(engine, exchange, overwrites=chosen in PLANNERS["reduce_scatter"])
     row = "" if isinstance(input, Tensor) else ", ".join(map(str, parts[0].shape[1:]))
     shape = f"shape=[..., {row}], " if row else ""  # with which the lengths say what shape all parts have
