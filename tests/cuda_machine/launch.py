@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gradwire.collectives.kernels.cuda.launch import THREADS
 from tests.cuda_machine import nvrtc, ptx
@@ -24,17 +22,15 @@ def _loaded(family: str, kernel: str, architecture: str) -> tuple[ptx.Kernel, li
 
 
 class MachineLaunch:
-    """A KernelLaunch (kernels/cuda/source.py) for tensors in the memory of the CPU. launched: the kernels, in order."""
+    """A KernelLaunch (kernels/cuda/launch.py) for tensors in the memory of the CPU. launched: the kernels, in order."""
 
     def __init__(self, architecture: str = "compute_80", order: Order = Order.TOGETHER) -> None:
         self.architecture, self.order = architecture, order
         self.launched: list[str] = []
 
-    def __call__(
-        self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __call__(self, family: str, kernel: str, grid: int, parameters: bytes, tensors: Sequence[torch.Tensor]) -> None:
         self.launched.append(kernel)
         parsed, blocks = _loaded(family, kernel, self.architecture)
         memory = Memory(tensors)
-        run(parsed, blocks, grid, THREADS, parameters.tobytes(), memory, self.order)
+        run(parsed, blocks, grid, THREADS, parameters, memory, self.order)
         memory.write_back()

@@ -1,5 +1,6 @@
 """The CUDA kernels, as NVRTC compiles them, on a machine in numpy, against the reference, byte for byte."""
 
+import ctypes
 import re
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -184,51 +184,49 @@ def test_cupy_compiles_the_same() -> None:
 
 
 def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And compiles once for each device."""
-    compiled, launched, made = [], [], []
-
-    class Stream:
-        @staticmethod
-        def from_external(stream: Any) -> tuple[int, int]:
-            version, pointer = stream.__cuda_stream__()
-            assert version == 0
-            made.append(pointer)
-            return pointer, len(made)
+    """And compiles once for each device, and makes the context of a thread that has none."""
+    compiled, launched, contexts = [], [], [0]
 
     class Module:
         def load(self, code: bytes) -> None:
             self.code = code
 
         def get_function(self, name: str) -> Any:
-            return lambda grid, block, arguments, stream: launched.append(
-                (self.code, name, stream, grid, block, *(argument.tobytes() for argument in arguments))
-            )
+            return SimpleNamespace(ptr=(self.code, name))
+
+    def launch_kernel(function: Any, *rest: int) -> None:
+        *sizes, stream, parameters, extra = rest
+        assert contexts[-1]
+        content = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value or 0, 2)
+        launched.append((*function, sizes, stream, content, extra))
 
     def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
         compiled.append((family, kernel, architecture))
         return architecture.encode(), kernel.upper()
 
-    cupy = SimpleNamespace(cuda=SimpleNamespace(nvrtc=None, function=SimpleNamespace(Module=Module), Stream=Stream))
+    cupy = SimpleNamespace(
+        cuda=SimpleNamespace(
+            nvrtc=None,
+            function=SimpleNamespace(Module=Module),
+            driver=SimpleNamespace(launchKernel=launch_kernel, ctxGetCurrent=lambda: contexts[-1]),
+            runtime=SimpleNamespace(free=lambda address: contexts.append(1)),
+        )
+    )
     monkeypatch.setattr(cuda, "compile_kernel", compile_kernel)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    calls = [(0, 0), (1, 0), (0, 5), (0, 0), (0, 5)]  # devices, and the handles of their current streams
+    calls = [(0, 0), (1, 0), (0, 5), (0, 0)]  # devices, and the handles of their current streams
     handles = iter([handle for _, handle in calls])
     monkeypatch.setattr(cuda, "current_stream_handle", lambda device: next(handles))
-    launch, parameters = CupyLaunch(cupy), np.array((1, 2), [("first", "u1"), ("second", "u1")])
+    launch = CupyLaunch(cupy)
     for device, _ in calls:
-        launch("sparse", "mark", 5, parameters, [SimpleNamespace(device=torch.device("cuda", device))])
+        launch("sparse", "mark", 5, bytes([device, 2]), [SimpleNamespace(device=torch.device("cuda", device))])
     assert compiled == [("sparse", "mark", "sm_90"), ("sparse", "mark", "sm_91")]
+    assert len(contexts) == 2
     assert launched == [
-        (code, "MARK", stream, (5, 1, 1), (256, 1, 1), b"\1\2")
-        for code, stream in (
-            (b"sm_90", (0, 1)),
-            (b"sm_91", (0, 2)),
-            (b"sm_90", (5, 3)),
-            (b"sm_90", (0, 1)),
-            (b"sm_90", (5, 3)),
-        )
+        (f"sm_9{device}".encode(), "MARK", [5, 1, 1, 256, 1, 1, 0], stream, bytes([device, 2]), 0)
+        for device, stream in calls
     ]
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gradwire.collectives.torch_internals import current_stream_handle
 
@@ -27,12 +27,10 @@ THREADS = 256
 class KernelLaunch(Protocol):
     """The protocol of a function that launches kernels."""
 
-    def __call__(
-        self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __call__(self, family: str, kernel: str, grid: int, parameters: bytes, tensors: Sequence[torch.Tensor]) -> None:
         """Launch a kernel, an instance of a template in `<family>.cu`.
 
-        parameters: the kernel's only argument. tensors: all that the kernel reads or writes.
+        parameters: the kernel's only argument, a struct. tensors: all that the kernel reads or writes.
         """
 
 
@@ -55,16 +53,18 @@ def _text(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
-class _Stream:
-    """A stream by NVIDIA's CUDA stream protocol, which torch.cuda.Stream implements only from torch 2.10 on. handle: the address
-    of a cudaStream_t."""
+#: The most bytes that the parameters of a kernel have.
+_PARAMETER_BYTES = 4096
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of the protocol, and the handle."""
-        return 0, self._handle
+class _Room(threading.local):
+    """Memory of a thread for the parameters of a launch, which the driver copies. address: of a pointer to the memory."""
+
+    def __init__(self) -> None:
+        memory = (ctypes.c_char * _PARAMETER_BYTES)()
+        self._pointer = ctypes.pointer(memory)
+        self.parameters = memoryview(memory).cast("B")
+        self.address = ctypes.addressof(self._pointer)
 
 
 class CupyLaunch:
@@ -72,12 +72,11 @@ class CupyLaunch:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
+        self._driver = cupy.cuda.driver
         self._functions: dict[tuple[str, torch.device], Any] = {}
-        self._streams: dict[tuple[int, torch.device], Any] = {}  # CuPy's objects for torch's streams, by their handles
+        self._room = _Room()
 
-    def __call__(
-        self, family: str, kernel: str, grid: int, parameters: NDArray[np.void], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __call__(self, family: str, kernel: str, grid: int, parameters: bytes, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device
         # The guard of a device takes as long as a launch.
         with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
@@ -85,13 +84,12 @@ class CupyLaunch:
             if function is None:
                 # If two threads compile it, both launch the first one's, since CuPy unloads what is dropped.
                 function = self._functions.setdefault((kernel, device), self._compile(family, kernel, device))
-            handle = current_stream_handle(device)
-            stream = self._streams.get((handle, device))
-            if stream is None:
-                stream = self._streams[handle, device] = self._cupy.cuda.Stream.from_external(_Stream(handle))
-            # CuPy asks for a description of named fields at each launch.
-            unnamed = parameters.view(f"V{parameters.itemsize}")
-            function((grid, 1, 1), (THREADS, 1, 1), (unnamed,), stream=stream)
+            if not self._driver.ctxGetCurrent():  # a thread that has used no GPU yet
+                self._cupy.cuda.runtime.free(0)
+            room, stream = self._room, current_stream_handle(device)
+            room.parameters[: len(parameters)] = parameters
+            # CuPy's own call of a function takes longer, to find out what its arguments are.
+            self._driver.launchKernel(function.ptr, grid, 1, 1, THREADS, 1, 1, 0, stream, room.address, 0)
 
     def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
         """Compile a kernel. Do not use cupy.RawModule: it flushes denormals with any options."""

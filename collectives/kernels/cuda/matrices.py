@@ -79,14 +79,14 @@ class MatrixKernels:
         batch["tensors"][: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
         touched = [*tensors, *_set(batch, blocks=blocks, **others)]
         matrices = len(tensors) or len(touched[0])
-        self._launch("matrices", kernel, matrices * blocks, batch, touched)
+        self._launch("matrices", kernel, matrices * blocks, batch.tobytes(), touched)
 
     def _orthonormalize(self, kernel: str, vectors: Tensor, out: Tensor, **others: Tensor | int) -> None:
         batch, rank, length = vectors.shape
         room = torch.empty(vectors.shape, dtype=torch.float64, device=vectors.device)
         factors: NDArray[np.void] = np.zeros((), _FACTORS)
         touched = _set(factors, vectors=vectors, out=out, room=room, length=length, rank=rank, **others)
-        self._launch("matrices", kernel, batch, factors, touched)
+        self._launch("matrices", kernel, batch, factors.tobytes(), touched)
 
 
 def _set(parameters: NDArray[np.void], **given: Tensor | int) -> list[Tensor]:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from gradwire.collectives.kernels.cuda.launch import NUMBERS, THREADS, KernelLaunch, literal
 from gradwire.collectives.kernels.reference import quantize as reference
 
-_TENSOR = np.dtype(
-    [("values", "u8"), ("residual", "u8"), ("wire", "u8"), ("numel", "i8"), ("seed", "u4"), ("scale", "f4")]
-)
+_ARGUMENTS = struct.Struct("PPPqIf")  # of quantize.cu
 _FRACTION = {"e4m3": 3, "e5m2": 2}  # bits of the mantissa
 _WARPS = THREADS // 32
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # lengths that a warp holds in registers
 
 
+class _Instance(NamedTuple):
+    """A kernel, and the number of elements that one of its blocks processes."""
+
+    kernel: str
+    elements: int
+
+
 @lru_cache(maxsize=None, typed=True)
-def _instance(name: str, template: str, block_at: int, *settings: Any) -> tuple[str, int] | None:
-    """Return the type of a codec as C++ text, and the number of elements that a warp processes (Layout::TILE of codecs.cuh).
-    Return None if a block is too long for a warp."""
+def _instance(
+    way: str, name: str, template: str, block_at: int, flag: bool, dtype: torch.dtype, *settings: Any
+) -> _Instance | None:
+    """Return a kernel of a codec. Return None if a block is too long for a warp.
+
+    way: encode or decode. flag: whether there is a residual, or whether the decoder adds. dtype: of the values or the result.
+    """
     block = settings[block_at] if settings else 512
     if block not in _BLOCKS:
         return None
     written = [literal(value) if isinstance(value, bool) else _FRACTION.get(value, value) for value in settings]
-    return template.format(*written), 1024 if block > 512 or name == "onebit" else 512
+    tile = 1024 if block > 512 or name == "onebit" else 512  # Layout::TILE of codecs.cuh
+    return _Instance(f"{way}<{template.format(*written)}, {literal(flag)}, {NUMBERS[dtype]}>", tile * _WARPS)
 
 
 def _codec(name: str, template: str, block_at: int = 0) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -39,21 +50,19 @@ def _codec(name: str, template: str, block_at: int = 0) -> tuple[Callable[..., N
 
     def encode(self: Quantizers, values: Tensor, residual: Tensor | None, wire: Tensor, *given: Any) -> None:
         *settings, seed = given
-        if instance := _instance(name, template, block_at, *settings):
-            codec, tile = instance
-            kernel = f"encode<{codec}, {literal(residual is not None)}, {NUMBERS[values.dtype]}>"
-            self.work_through(kernel, tile, values, residual, wire, seed=seed)
-        else:
+        instance = _instance("encode", name, template, block_at, residual is not None, values.dtype, *settings)
+        if instance is None:
             getattr(reference, f"{name}_encode")(values, residual, wire, *given)
+        else:
+            self._launch_tiles(instance, values, residual, wire, seed & 0xFFFFFFFF, 1.0)
 
     def decode(self: Quantizers, wire: Tensor, out: Tensor, *given: Any) -> None:
         *settings, add, scale = given
-        if instance := _instance(name, template, block_at, *settings):
-            codec, tile = instance
-            kernel = f"decode<{codec}, {literal(add)}, {NUMBERS[out.dtype]}>"
-            self.work_through(kernel, tile, out, None, wire, scale=scale)
-        else:
+        instance = _instance("decode", name, template, block_at, add, out.dtype, *settings)
+        if instance is None:
             getattr(reference, f"{name}_decode")(wire, out, *given)
+        else:
+            self._launch_tiles(instance, out, None, wire, 0, scale)
 
     return encode, decode
 
@@ -74,22 +83,13 @@ class Quantizers:
     terngrad_encode, terngrad_decode = _codec("terngrad", "TernGrad<{0}>")
     natural_encode, natural_decode = _codec("natural", "Natural")
 
-    def work_through(
-        self,
-        kernel: str,
-        tile: int,
-        values: Tensor,
-        residual: Tensor | None,
-        wire: Tensor,
-        *,
-        seed: int = 0,
-        scale: float = 1.0,
+    def _launch_tiles(
+        self, instance: _Instance, numbers: Tensor, residual: Tensor | None, wire: Tensor, seed: int, scale: float
     ) -> None:
-        """Launch a kernel of quantize.cu. tile: how many elements a warp processes."""
-        numel = values.numel()
+        """Launch a kernel. numbers: the values or the result."""
+        numel = numbers.numel()
         if numel > 0:
             lost = 0 if residual is None else residual.data_ptr()
-            addresses = values.data_ptr(), lost, wire.data_ptr()
-            parameters = np.array((*addresses, numel, seed & 0xFFFFFFFF, scale), _TENSOR)
-            touched = [tensor for tensor in (values, residual, wire) if tensor is not None]
-            self._launch("quantize", kernel, -(-numel // (tile * _WARPS)), parameters, touched)
+            parameters = _ARGUMENTS.pack(numbers.data_ptr(), lost, wire.data_ptr(), numel, seed, scale)
+            touched = (numbers, wire) if residual is None else (numbers, residual, wire)
+            self._launch("quantize", instance.kernel, -(-numel // instance.elements), parameters, touched)

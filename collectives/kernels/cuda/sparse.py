@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from functools import cache
 from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.collectives.kernels.cuda.launch import NUMBERS, THREADS, KernelLaunch, literal
@@ -16,13 +15,9 @@ from gradwire.collectives.kernels.layout import CHUNK
 # The same as in sums.cuh.
 _CHUNK = 8192
 _MOST_BLOCKS = 1024
-_SCRATCH = np.dtype([("state", "u4", 16), ("histograms", "u4", 2048 + 1024 + 1024), ("counts", "u4", 2 * _MOST_BLOCKS)])
-_SELECTION = np.dtype(
-    [(name, "u8") for name in ("values", "residual", "momentum", "tau", "wire", "scratch", "marks")]
-    + [("numel", "i8")]
-    + [(name, "i4") for name in ("k", "slack", "chunks", "header", "slots")]
-    + [("decay", "f4"), ("seed", "u4"), ("scale", "f4")]
-)
+_STATE_BYTES = 4 * 16  # of Scratch, before the histograms
+_SCRATCH_BYTES = _STATE_BYTES + 4 * (2048 + 1024 + 1024) + 8 * _MOST_BLOCKS
+_SELECTION = struct.Struct("7Pq5ifIf")
 _HEADER = 16  # bytes of a threshold's wire before its indices
 
 
@@ -38,7 +33,7 @@ class SparseKernels:
         self._select(values, residual, wire, k)
 
     def topk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
-        self._scatter("scatter", wire, out, add, k=k, slots=_slots(k), scale=scale)
+        self._scatter("scatter", wire, out, add, k, k, scale, slots=_slots(k))
 
     def dgc_encode(
         self, values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum: Tensor, decay: float
@@ -52,7 +47,7 @@ class SparseKernels:
 
     def threshold_decode(self, wire: Tensor, out: Tensor, k: int, slack: int, add: bool, scale: float) -> None:
         room = k + slack
-        self._scatter("scatter", wire, out, add, k=room, slots=_slots(room), header=_HEADER, scale=scale)
+        self._scatter("scatter", wire, out, add, room, room, scale, slots=_slots(room), header=_HEADER)
 
     def randomk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
         if values.numel() == 0:
@@ -60,28 +55,28 @@ class SparseKernels:
             return
         values = _values(values, residual)
         blocks, chunks = self._runs(values.numel())
-        scratch = torch.zeros(_SCRATCH["state"].itemsize, dtype=torch.uint8, device=values.device)
-        tensors = {"values": values, "residual": residual, "wire": wire, "scratch": scratch}
+        scratch = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device=values.device)
         parameters = _parameters(
-            tensors, numel=values.numel(), k=k, slots=_slots(k), chunks=chunks, seed=seed & 0xFFFFFFFF
+            values, wire, k, residual=residual, scratch=scratch, chunks=chunks, slots=_slots(k), seed=seed & 0xFFFFFFFF
         )
-        touched, feedback = _present(tensors), literal(residual is not None)
-        self._launch("sparse", f"examine<{feedback}, {NUMBERS[values.dtype]}>", blocks, parameters, touched)
-        self._launch("sparse", f"draw<{feedback}>", blocks, parameters, touched)
+        touched = [values, wire, scratch] if residual is None else [values, wire, scratch, residual]
+        for kernel in _kernels(
+            ("examine<{feedback}, {number}>", "draw<{feedback}>"), values.dtype, residual is not None
+        ):
+            self._launch("sparse", kernel, blocks, parameters, touched)
 
     def randomk_decode(self, wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scale: float) -> None:
-        self._scatter("place", wire, out, add, k=k, seed=seed & 0xFFFFFFFF, scale=scale)
+        self._scatter("place", wire, out, add, k, k, scale, seed=seed & 0xFFFFFFFF)
 
     def chunktopk_encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, k: int, seed: int) -> None:
         if values.numel() > 0:
-            tensors = {"values": values, "residual": residual, "wire": wire}
-            parameters = _parameters(tensors, numel=values.numel(), k=k)
-            kernel = f"encode_chunk<{literal(residual is not None)}, {NUMBERS[values.dtype]}>"
-            self._launch("sparse", kernel, -(-values.numel() // CHUNK), parameters, _present(tensors))
+            (kernel,) = _kernels(("encode_chunk<{feedback}, {number}>",), values.dtype, residual is not None)
+            parameters = _parameters(values, wire, k, residual=residual)
+            touched = [values, wire] if residual is None else [values, wire, residual]
+            self._launch("sparse", kernel, -(-values.numel() // CHUNK), parameters, touched)
 
     def chunktopk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
-        entries = -(-out.numel() // CHUNK) * k
-        self._scatter("scatter_chunks", wire, out, add, k=k, entries=entries, scale=scale)
+        self._scatter("scatter_chunks", wire, out, add, k, -(-out.numel() // CHUNK) * k, scale)
 
     def _select(
         self,
@@ -101,34 +96,27 @@ class SparseKernels:
             return
         values = _values(values, residual)
         blocks, chunks = self._runs(values.numel())
-        scratch = torch.zeros(_SCRATCH.itemsize, dtype=torch.uint8, device=values.device)
+        scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device=values.device)
         marks = torch.empty(-(-values.numel() // _CHUNK) * _CHUNK // 8, dtype=torch.uint8, device=values.device)
-        tensors = {
-            "values": values,
-            "residual": residual,
-            "momentum": momentum,
-            "tau": tau,
-            "wire": wire,
-            "scratch": scratch,
-            "marks": marks,
-        }
         parameters = _parameters(
-            tensors,
-            numel=values.numel(),
-            k=k,
+            values,
+            wire,
+            k,
+            residual=residual,
+            momentum=momentum,
+            tau=tau,
+            scratch=scratch,
+            marks=marks,
             slack=slack,
             chunks=chunks,
             header=header,
             slots=_slots(k + slack),
             decay=decay,
         )
-        feedback = literal(residual is not None)
-        both, number = f"{feedback}, {literal(momentum is not None)}", NUMBERS[values.dtype]
-        first = [f"accumulate<{both}, {number}>"]
-        if tau is not None:
-            first = [f"reach<{feedback}, {number}>", f"reconsider<{feedback}>"]
-        for kernel in (*first, *(f"{step}<{feedback}>" for step in ("mark", "refine", "count")), f"emit<{both}>"):
-            self._launch("sparse", kernel, blocks, parameters, _present(tensors))
+        touched = [each for each in (values, wire, residual, momentum, tau, scratch, marks) if each is not None]
+        first = _ACCUMULATE if tau is None else _REACH
+        for kernel in _kernels((*first, *_SELECT), values.dtype, residual is not None, momentum is not None):
+            self._launch("sparse", kernel, blocks, parameters, touched)
 
     def _runs(self, numel: int) -> tuple[int, int]:
         """Return how many blocks a launch over all numbers has, and how many chunks each block has."""
@@ -137,16 +125,44 @@ class SparseKernels:
         return -(-chunks // each), each
 
     def _scatter(
-        self, kernel: str, wire: Tensor, out: Tensor, add: bool, k: int, entries: int | None = None, **numbers: float
+        self,
+        kernel: str,
+        wire: Tensor,
+        out: Tensor,
+        add: bool,
+        k: int,
+        entries: int,
+        scale: float,
+        *,
+        header: int = 0,
+        slots: int = 0,
+        seed: int = 0,
     ) -> None:
-        """Write every entry of the wire at its index. entries: the number of entries; None for k."""
+        """Write every entry of the wire at its index. entries: how many there are."""
         if not add:
             out.zero_()
-        if (entries := k if entries is None else entries) > 0:
-            tensors = {"values": out, "wire": wire}
-            parameters = _parameters(tensors, numel=out.numel(), k=k, **numbers)
-            kernel = f"{kernel}<{literal(add)}, {NUMBERS[out.dtype]}>"
-            self._launch("sparse", kernel, -(-entries // THREADS), parameters, _present(tensors))
+        if entries > 0:
+            parameters = _parameters(out, wire, k, header=header, slots=slots, seed=seed, scale=scale)
+            self._launch("sparse", _decoder(kernel, add, out.dtype), -(-entries // THREADS), parameters, [out, wire])
+
+
+#: The kernels of a selection in their order: the first ones, without and with a threshold, then those of both.
+_ACCUMULATE = ("accumulate<{feedback}, {momentum}, {number}>",)
+_REACH = ("reach<{feedback}, {number}>", "reconsider<{feedback}>")
+_SELECT = ("mark<{feedback}>", "refine<{feedback}>", "count<{feedback}>", "emit<{feedback}, {momentum}>")
+
+
+@cache
+def _kernels(templates: tuple[str, ...], dtype: torch.dtype, feedback: bool, momentum: bool = False) -> tuple[str, ...]:
+    """Return the kernels of an encoder. dtype: of the values."""
+    words = {"feedback": literal(feedback), "momentum": literal(momentum), "number": NUMBERS[dtype]}
+    return tuple(template.format(**words) for template in templates)
+
+
+@cache
+def _decoder(kernel: str, add: bool, dtype: torch.dtype) -> str:
+    """Return the kernel of a decoder. dtype: of the result."""
+    return f"{kernel}<{literal(add)}, {NUMBERS[dtype]}>"
 
 
 def _values(values: Tensor, residual: Tensor | None) -> Tensor:
@@ -155,18 +171,28 @@ def _values(values: Tensor, residual: Tensor | None) -> Tensor:
     return values if residual is not None else values.to(torch.float32)
 
 
-def _parameters(tensors: Mapping[str, Tensor | None], **numbers: float) -> NDArray[np.void]:
-    """Return the parameters of a kernel. Parameters that are not given are 0."""
-    selection: NDArray[np.void] = np.zeros((), _SELECTION)
-    for name, tensor in tensors.items():
-        selection[name] = 0 if tensor is None else tensor.data_ptr()
-    for name, number in numbers.items():
-        selection[name] = number
-    return selection
-
-
-def _present(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors.values() if tensor is not None]
+def _parameters(
+    numbers: Tensor,
+    wire: Tensor,
+    k: int,
+    *,
+    residual: Tensor | None = None,
+    momentum: Tensor | None = None,
+    tau: Tensor | None = None,
+    scratch: Tensor | None = None,
+    marks: Tensor | None = None,
+    slack: int = 0,
+    chunks: int = 0,
+    header: int = 0,
+    slots: int = 0,
+    decay: float = 0.0,
+    seed: int = 0,
+    scale: float = 0.0,
+) -> bytes:
+    """Return a Selection of sums.cuh. numbers: the values or the result."""
+    tensors = (numbers, residual, momentum, tau, wire, scratch, marks)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return _SELECTION.pack(*addresses, numbers.numel(), k, slack, chunks, header, slots, decay, seed, scale)
 
 
 def _slots(entries: int) -> int:
