@@ -56,20 +56,14 @@ class Buffer:
     can use.
 
     flat shares the memory of a single tensor if possible. Strided tensors, several tensors, and tensors whose memory holds the
-    negative or the conjugate of their elements (Tensor.is_neg, Tensor.is_conj) are copied. With via_host, CUDA tensors are
-    copied to pinned memory on the current stream.
+    negative or the conjugate of their elements (Tensor.is_neg, Tensor.is_conj) are copied, on the current stream.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, via_host: bool, fill: bool = True) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, fill: bool = True) -> None:
         """fill=False leaves a copy's contents undefined, for buffers that are only written."""
         self._tensors = [plain(tensor) for tensor in tensors]
         self._whole = whole = self._joined(fill)
-        if via_host:
-            self.flat = torch.empty(whole.numel(), dtype=whole.dtype, pin_memory=True, device="cpu")
-            if fill:
-                self.flat.view(whole.shape).copy_(whole, non_blocking=True)
-                torch.cuda.current_stream().synchronize()
-        elif whole.is_contiguous() and not whole.is_neg() and not whole.is_conj():
+        if whole.is_contiguous() and not whole.is_neg() and not whole.is_conj():
             self.flat = whole.as_strided((whole.numel(),), (1,))  # view(-1) would keep the stride of a single element
         else:
             self.flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
@@ -91,9 +85,7 @@ class Buffer:
     def store(self) -> None:
         """Copy the contents of flat back to the tensors."""
         if self.flat.data_ptr() != self._whole.data_ptr():
-            self._whole.copy_(self.flat.view(self._whole.shape), non_blocking=True)
-            if self._whole.is_cuda:
-                torch.cuda.current_stream().synchronize()
+            self._whole.copy_(self.flat.view(self._whole.shape))
         if len(self._tensors) > 1:
             parts = self._whole.split([tensor.numel() for tensor in self._tensors])
             for tensor, part in zip(self._tensors, parts, strict=True):

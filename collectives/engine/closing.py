@@ -74,7 +74,9 @@ class Closing:
         """Finish the queued operations and the sent messages, but not beyond the deadline (time.monotonic()). Report the end to
         the other ranks."""
         monitor = self._monitor
-        if monitor.failure is not None or not self._queue.close(max(0.0, deadline - time.monotonic())):
+        queued_s = max(0.0, deadline - time.monotonic())
+        in_flight = self._operations.in_flight
+        if monitor.failure is not None or not (self._queue.close(queued_s) and in_flight.drain(deadline)):
             if monitor.failure is None:
                 monitor.break_off("close", "the end of the time for what was queued", monitor.unfinished)
             self._transport.abort()
@@ -132,7 +134,7 @@ class Closing:
         """
         self._monitor.exiting = True
         self._channel.report_leaving(self._monitor.unfinished)
-        if self._queue.busy():
+        if self._queue.busy() or self._operations.in_flight.oldest() is not None:
             self._transport.abort()
             self._queue.close(_LET_GO_S)
         self._channel.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,28 +23,35 @@ from gradwire.collectives.diagnostics.timeline import Lane, now_ns
 from gradwire.collectives.engine.buffers import Buffer, kept
 from gradwire.collectives.engine.closing import Closing
 from gradwire.collectives.engine.failure_monitor import weakly
+from gradwire.collectives.engine.host_copies import Crossing, HostCopies
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.schedule_cache import ScheduleCache
+from gradwire.collectives.engine.streams import DeviceOperation, Streams, devices_of, on_gpus, wait_on_host
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import carried, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
+from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.schedules.schedule import Place
 from gradwire.collectives.schedules.spans import Layout, Span, consecutive
 from gradwire.collectives.torch_internals import plain
 from gradwire.collectives.transports.base import GroupRun, Operation, Run, Transport
-from gradwire.collectives.transports.codes import Codes
-from gradwire.collectives.transports.loop import Scratch
+from gradwire.collectives.transports.codes import CodedNumbers, Codes
+from gradwire.collectives.transports.loop import Payload, Scratch
 
 _KEPT_CALLS = 256
 
 #: The halves of an allreduce: the verbs whose programs they run.
 _PLANNED_AS = {"reduce_shares": "reduce_scatter", "gather_shares": "allgather"}
 
-#: (numbers, feedback, step, seed, tag, deadline) -> None: sums float32 numbers in place by exchanging codes.
-CodesRun = Callable[[torch.Tensor, Feedback | None, int, int, int, float], None]
+#: (tag, deadline) -> None: runs what is left of an operation that has begun.
+Rest = Callable[[int, float], None]
+
+#: (numbers, feedback, step, seed): begins to sum numbers in place by exchanging codes. What precedes the first message is done,
+#: or enqueued on the current stream, if the codes of a GPU cross the host's memory; the rest by what is returned.
+CodesRun = Callable[[torch.Tensor, Feedback | None, int, int], Rest]
 
 
 class Engine:
@@ -79,6 +88,8 @@ class Engine:
         self._tally: OperationTally | None = None
         self._records = False
         self._transport = transport
+        self._streams = Streams(transport.copy_streams)
+        self._crossings: list[Crossing] = []  # those that are issued and have not ended
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
         self._rehearsed: set[tuple[Codec, str, bool]] = set()
@@ -120,7 +131,7 @@ class Engine:
         if call is None:
             # What is kept must be usable in any mode, and must not keep this object alive.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                call = prepare(weakref.proxy(self), source, destination, *given)
+                call = self.prepared(prepare, source, destination, *given)
             if key is not None and self.operations.usable:
                 self._calls[key] = call
                 if len(self._calls) > _KEPT_CALLS:
@@ -129,10 +140,19 @@ class Engine:
             is_in_place = destination is source
             source = _kept(source)
             destination = source if is_in_place else _kept(destination)
-        if async_op or timeout_s is not None or self._records or torch.is_inference_mode_enabled():
+        is_special = async_op or timeout_s is not None or self._records or torch.is_inference_mode_enabled()
+        if is_special or call.devices:
             return self.run(call, source, destination, direct=key is not None, async_op=async_op, timeout_s=timeout_s)
         run = call.run if key is None or call.direct is None else call.direct
         return self.operations.run(call, run, source, destination)
+
+    def prepared(
+        self, prepare: Callable[..., PreparedCall], source: Any, destination: Any, *given: Any
+    ) -> PreparedCall:
+        """Return a call of a verb, checked and prepared; see call()."""
+        call = prepare(weakref.proxy(self), source, destination, *given)
+        devices = devices_of(source, destination)
+        return replace(call, devices=devices) if devices else call
 
     def likes(self, given: Any) -> Hashable:
         """Return the dtype, shape and device of a tensor that a call can use as it is, or those of each tensor in a list; None if
@@ -140,7 +160,7 @@ class Engine:
         if type(given) is torch.Tensor:
             try:
                 is_plain = given.is_contiguous() and not (given.is_neg() or given.is_conj()) and given.data_ptr()
-                if is_plain and (given.is_cpu or self._is_here(given)):
+                if is_plain and (given.is_cpu or given.is_cuda):
                     return given.dtype, given.shape, given.device
             except RuntimeError:
                 pass  # nested or sparse, or a wrapper of torch.func: no shape or address; see buffers.refusal
@@ -149,10 +169,6 @@ class Engine:
             every = tuple(map(self.likes, given))
             return None if None in every else every
         return () if isinstance(given, tuple) else None
-
-    def _is_here(self, tensor: torch.Tensor) -> bool:
-        """Return whether the transport moves a CUDA tensor, which is on the current device."""
-        return not self.via_host and tensor.device.index == torch.cuda.current_device()
 
     def run(
         self,
@@ -173,9 +189,77 @@ class Engine:
         run = call.run if not direct or call.direct is None else call.direct
         if async_op and run is call.run:
             run = partial(self._alive, run)
+        if call.devices:
+            return self._run_on_gpus(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
         if self._records:
             run = partial(self._record_run, run, call, now_ns())
         return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
+
+    def _run_on_gpus(
+        self,
+        call: PreparedCall,
+        run: Callable[[Any, Any, int, float], None],
+        source: Any,
+        destination: Any,
+        *,
+        async_op: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Run a call with CUDA tensors on the communication streams. With async_op=False, the current streams continue after
+        it."""
+        operation = DeviceOperation(self._streams, call.devices, self.rank, call.text)
+        operation.uses(on_gpus(source, destination))
+        body = partial(self._enqueue, operation, run)
+        if self.via_host:
+            crossing = Crossing(operation, call, source, destination)
+            if not crossing.reads_results_of(tuple(self._crossings)):
+                crossing.start()
+            self._crossings.append(crossing)
+            body = partial(self._cross, crossing, run)
+        if self._records:
+            body = partial(self._record_run, body, call, now_ns())
+        work = self.operations.run(
+            call,
+            body,
+            source,
+            destination,
+            async_op=async_op,
+            timeout_s=timeout_s,
+            device=operation,
+            waits=self.via_host,
+        )
+        if not async_op:
+            operation.order()
+        return work
+
+    def _cross(
+        self,
+        crossing: Crossing,
+        run: Callable[[Any, Any, int, float], None],
+        _source: Any,
+        _destination: Any,
+        tag: int,
+        deadline: float,
+    ) -> None:
+        """Exchange CUDA tensors through the host's memory."""
+        try:
+            crossing.run(run, tag, deadline)
+        finally:
+            with suppress(ValueError):
+                self._crossings.remove(crossing)
+
+    def _enqueue(
+        self,
+        operation: DeviceOperation,
+        run: Callable[[Any, Any, int, float], None],
+        source: Any,
+        destination: Any,
+        tag: int,
+        deadline: float,
+    ) -> None:
+        """Give GPUs a call that the transport runs on their streams."""
+        operation.run(run, source, destination, tag, deadline)
+        self.operations.in_flight.add(operation, max(0.0, deadline - time.monotonic()))
 
     def _alive(self, run: Callable[[Any, Any, int, float], None], *given: Any) -> None:
         """Run a queued call; its caller may have dropped the Communicator, to which what is prepared refers weakly."""
@@ -289,9 +373,13 @@ class Engine:
         numel: int,
         op: str = "sum",
         root: int = 0,
+        *,
+        device_type: str | None = None,
     ) -> Run:
-        """Return what runs a program on buffers of like's dtype and device."""
-        device_type = "cpu" if self.via_host else like.device.type
+        """Return what runs a program on buffers of like's dtype. device_type: of the buffers; None: the one on which the
+        transport gets like."""
+        if device_type is None:
+            device_type = "cpu" if self.via_host else like.device.type
         sums = "sum" if op == "average" else op
         operation = Operation(verb, algorithm, like.dtype, device_type, numel, sums, root, program=program)
         return self._transport.prepare(operation)
@@ -299,36 +387,63 @@ class Engine:
     def prepare_codes(
         self, codec: Codec, present: Codec, numel: int, algorithm: str, device: torch.device, divisor: int
     ) -> CodesRun:
-        """Return what sums float32 numbers by exchanging codes. If the algorithm has rounds inside hosts and ranks share hosts,
-        only messages between hosts are coded. present: the codec in its form for the step. divisor: of the sum."""
+        """Return what sums numbers on a device by exchanging codes. If the algorithm has rounds inside hosts and ranks share
+        hosts, only messages between hosts are coded. present: the codec in its form for the step. divisor: of the sum."""
         partition = self.schedules.partition(codec, numel, algorithm, device.type)
         first, last = self._inside(partition, device, 0), self._inside(partition, device, 1)
-        payload: Codes | None = None
+        crosses = device.type not in self.can.device_types
+        codes: Codes | None = None
         if partition.group:
             used = effective(present, partition)
-            code_bytes, grouped = used.wire_bytes(partition.longest), device.type in self.can.posts_together
-            program = self.schedules.of_codes(codec, numel, algorithm, code_bytes, device.type, grouped=grouped)
-            memory = self._scratch, self._summed
-            payload = Codes(program, used, partition, device, *memory, divisor=divisor, via_host=self.via_host)
+            program = self._program_of_codes(codec, used, partition, numel, algorithm, device)
+            memory = (None, None) if crosses else (self._scratch, self._summed)
+            codes = Codes(program, used, partition, device, *memory, divisor=divisor)
             run = self._transport.prepare(
-                Operation("allreduce", algorithm, torch.uint8, device.type, numel, program=program, codes=payload)
+                Operation("allreduce", algorithm, torch.uint8, device.type, numel, program=program, codes=codes)
             )
 
-        def exchange(
-            flat: torch.Tensor, feedback: Feedback | None, step: int, seed: int, tag: int, deadline: float
-        ) -> None:
-            if first is not None:
-                first(flat, flat, tag, deadline)
-            if payload is not None:  # else this rank has no part of the buffer
-                payload.begin(flat, feedback, step, seed)
-                try:
-                    run(flat, flat, tag, deadline)
-                finally:
-                    payload.end()
-            if last is not None:
-                last(flat, flat, tag, deadline)
+        def begin(flat: torch.Tensor, feedback: Feedback | None, step: int, seed: int) -> Rest:
+            numbers: Payload | None = None
+            if crosses and codes is not None and first is None:
+                numbers = self._crossing_early(CodedNumbers(codes, flat, feedback, step, seed))
 
-        return exchange
+            def rest(tag: int, deadline: float) -> None:
+                nonlocal numbers
+                if first is not None:
+                    first(flat, flat, tag, deadline)
+                if codes is not None:  # else this rank has no part of the buffer
+                    if numbers is None:
+                        own = CodedNumbers(codes, flat, feedback, step, seed)
+                        numbers = self._transport.crossed(own) if crosses else own
+                    run(numbers, numbers, tag, deadline)
+                if last is not None:
+                    last(flat, flat, tag, deadline)
+
+            return rest
+
+        return begin
+
+    def _crossing_early(self, numbers: CodedNumbers) -> Payload:
+        """Encode numbers on a GPU, and begin to copy the codes to the host, before the turn of their exchange."""
+        crossed = self._transport.crossed(numbers)
+        for send in numbers.encode_first():
+            crossed.outgoing(send.offset, send.length, send.scratch)
+        return crossed
+
+    def _program_of_codes(
+        self, codec: Codec, used: Codec, partition: Partition, numel: int, algorithm: str, device: torch.device
+    ) -> CodedProgram:
+        code_bytes, grouped = used.wire_bytes(partition.longest), device.type in self.can.posts_together
+        return self.schedules.of_codes(codec, numel, algorithm, code_bytes, device.type, grouped=grouped)
+
+    def keeps_halves(self, codec: Codec, present: Codec, numel: int, algorithm: str, device: torch.device) -> bool:
+        """Return whether prepare_codes() takes bfloat16 and float16 as they are: on a GPU, if nothing is added to the numbers
+        themselves."""
+        partition = self.schedules.partition(codec, numel, algorithm, device.type)
+        if device.type == "cpu" or partition.inside_hosts or not partition.group:
+            return False
+        used = effective(present, partition)
+        return not self._program_of_codes(codec, used, partition, numel, algorithm, device).adds_in_place
 
     def _inside(self, partition: Partition, device: torch.device, which: int) -> Run | None:
         """Return what runs the first (0) or last (1) round of the hierarchical algorithm, inside the hosts; None if codes travel
@@ -338,16 +453,7 @@ class Engine:
         like = torch.empty(0, dtype=torch.float32, device=device)
         grouped = not self.via_host and device.type in self.can.posts_together
         program = self.schedules.inside_hosts(which, partition.parts, like.element_size(), grouped=grouped)
-        run = self.follow("allreduce", "hierarchical", program, like, partition.numel)
-
-        via_host = device.type == "cuda" and self.via_host
-
-        def staged(flat: torch.Tensor, same: torch.Tensor, tag: int, deadline: float) -> None:
-            buffer = Buffer([flat], via_host=via_host)
-            run(buffer.flat, buffer.flat, tag, deadline)
-            buffer.store()
-
-        return staged
+        return self.follow("allreduce", "hierarchical", program, like, partition.numel, device_type=device.type)
 
     def place(self, tensor: torch.Tensor) -> str:
         """Return ' on cuda', which belongs to the text of a call, for a tensor that the transport moves between GPUs; else ''."""
@@ -370,16 +476,43 @@ class Engine:
 
     def buffer(self, *tensors: torch.Tensor, fill: bool = True) -> Buffer:
         """Return the tensors, of one dtype and device, as one buffer that the transport can use."""
-        return Buffer(tensors, via_host=tensors[0].is_cuda and self.via_host, fill=fill)
+        return Buffer(tensors, fill=fill)
 
     def memory_for_codes(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for codes that are added undecoded; valid until the next call."""
-        return self._summed.take(nbytes, device)
+        """Return memory for codes that are added undecoded; valid until the next call, or for good if several calls can be under
+        way."""
+        if device.type in self.can.device_types:
+            return self._summed.take(nbytes, device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def on_gpu(
+        self, text: str, tensor: torch.Tensor, *, is_written: bool
+    ) -> tuple[DeviceOperation | None, HostCopies | None]:
+        """Return what orders a message of a CUDA tensor, and if the transport cannot move it, its copies on the host; None for a
+        CPU tensor. is_written: whether the message fills the tensor."""
+        if not tensor.is_cuda:
+            return None, None
+        operation = DeviceOperation(self._streams, (tensor.device,), self.rank, text)
+        operation.uses([tensor])
+        if not self.via_host:
+            return operation, None
+        source, streams = [] if is_written else [tensor], self._transport.copy_streams
+        return operation, HostCopies(streams, source, tensor)
+
+    def on_host(self, tensor: torch.Tensor) -> HostCopies | None:
+        """Begin to copy a tensor to the host, if the transport cannot move it."""
+        if tensor.device.type in self.can.device_types:
+            return None
+        copies = HostCopies(self._transport.copy_streams, tensor, tensor)
+        copies.copy_out()
+        return copies
 
     def meet(self, tag: int, deadline: float) -> None:
         """Wait until every rank has called this: a barrier."""
         token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
         self.prepare("barrier", "recursive_doubling", token, 1, "max")(token, token, tag, deadline)
+        if token.is_cuda:
+            wait_on_host(deadline)
 
     def table(self, row: Sequence[int], tag: int, deadline: float) -> list[list[int]]:
         """Return every rank's row of integers, by rank. Rows have the same length on all ranks."""
@@ -388,6 +521,8 @@ class Engine:
         layout = consecutive([len(row)] * self.size)
         gather = self.prepare("allgather", "rsag", mine, len(row), layout=layout)
         gather(mine, everything.view(-1), tag, deadline)
+        if everything.is_cuda:
+            wait_on_host(deadline)
         rows: list[list[int]] = everything.tolist()
         return rows
 

@@ -56,7 +56,8 @@ class FailureMonitor:
     Attributes that a turn writes, and the Monitor's thread reads: sequence, the number of the last operation that began; running,
     its number while it runs, else -1; calls, the last operations by number modulo COMPARED_CALLS, as number and text; unagreed,
     the number of an operation while ranks still compare its call, else -1; where, the place of the running call in the user's
-    code, or its thread; message, the running message and its other ranks.
+    code, or its thread; message, the running message and its other ranks. in_flight returns the number of the first operation
+    that was given to GPUs and is not done there (below 0 for a message), or None.
 
     Attributes for reading: failure, the error that has broken the Communicator; interrupted, whether the running operation was
     ended; joined, the ranks that have joined; agreement, which knows the calls on which all ranks have agreed. exiting: whether
@@ -72,6 +73,7 @@ class FailureMonitor:
         self.interrupted = self.exiting = False
         self.joined = Joined(channel)
         self.agreement = Agreement(channel)
+        self.in_flight: Callable[[], int | None] = lambda: None
         self._transport = transport
         self._rank = transport.rank
         self._channel = channel
@@ -84,7 +86,13 @@ class FailureMonitor:
     @property
     def unfinished(self) -> int:
         """The number of the first operation that this rank has not finished."""
-        return self.running if self.running >= 0 else self.sequence + 1
+        first = self._first()
+        return first if first >= 0 else self.sequence + 1
+
+    def _first(self) -> int:
+        """Return the number of the first operation that runs, on GPUs or in this process; -1 if none does."""
+        first = self.in_flight()
+        return self.running if first is None or first < 0 else first
 
     def last_begun(self) -> int:
         """Return the number of the last turn in which an operation began."""
@@ -111,7 +119,7 @@ class FailureMonitor:
         return replace(self._position(), elsewhere=elsewhere)
 
     def _position(self) -> Position:
-        running = self.running
+        running = self._first()
         is_running = running >= 0
         return Position(running if is_running else self.sequence, is_running, dict(self.calls), self.message)
 
@@ -173,7 +181,7 @@ class FailureMonitor:
     def on_news(self) -> float | None:
         """End the wait of the running operation if it cannot succeed, or if some rank made another call under its number.
         Return in how many seconds to check again, or None."""
-        running, message = self.running, self.message
+        running, message = self._first(), self.message
         peers = frozenset() if message is None else message[1]
         self.joined.note_news()
         if running >= 0:
@@ -217,17 +225,25 @@ class FailureMonitor:
         self._transport.abort()
 
     def explain(
-        self, error: LinkError, call: str, timeout_s: float, deadline: float, peers: frozenset[int]
+        self,
+        error: LinkError,
+        call: str,
+        timeout_s: float,
+        deadline: float,
+        peers: frozenset[int] = frozenset(),
+        sequence: int | None = None,
     ) -> CollectiveError:
         """Break the Communicator, report the failed operation to the other ranks, and return the error that says which rank
-        caused it. timeout_s: the seconds from the start of the turn to the deadline. peers: the other ranks of a message."""
+        caused it. timeout_s: the seconds from the start of the turn to the deadline. peers: the other ranks of a message.
+        sequence: the number of an operation on GPUs, whose turn has ended; None: the last one that began."""
         if self.exiting:
             self.failure = CollectiveError("this process is exiting", rank=self._rank, operation=call)
             return self.failure
         is_overdue = isinstance(error, OverdueError)
         others = self._channel.others if not isinstance(error, InVainError) else frozenset()
         awaited = frozenset() if is_overdue else error.awaited or peers or others
-        sequence = self.sequence + bool(peers)  # after a message this rank takes no part in the next operation
+        if sequence is None:
+            sequence = self.sequence + bool(peers)  # after a message this rank takes no part in the next operation
         report = Report(
             sequence,
             call,

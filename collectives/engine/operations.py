@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import zlib
@@ -20,13 +21,13 @@ from gradwire.collectives.engine.failure_monitor import (
     OverdueError,
     weakly,
 )
+from gradwire.collectives.engine.in_flight import ENDED, InFlight
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.queue import WorkQueue
+from gradwire.collectives.engine.streams import DeviceOperation
 from gradwire.collectives.engine.work import DONE, Work
 from gradwire.collectives.errors import CollectiveError, LinkError, Mismatch, PeerJoined
 from gradwire.collectives.transports.base import Run, Transport
-
-_ENDED = "the wait was ended, because another rank no longer takes part"
 
 #: The factor of a multiplicative hash (Knuth 1973, 6.4): successive numbers get tags that are far apart.
 _SPREAD = 0x9E3779B1
@@ -46,7 +47,8 @@ class Operations:
     given another limit; the attribute can be changed. stall_warning_s: see Stalls. comparing: returns what takes the maximum of
     bytes over all ranks, by which they compare a new call; None if they post it.
 
-    Attributes: queue, the order of operations and messages; monitor, which ends and explains those that cannot finish."""
+    Attributes: queue, the order of operations and messages; in_flight, the operations that were given to GPUs and are not done;
+    monitor, which ends and explains those that cannot finish."""
 
     def __init__(
         self,
@@ -58,6 +60,8 @@ class Operations:
     ) -> None:
         self.timeout_s = timeout_s
         self.monitor = FailureMonitor(transport, channel, stall_warning_s)
+        self.in_flight = InFlight(self.monitor, transport)
+        self.monitor.in_flight = weakly(self.in_flight.oldest)
         last_begun = weakly(self.monitor.last_begun) if transport.capabilities.interruptible else None
         self.queue = WorkQueue("gradwire", last_begun)
         self._rank, self._is_alone = transport.rank, transport.size == 1
@@ -84,6 +88,7 @@ class Operations:
     def settle(self) -> None:
         """Wait until all issued operations have ended, with or without an error."""
         self._enqueue("join", lambda: None, async_op=False, counted=False)
+        self.in_flight.drain(math.inf)
 
     def run(
         self,
@@ -94,24 +99,33 @@ class Operations:
         *,
         async_op: bool = False,
         timeout_s: float | None = None,
+        device: DeviceOperation | None = None,
+        waits: bool = False,
     ) -> Work:
         """Run a call in its turn: run(source, destination, tag, deadline). Return its Work, which is done unless async_op is
         True. Turns are numbered in the order of issue, which is arbitrary for calls from several threads. timeout_s: seconds that
-        this operation may take from its start; None: the attribute timeout_s."""
+        this operation may take from its start; None: the attribute timeout_s.
+
+        device: orders the call on GPUs. A run that only enqueues runs in the calling thread if it can. waits: whether the run
+        waits for other ranks on the host; it begins when the tensors have been computed."""
         if (comparing := self._comparing) is not None:
             self._compare = comparing()  # which compiles what it needs before any deadline starts
             self._comparing = None
-        if not async_op:
+        if not async_op or (device is not None and not waits):
+            if waits and device is not None:
+                device.await_producers()
             queue, turn = self.queue, (get_ident(),)
             try:
                 if queue.enter(turn):
                     self._take_turn(call, run, source, destination, timeout_s, turn[0])
-                    return DONE
+                    return DONE if device is None else Work.launched(self._rank, call.text, device)
             finally:
                 queue.leave(turn, self.monitor.sequence)
         where = whereabouts.of_call(sys._getframe())
         body = partial(self._take_turn, call, run, source, destination, timeout_s, where)
-        return self._enqueue(call.text, body, async_op=async_op, timeout_s=timeout_s)
+        if waits and device is not None:
+            body = partial(_after, device.await_producers, body)
+        return self._enqueue(call.text, body, async_op=async_op, timeout_s=timeout_s, device=device)
 
     def run_message(
         self, call: PreparedCall, peers: frozenset[int], part: Part, *, async_op: bool, at_once: bool = True
@@ -142,15 +156,15 @@ class Operations:
         async_op: bool,
         counted: bool = True,
         timeout_s: float | None = None,
+        device: DeviceOperation | None = None,
     ) -> Work:
         """Run a turn on the queue's thread, and return its Work; with async_op=False, when it is done."""
         if self.monitor.failure is not None:
             self._refuse(self.monitor.failure, text, was_queued=False)
         if not async_op:
             self.queue.check_may_wait(self._rank, text)
-        work = Work(
-            self._rank, text, body, counted=counted, timeout_s=self.timeout_s if timeout_s is None else timeout_s
-        )
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        work = Work(self._rank, text, body, counted=counted, timeout_s=timeout_s, device=device)
         try:
             self.queue.submit(work)
         except CollectiveError:
@@ -202,7 +216,7 @@ class Operations:
             # Segment i of a buffer uses the tag plus i, within 31 bits.
             run(source, destination, (call.digest + sequence * _SPREAD) % 2**30, ends)
             if monitor.interrupted:  # a backend's wait may end without an error then, as NCCL's does
-                raise LinkError(None, timed_out=False, detail=_ENDED, awaited=peers)
+                raise LinkError(None, timed_out=False, detail=ENDED, awaited=peers)
             if monitor.joined.refused == sequence and not peers:
                 raise PeerJoined(monitor.joined.absent, rank=self._rank, operation=call.text)
         except BaseException as error:
@@ -244,6 +258,11 @@ class Operations:
         if was_queued:
             message = f"not run, the Communicator broke before ({failure})"
         raise failure.again(message, text) from failure
+
+
+def _after(first: Callable[[], None], then: Callable[[], None]) -> None:
+    first()
+    then()
 
 
 def _last(part: Part) -> Callable[[Any, Any, int, float], None]:

@@ -11,8 +11,10 @@ from typing import cast
 
 from gradwire.collectives.engine.buffers import Buffer
 from gradwire.collectives.engine.failure_monitor import LAST_WORDS_S
+from gradwire.collectives.engine.host_copies import HostCopies
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.prepared import PreparedCall
+from gradwire.collectives.engine.streams import DeviceOperation
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.errors import CollectiveTimeout, LinkError
 from gradwire.collectives.reduction import MOVED, carried
@@ -37,9 +39,19 @@ class MessageWork:
     """
 
     def __init__(
-        self, messages: Messages, call: str, buffer: Buffer, peer: int | None, tag: int, *, sends: bool
+        self,
+        messages: Messages,
+        call: str,
+        buffer: Buffer,
+        peer: int | None,
+        tag: int,
+        *,
+        sends: bool,
+        device: DeviceOperation | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
-        """peer: the other rank; None receives from any."""
+        """peer: the other rank; None receives from any. device: orders the message on the GPU of its tensor. copies: of this
+        tensor, with one of which the buffer shares its memory, if the transport moves CPU tensors only."""
         self._transport = transport = messages.transport
         self._operations = messages.operations
         self._call = PreparedCall(call, call, _in_parts, digest=0)
@@ -47,6 +59,7 @@ class MessageWork:
         self._peer = peer
         others = frozenset(range(transport.size)) - {transport.rank}
         self._peers = others if peer is None else frozenset({peer})
+        self._device, self._copies = device, copies
         self._sends = sends
         self.sender = None if sends else peer
         self._tag = (MOVED.index(buffer.flat.dtype) + 1) << KIND_BITS | (_HIGHEST - tag)
@@ -72,6 +85,13 @@ class MessageWork:
             self._beginning.wait()
         if not self._is_over and self._peer is not None:
             self._operations.run_message(self._call, self._peers, self._finish, async_op=False)
+        self._order()
+
+    def _order(self) -> None:
+        """Let the current stream continue after a message that GPUs have been given."""
+        if self._device is not None:
+            self._device.check()
+            self._device.order()
 
     def is_completed(self) -> bool:
         """Return True once wait() would return or raise at once. The call also advances this rank's messages."""
@@ -98,11 +118,13 @@ class MessageWork:
         # so later calls wait.
         knows_peer = self._peer is not None
         body = self._begin if knows_peer else self._run
-        self._beginning = self._operations.run_message(self._call, self._peers, body, async_op=True, at_once=knows_peer)
+        at_once = knows_peer and self._copies is None  # else the host waits
+        self._beginning = self._operations.run_message(self._call, self._peers, body, async_op=True, at_once=at_once)
 
     def run(self) -> None:
         """Begin the message and wait for it."""
         self._operations.run_message(self._call, self._peers, self._run, async_op=False)
+        self._order()
 
     def finish_sending(self, deadline: float) -> None:
         """Wait for a sent message when its Communicator closes, after the last turn."""
@@ -118,6 +140,17 @@ class MessageWork:
 
     def _begin(self, deadline: float) -> None:
         """Post the message."""
+        if self._device is None:
+            self._post()
+        elif self._copies is None:
+            self._device.run(self._post)
+        else:
+            if self._sends:
+                self._device.run(self._copies.copy_out)
+                self._copies.await_out()
+            self._post()
+
+    def _post(self) -> None:
         assert self._buffer is not None
         message = [(self._peer, carried(self._buffer.flat, "sum")[0])]
         sent, received = self._transport.post(message if self._sends else [], [] if self._sends else message, self._tag)
@@ -127,6 +160,21 @@ class MessageWork:
         """Wait for the transfer, once, and release the tensor."""
         if self._is_over:  # in the turn of another thread
             return
+        device, copies = self._device, self._copies
+        if device is None:
+            self._land(deadline)
+        elif copies is None:
+            device.run(self._land, deadline)
+            timeout_s = max(0.0, deadline - time.monotonic())
+            self._operations.in_flight.add(device, timeout_s, self._peers)
+        else:
+            self._land(deadline)
+            if not self._sends:
+                device.run(copies.copy_back)
+        self._is_over = True
+        self._buffer = self._pending = self._copies = None
+
+    def _land(self, deadline: float) -> None:
         assert self._pending is not None
         assert self._buffer is not None
         self._pending.wait(deadline)
@@ -134,8 +182,6 @@ class MessageWork:
             self.sender = cast(FromAny, self._pending).sender
         if not self._sends:
             self._buffer.store()
-        self._is_over = True
-        self._buffer = self._pending = None
 
     def _run(self, deadline: float) -> None:
         self._begin(deadline)
@@ -167,10 +213,20 @@ class Messages:
         self._check_at = _FIRST_CHECK
 
     def transfer(
-        self, call: str, buffer: Buffer, peer: int | None, tag: int, *, sends: bool, async_op: bool
+        self,
+        call: str,
+        buffer: Buffer,
+        peer: int | None,
+        tag: int,
+        *,
+        sends: bool,
+        async_op: bool,
+        device: DeviceOperation | None = None,
+        copies: HostCopies | None = None,
     ) -> MessageWork:
-        """Send a buffer to a rank, or fill it with a message from a rank, or from any (None). With async_op, only begin."""
-        work = MessageWork(self, call, buffer, peer, tag, sends=sends)
+        """Send a buffer to a rank, or fill it with a message from a rank, or from any (None). With async_op, only begin. device,
+        copies: see MessageWork."""
+        work = MessageWork(self, call, buffer, peer, tag, sends=sends, device=device, copies=copies)
         if not async_op:
             work.run()
             return work

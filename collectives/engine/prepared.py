@@ -25,6 +25,10 @@ class PreparedCall:
     ranks. run: (source, destination, tag, deadline), with what the verb gives to Engine.run as source and destination; tag and
     deadline as in transports.base.Run. direct: the same for tensors that need neither a check nor a copy, see Engine.call().
     notes: what a timeline shows of the call, by name. digest: a hash of the text.
+
+    devices: the GPUs of the call's tensors. begin: for a call that computes on them what a transport of CPU tensors moves: it
+    enqueues what precedes the first message, and returns what runs the rest, (tag, deadline) -> None. None if such a transport
+    moves copies of the tensors.
     """
 
     text: str
@@ -33,6 +37,8 @@ class PreparedCall:
     direct: Callable[[Any, Any, int, float], None] | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
     digest: int = -1
+    devices: tuple[torch.device, ...] = ()
+    begin: Callable[[Any, Any], Callable[[int, float], None]] | None = None
 
     def __post_init__(self) -> None:
         if self.digest < 0:
@@ -78,7 +84,7 @@ class PreparedOperation:
         self._work = None
 
     def _check(self) -> None:
-        if self._work is not None and not self._work.is_completed():
+        if self._work is not None and not self._work.is_over:  # on a GPU, runs follow each other on one stream
             raise RuntimeError(f"rank {self._engine.rank}: {self._call.text}: it is still running: call wait() first")
         if (self._tensor.data_ptr(), self._tensor.numel()) != self._place:
             raise RuntimeError(

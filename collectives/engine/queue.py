@@ -90,7 +90,7 @@ class WorkQueue:
         """Call a function on the second thread after a work that was submitted. Return False, with nothing done, if the work
         is done."""
         with self._changed:
-            if work.is_completed():
+            if work.is_over:
                 return False
             if self._caller is None:
                 self._caller = self._new_caller()  # raises RuntimeError as submit() does
@@ -137,21 +137,21 @@ class WorkQueue:
         thread is the main one and under the conditions of _help(), or wake up the queue's thread. may_run: whether the calling
         thread waits without a timeout."""
         is_main = get_ident() == threading.main_thread().ident
-        if may_run and is_main and self._last_begun is not None and not (work.is_completed() or self.sealed):
+        if may_run and is_main and self._last_begun is not None and not (work.is_over or self.sealed):
             self._help(work, self._last_begun)
         if self._called is not None and self.calls_here():
-            while not work.is_completed() and (first := self._first_work()) is not None:
+            while not work.is_over and (first := self._first_work()) is not None:
                 self._run_here(first, is_queued=True)  # it would wait for the function that waits for it
-        if not work.is_completed():
+        if not work.is_over:
             self.wake()
 
     def _help(self, work: Work, last_begun: Callable[[], int | None]) -> None:
-        """Run a work in the main thread, which waits for it, if it is next and cannot concern CUDA tensors. hasten() has checked
-        the other conditions. A switch to the queue's thread takes longer than a small message."""
+        """Run a work in the main thread, which waits for it, if it is next. hasten() has checked the other conditions. A
+        switch to the queue's thread takes longer than a small message."""
         turn = (get_ident(),)
         try:
             with self._changed:
-                if not self._queue or self._queue[0] is not work or work.is_of_cuda:
+                if not self._queue or self._queue[0] is not work:
                     return
                 if self._turn.setdefault("taken", turn) is not turn:
                     return
@@ -172,7 +172,7 @@ class WorkQueue:
                         self._queue.appendleft(work)  # an interrupt came first
                     number = last_begun()
                     self.leave(turn, self.number if number is None else number)
-                if has_begun and not work.is_completed():
+                if has_begun and not work.is_over:
                     work.end()
 
     def _run_here(self, work: Work, *, is_queued: bool) -> None:

@@ -273,8 +273,17 @@ class ScheduleCache:
         partition = self.partition(codec, numel, algorithm, device_type)
         group = partition.group
         schedule = self._schedule_of_codes(algorithm, Place(group.index(self._place.rank), len(group)))
-        sums, lookahead = ride(algorithm).encodes_sums, 0 if grouped else 1
-        return CodedProgram(schedule, partition.chunks, code_bytes, group, encodes_sums=sums, lookahead=lookahead)
+        on_gpu = device_type != "cpu"
+        return CodedProgram(
+            schedule,
+            partition.chunks,
+            code_bytes,
+            group,
+            encodes_sums=ride(algorithm).encodes_sums,
+            lookahead=0 if grouped else 1,
+            sums_apart=on_gpu,
+            codes_apart=on_gpu and not grouped,
+        )
 
     def _schedule_of_codes(self, algorithm: str, place: Place) -> Schedule:
         """Return a rank's schedule in the group that exchanges codes: one rank of each host, or all ranks."""

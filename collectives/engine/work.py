@@ -10,12 +10,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import torch
-
 from gradwire.collectives.errors import CollectiveError, CollectiveTimeout
+from gradwire.collectives.transports.base import DONE_POLL_S
 
 if TYPE_CHECKING:
     from gradwire.collectives.engine.queue import WorkQueue
+    from gradwire.collectives.engine.streams import DeviceOperation
 
 _log = logging.getLogger("gradwire")
 
@@ -23,37 +23,54 @@ _log = logging.getLogger("gradwire")
 class Work:
     """Handle of one operation, which verbs return. The operation is done, unless `async_op=True` was given.
 
+    With CUDA tensors, the operation is done for the host when GPUs have been given all of it: wait() then lets the current stream
+    continue after it, and the host does not wait.
+
     counted: whether this is one of the operations that all ranks number and call in the same order; False for a message.
-    timeout_s: seconds for which functions that were given to when_done() may delay the operation. is_of_cuda: whether the
-    operation may concern CUDA tensors. Attributes of an operation that is done: seconds, how long it ran, including waits for
-    other ranks; ended_s, the end by time.perf_counter()."""
+    timeout_s: seconds for which functions that were given to when_done() may delay the operation. device: orders the operation on
+    GPUs; None if it concerns none. Attribute of an operation that is done: ended_s, its end by time.perf_counter(); on GPUs, that
+    of its part on the host."""
 
     def __init__(
-        self, rank: int, operation: str, run: Callable[[], None], *, counted: bool = True, timeout_s: float = math.inf
+        self,
+        rank: int,
+        operation: str,
+        run: Callable[[], None],
+        *,
+        counted: bool = True,
+        timeout_s: float = math.inf,
+        device: DeviceOperation | None = None,
     ) -> None:
         self.rank, self.operation = rank, operation
         self.counted = counted
         self.timeout_s = timeout_s
-        self.seconds = self.ended_s = 0.0
+        self.ended_s = self._host_s = 0.0
         self.queue: WorkQueue | None = None
         self.queued_s = math.inf  # time.monotonic() of WorkQueue.submit()
+        self._device = device
         self._run: Callable[[], None] | None = run
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._issued = _cuda_event() if torch.cuda.is_initialized() else None
-        self.is_of_cuda = self._issued is not None
-        self._finished: torch.cuda.Event | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the operation ran, including waits for other ranks; on GPUs, None until it has finished there."""
+        return self._host_s if self._device is None else self._device.seconds
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the operation is done; other Python threads run meanwhile. If the operation is the next one in the queue,
         the calling thread may run it: docs/decisions/0022-a-waiting-thread-runs-the-operation.md lists the conditions.
+
+        With CUDA tensors, what is enqueued on the current streams from then on comes after the operation. With a timeout, the
+        host also waits until it has finished on the GPU.
 
         timeout: seconds, or a timedelta; None waits until the operation ends, at its own deadline at the latest.
         Raises the operation's error; CollectiveTimeout when `timeout` passes first (the operation continues); CollectiveError
         where the wait could never end: see WorkQueue.check_may_wait().
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if not self.is_completed():
+        until = None if seconds is None or self._device is None else time.monotonic() + seconds
+        if not self._done.is_set():
             if self.queue is not None:
                 if seconds is None:
                     self.queue.check_may_wait(self.rank, self.operation)
@@ -63,17 +80,33 @@ class Work:
                 raise CollectiveTimeout(seconds, (), rank=self.rank, operation=self.operation)
         if self._error is not None:
             raise self._error
-        if self._finished is not None:
-            torch.cuda.current_stream().wait_event(self._finished)
+        if self._device is not None:
+            if until is not None:
+                assert seconds is not None
+                while not self.is_completed():
+                    if time.monotonic() >= until:
+                        raise CollectiveTimeout(seconds, (), rank=self.rank, operation=self.operation)
+                    time.sleep(DONE_POLL_S)
+            self._device.check()
+            self._device.order()
 
     def is_completed(self) -> bool:
-        """Return whether wait() would return or raise without waiting."""
-        return self._done.is_set()
+        """Return whether wait() would return or raise without waiting; on GPUs, whether they have finished the operation."""
+        if not self._done.is_set():
+            return False
+        return self._device is None or self._error is not None or self._device.is_over()
 
     @classmethod
     def done(cls) -> Work:
         """Return the handle of an operation that is done."""
         work = cls(0, "an operation", lambda: None)
+        work.run()
+        return work
+
+    @classmethod
+    def launched(cls, rank: int, operation: str, device: DeviceOperation) -> Work:
+        """Return the handle of an operation that GPUs have been given."""
+        work = cls(rank, operation, lambda: None, device=device)
         work.run()
         return work
 
@@ -83,6 +116,11 @@ class Work:
         the function itself submits run at once, on its thread, before they are returned."""
         if self.queue is None or not self.queue.call_after(self, callback):
             call_back(self.operation, callback)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the host's part of the operation is done."""
+        return self._done.is_set()
 
     @property
     def has_begun(self) -> bool:
@@ -97,28 +135,18 @@ class Work:
             self._done.set()
 
     def run(self) -> None:
-        """Run the operation in the calling thread and complete the handle.
-
-        CUDA work runs on the device that was current when this handle was made, on the calling thread's current stream. The
-        stream first waits for all work that was queued on the stream that was current when the handle was made.
-        """
+        """Run the operation in the calling thread and complete the handle."""
         began = time.perf_counter()
         run, self._run = self._run, None  # it refers to tensors
         assert run is not None
         try:
-            if self._issued is None:
-                run()
-            else:
-                with torch.cuda.device(self._issued.device):
-                    torch.cuda.current_stream().wait_event(self._issued)
-                    run()
-                    self._finished = _cuda_event()
+            run()
         except BaseException as error:  # wait() raises it, in the thread that calls wait()
             self._error = error
         finally:
             del run
             self.ended_s = time.perf_counter()
-            self.seconds = self.ended_s - began
+            self._host_s = self.ended_s - began
             self._done.set()
 
 
@@ -128,12 +156,6 @@ def call_back(operation: str, callback: Callable[[], None]) -> None:
         callback()
     except Exception:  # the thread must go on
         _log.exception("gradwire: a function that was called after %s has failed", operation)
-
-
-def _cuda_event() -> torch.cuda.Event:
-    """Return an event after all work queued on the current stream so far."""
-    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
-    return event
 
 
 #: The handle of every operation that was done when its verb returned.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 
 from gradwire.collectives.schedules.program import Flight, Instruction, Kind, Program
@@ -26,7 +27,8 @@ _NEW = -2
 
 
 class CodedProgram(Program):
-    """The instructions of one rank for an allreduce of codes. Attribute scratch: how many bytes of scratch memory they use.
+    """The instructions of one rank for an allreduce of codes. Attributes: scratch, how many bytes of scratch memory they use;
+    encodes_sums, whether the sum over all ranks is encoded too.
 
     Each round of a segment takes two sweeps, so that the sum of the previous segment and the result of the segment before that
     are sent while a segment is encoded. An extra first round without messages allows receives to be posted one round earlier.
@@ -44,14 +46,20 @@ class CodedProgram(Program):
         *,
         encodes_sums: bool = True,
         lookahead: int = 1,
+        sums_apart: bool = False,
+        codes_apart: bool = False,
     ) -> None:
         """Lay out a schedule.
 
         segments: see Program; their blocks are encoded one by one. code_bytes: the length of the longest code. group: by rank
         of the schedule, the rank of the Communicator. encodes_sums: whether the sum over all ranks is encoded too. lookahead:
-        see Program.
+        see Program. sums_apart: whether the sum over all ranks is added in other memory than that of the block also if it is not
+        encoded. codes_apart: whether each code of a run has a place of its own in scratch memory.
         """
-        self._encodes_sums = encodes_sums
+        self.encodes_sums = encodes_sums
+        self._sums_apart = sums_apart or encodes_sums
+        if codes_apart:
+            self._most_flights = len(segments)
         self._stride = -(-max(code_bytes, 1) // _APART) * _APART
         self._rank = group[schedule.rank]
         self._order = dict(zip(group, range(len(group)), strict=True))
@@ -70,6 +78,11 @@ class CodedProgram(Program):
                     last.update(dict.fromkeys(range(*step.span), index))
         self._lengths = sorted({span.length for layout in segments for span in layout})
         super().__init__(replace(schedule, rounds=rounds), segments, lookahead=lookahead)
+
+    @cached_property
+    def adds_in_place(self) -> bool:
+        """Return whether codes are added to the numbers of the buffer."""
+        return any(each.kind == Kind.ADD and each.number == 0 for each in self)
 
     def tables_for(self, wire_bytes: Callable[[int], int]) -> Iterable[array[int]]:
         """Return the instructions as tables() does, but with the length of a message in bytes. wire_bytes: returns the
@@ -140,7 +153,7 @@ class CodedProgram(Program):
             own = self._decode(flight, block)
             codes = sorted((*(a for a in arrivals if a.block == block), own), key=lambda code: self._order[code.peer])
             completes = self._last_received.get(block, -1) < index == self._last_reduced[block]
-            in_sum = completes and self._encodes_sums
+            in_sum = completes and self._sums_apart
             for position, code in enumerate(codes):
                 if code is not own:
                     yield Instruction(Kind.WAIT, number=code.number)
@@ -165,15 +178,15 @@ class CodedProgram(Program):
         for block, span in enumerate(flight.layout):
             if span.length:
                 yield self._encode(flight, block)
-                yield self._decode(flight, block)._replace(number=int(self._encodes_sums))
+                yield self._decode(flight, block)._replace(number=int(self._sums_apart))
                 flight.versions[block] = 1
                 yield from self._complete(flight, block)
         yield from self._settle(flight)
 
     def _complete(self, flight: Flight, block: int) -> Iterator[Instruction]:
         """Encode the sum over all ranks, if encodes_sums. Every rank that holds the sum does so, even without sending it."""
-        yield self._about(flight, block, Kind.COMPLETE, self._rank, -1, int(self._encodes_sums))
-        if self._encodes_sums:
+        yield self._about(flight, block, Kind.COMPLETE, self._rank, -1, int(self._sums_apart))
+        if self.encodes_sums:
             yield self._encode(flight, block)
             flight.unsettled.append(block)
 

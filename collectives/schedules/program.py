@@ -88,6 +88,9 @@ class Program:
     _pace = 1
     _window = WINDOW
 
+    #: How many segments have scratch memory of their own; None for as many as are in flight.
+    _most_flights: int | None = None
+
     #: Whether messages are posted one by one, each as soon as its contents are ready.
     _in_turn = False
 
@@ -113,7 +116,7 @@ class Program:
         self._lookahead = lookahead
         self._answered = answered
         self._post_at = self._posting_rounds()
-        self._flights = min(self._window + 1, len(segments))
+        self._flights = min(self._most_flights or self._window + 1, len(segments))
         self._scratch_each = self._room()
         self.scratch = self._flights * self._scratch_each
         first = tuple(islice(self._laid_out(), _KEPT + 1))

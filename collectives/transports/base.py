@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from gradwire.collectives.kernels.layout import KIND_BITS as KIND_BITS  # links 
 from gradwire.collectives.kernels.layout import Coding as Coding
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.transports import loop
+from gradwire.collectives.transports.crossing import CopyStreams, Crossed
 
 #: Seconds between two checks whether a message is done, where nothing wakes the thread that waits for it.
 DONE_POLL_S = 0.0005
@@ -41,8 +42,9 @@ class Pending(Protocol):
 Posted = tuple[list[Pending], list[Pending]]
 
 #: (source, destination, tag, deadline) -> None: runs a prepared operation. tag: 30 bits, equal on ranks that run the same
-#: operation, and different otherwise. deadline: time.monotonic() seconds. Raises LinkError.
-Run = Callable[[torch.Tensor, torch.Tensor, int, float], None]
+#: operation, and different otherwise. deadline: time.monotonic() seconds. Raises LinkError. With CUDA tensors that the transport
+#: moves itself, the run enqueues everything on the current streams, and the host waits for nothing but connections.
+Run = Callable[[Any, Any, int, float], None]
 
 #: (tensors, tag, deadline) -> None: runs a prepared operation on each tensor in place, as one group. tag, deadline: see Run.
 GroupRun = Callable[[Sequence[torch.Tensor], int, float], None]
@@ -53,15 +55,19 @@ GroupRun = Callable[[Sequence[torch.Tensor], int, float], None]
 Trace = Callable[[Iterable[Sequence[int]], Callable[[int], int], int, Sequence[int]], None]
 
 
-class CodedWork(loop.Payload, Protocol):
-    """The numbers of a CodedProgram, other ones in each run, and how they are encoded. compiles: whether a compiled loop can do
-    the work."""
+class CodedWork(Protocol):
+    """How the codes of a CodedProgram are made. compiles: whether a compiled loop can make them. wire_bytes: the length of the
+    code of so many numbers."""
 
     compiles: bool
+    wire_bytes: Callable[[int], int]
+
+
+class CodedNumbers(Protocol):
+    """The numbers of one run of a CodedProgram, which also are a loop.Payload."""
 
     def coding(self) -> Coding:
-        """Return what a compiled loop needs for the numbers of this run, if it can do the work. The addresses are valid until the
-        run ends."""
+        """Return what a compiled loop needs, if it can do the work. The addresses are valid until the run ends."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +78,7 @@ class Operation:
     gradients. allreduce, broadcast and reduce get the same tensor twice; reduce may overwrite it on any rank. gather and scatter
     get an empty tensor for the parts on ranks other than the root. barrier gets an empty tensor, or on a GPU a zero. allgather's
     source may be this rank's part of its destination. An operation with a program gets what the program reads and writes,
-    usually one buffer.
+    usually one buffer; with codes, it gets the CodedNumbers of the run as both.
     """
 
     verb: str
@@ -93,7 +99,7 @@ class Operation:
     incoming: tuple[int, ...] = ()
     #: What all ranks follow; None for an algorithm that the transport runs by itself.
     program: Program | None = None
-    #: The codes that the program moves; None for plain numbers.
+    #: How the codes are made that the program moves; None for plain numbers.
     codes: CodedWork | None = None
 
 
@@ -192,6 +198,15 @@ class Transport(ABC):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised CPU tensor in the memory that this transport moves fastest."""
         return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def crossed(self, payload: loop.Payload) -> loop.Payload:
+        """Return a payload on a GPU as one whose messages are CPU tensors."""
+        return Crossed(payload, self.copy_streams)
+
+    @cached_property
+    def copy_streams(self) -> CopyStreams:
+        """The streams on which tensors of GPUs are copied to the host's memory."""
+        return CopyStreams()
 
     @cached_property
     def scratch(self) -> loop.Scratch:

@@ -13,7 +13,7 @@ import torch
 from gradwire.collectives.kernels import cpu_arithmetic, cpu_programs
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.program import Program
-from gradwire.collectives.transports.base import CodedWork, Coding, Operation, Run, Trace, Transport
+from gradwire.collectives.transports.base import CodedNumbers, CodedWork, Coding, Operation, Run, Trace, Transport
 from gradwire.collectives.transports.requests import Table
 
 
@@ -71,9 +71,9 @@ class CompiledLoop:
         address, fields = request.ctypes.data, len(Coding._fields)
         kept = program.tables_for(codes.wire_bytes)
 
-        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+        def run(numbers: CodedNumbers, _: CodedNumbers, tag: int, deadline: float) -> None:
             """Raises ValueError, too, if a code is invalid."""
-            coding = codes.coding()
+            coding = numbers.coding()
             words[:fields] = coding
             tables = kept if isinstance(kept, list) else program.tables_for(codes.wire_bytes)
             arguments = (tag, 0, 0, coding.codes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,20 +19,22 @@ if TYPE_CHECKING:
 
 def prepare(transport: Transport, operation: Operation) -> Run:
     """Return what runs an operation's program on any transport; see Transport.prepare."""
-    program, codes, combine = operation.program, operation.codes, COMBINE[operation.op]
+    program, combine = operation.program, COMBINE[operation.op]
     assert program is not None
+    crosses = operation.device_type not in transport.capabilities.device_types
 
     def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
-        payload: Payload
-        if codes is None:
-            landing = flat(destination)
-            given = landing if source is destination else flat(source)
-            payload = Numbers(program, given, landing, combine, transport.rank, transport.scratch)
-        else:
-            payload = codes
+        landing = flat(destination)
+        given = landing if source is destination else flat(source)
+        payload: Payload = Numbers(program, given, landing, combine, transport.rank, transport.scratch)
+        if crosses:
+            payload = transport.crossed(payload)
         execute(program, payload, transport, tag=tag, deadline=deadline)
 
-    return run
+    def run_codes(source: Any, _: Any, tag: int, deadline: float) -> None:
+        execute(program, source, transport, tag=tag, deadline=deadline)
+
+    return run if operation.codes is None else run_codes
 
 
 def execute(program: Program, payload: Payload, transport: Transport, *, tag: int, deadline: float) -> None:
@@ -45,19 +48,24 @@ def execute(program: Program, payload: Payload, transport: Transport, *, tag: in
     receives: list[Message] = []
     sent_numbers: list[int] = []
     received_numbers: list[int] = []
+    arriving: dict[int, Instruction] = {}
     trace, traced, ends = transport.trace, list[Instruction](), list[int]()
     began_ns = time.perf_counter_ns()
     for instruction in program:
         kind, peer, offset, length, place, number, segment, _ = instruction
         if kind == Kind.WAIT:
             in_flight.pop(number).wait(deadline)
+            if number in arriving:
+                payload.arrived(arriving.pop(number))
         elif kind == Kind.SEND:
             sends.append((peer, payload.outgoing(offset, length, place)))
             sent_numbers.append(number)
         elif kind == Kind.RECEIVE:
             receives.append((peer, payload.landing(offset, length, place)))
             received_numbers.append(number)
+            arriving[number] = instruction
         elif kind == Kind.POST:
+            payload.before_post()
             sent, received = transport.post(sends, receives, tag + segment)
             in_flight.update(zip(sent_numbers, sent, strict=True))
             in_flight.update(zip(received_numbers, received, strict=True))
@@ -77,39 +85,46 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Scratch:
-    """Memory that is kept between calls: a growing tensor per device."""
+    """Memory that is kept between calls: a growing tensor per device. That of a GPU belongs to the communication stream, on which
+    all operations of a Communicator use it one after the other."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        self._held: dict[torch.device, torch.Tensor] = {}
 
-    def take(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-        """Return a uint8 tensor of nbytes on a device, or with pinned=True in pinned host memory; valid until the next
-        call."""
-        held = self._held.get((device, pinned))
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return a uint8 tensor of nbytes on a device, valid until the next call."""
+        held = self._held.get(device)
         if held is None or held.numel() < nbytes:
-            where = torch.device("cpu") if pinned else device
-            held = torch.empty(nbytes, dtype=torch.uint8, device=where, pin_memory=pinned)
-            self._held[device, pinned] = held
+            held = self._held[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held[:nbytes]
 
 
-class Payload(Protocol):
+class Payload(ABC):
     """The numbers on which a Program works. offset, length and scratch are those of an Instruction. wire_bytes: the bytes of a
     message of so many elements."""
 
     wire_bytes: Callable[[int], int]
 
+    @abstractmethod
     def outgoing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
-        """Return the tensor that a message sends."""
+        """Return the tensor that a message sends, once before_post() has returned."""
 
+    @abstractmethod
     def landing(self, offset: int, length: int, scratch: int) -> torch.Tensor:
         """Return the tensor that a message fills."""
 
+    @abstractmethod
     def work(self, instruction: Instruction) -> None:
         """Execute an instruction that moves no message."""
 
+    def before_post(self) -> None:  # noqa: B027  # most have nothing to do here
+        """Make the tensors of outgoing() ready: messages are about to be posted."""
 
-class Numbers:
+    def arrived(self, receive: Instruction) -> None:  # noqa: B027
+        """Note that the tensor of landing() is filled."""
+
+
+class Numbers(Payload):
     """Plain numbers: sends read `source`, receives and reductions write `destination`, usually the same 1-D tensor."""
 
     def __init__(

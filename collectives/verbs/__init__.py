@@ -109,7 +109,8 @@ class Verbs:
         The tensor must keep its memory. The arguments are those of allreduce; there is no prepared form with a codec.
         """
         numbers = op, prescale, postscale, algorithm
-        return PreparedOperation(self._engine, tensor, reductions.allreduce(self._engine, tensor, tensor, *numbers))
+        call = self._engine.prepared(reductions.allreduce, tensor, tensor, *numbers)
+        return PreparedOperation(self._engine, tensor, call)
 
     def grouped_allreduce(
         self,
@@ -173,9 +174,8 @@ class Verbs:
         self, tensor: Tensor, op: Op = "sum", *, prescale: float = 1.0, postscale: float = 1.0
     ) -> PreparedOperation:
         """Return a prepared reduce_shares of a tensor; see prepare_allreduce."""
-        return PreparedOperation(
-            self._engine, tensor, reductions.reduce_shares(self._engine, tensor, tensor, op, prescale, postscale)
-        )
+        call = self._engine.prepared(reductions.reduce_shares, tensor, tensor, op, prescale, postscale)
+        return PreparedOperation(self._engine, tensor, call)
 
     def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
         """Return, for each rank, the slices of a tensor of numel elements that are its share: reduce_shares reduces these

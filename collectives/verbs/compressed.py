@@ -11,7 +11,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.collectives.compression.registry import make_codec
 from gradwire.collectives.engine.buffers import Buffer
-from gradwire.collectives.engine.engine import CodesRun, Engine
+from gradwire.collectives.engine.engine import CodesRun, Engine, Rest
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import Op
@@ -83,33 +83,49 @@ def _prepare(
     )
     engine.rehearse(codec, device, with_feedback=with_feedback)
     divisor = engine.size if reduction.op == "average" else 1
+    adds_apart = True  # elsewhere than in the tensor
     if codec.summable and chosen != shot_of(codec):
-        exchange = _adding_codes(engine, present, numel, chosen, tensor, divisor)
+        begin_exchange = _adding_codes(engine, present, numel, chosen, tensor, divisor)
     else:
-        exchange = engine.prepare_codes(codec, present, numel, chosen, device, divisor)
+        begin_exchange = engine.prepare_codes(codec, present, numel, chosen, device, divisor)
+        adds_apart = engine.keeps_halves(codec, present, numel, chosen, device)
 
-    def run(given: Tensor, options: tuple[Feedback | None, int, int], tag: int, deadline: float) -> None:
+    takes_halves = tensor.dtype in (torch.bfloat16, torch.float16) and not reduction.is_scaled and adds_apart
+
+    def begin(given: Tensor, options: tuple[Feedback | None, int, int]) -> Rest:
         own = plain(given)
-        needs_copy = own.dtype is not torch.float32 or not own.is_contiguous() or own.is_neg()
-        buffer = Buffer([own], via_host=False) if needs_copy else None
+        needs_copy = own.dtype is not torch.float32 and not takes_halves
+        needs_copy |= not own.is_contiguous() or own.is_neg()
+        buffer = Buffer([own]) if needs_copy else None
         flat = own.as_strided((own.numel(),), (1,)) if buffer is None else buffer.flat.to(torch.float32)
         if reduction.prescale != 1.0:
             reduction.begin(flat)
-        exchange(flat, *options, tag, deadline)
-        if reduction.postscale != 1.0:
-            reduction.end(flat)
-        if buffer is not None:
-            if flat.dtype is not buffer.flat.dtype:
-                buffer.flat.copy_(flat)
-            buffer.store()
+        exchange = begin_exchange(flat, *options)
+        if buffer is None and reduction.postscale == 1.0:
+            return exchange
+
+        def rest(tag: int, deadline: float) -> None:
+            exchange(tag, deadline)
+            if reduction.postscale != 1.0:
+                reduction.end(flat)
+            if buffer is not None:
+                if flat.dtype is not buffer.flat.dtype:
+                    buffer.flat.copy_(flat)
+                buffer.store()
+
+        return rest
+
+    def run(given: Tensor, options: tuple[Feedback | None, int, int], tag: int, deadline: float) -> None:
+        begin(given, options)(tag, deadline)
 
     place = " on cuda" if tensor.is_cuda else ""  # which decides how the buffer is cut into chunks
     corrected = ", error feedback" if with_feedback else ""
-    begin = f"allreduce({arguments.described(tensor)}{place}, {reduction}, {chosen}, "
-    text = f"{begin}{present.identity}{corrected}{'' if drawn is None else f', step={drawn}'})"
+    first = f"allreduce({arguments.described(tensor)}{place}, {reduction}, {chosen}, "
+    text = f"{first}{present.identity}{corrected}{'' if drawn is None else f', step={drawn}'})"
     # For a codec that draws by the step, every step would be a new call, if its signature named the step.
-    signature = text if drawn is None else f"{begin}{codec.identity}{corrected}"
-    return PreparedCall(text, signature, run, notes=engine.notes(chosen, 4 * numel, tensor, codec=codec.name))
+    signature = text if drawn is None else f"{first}{codec.identity}{corrected}"
+    notes = engine.notes(chosen, 4 * numel, tensor, codec=codec.name)
+    return PreparedCall(text, signature, run, notes=notes, begin=begin)
 
 
 def new_feedback(engine: Engine, compression: str | Codec, numel: int, device: torch.device, seed: int) -> Feedback:
@@ -130,7 +146,7 @@ def _adding_codes(engine: Engine, codec: Codec, numel: int, algorithm: str, like
     exchange = engine.prepare("allreduce", algorithm, codes_like, nbytes // codes_like.element_size())
     shrink = codec.headroom(engine.size)
 
-    def run(flat: Tensor, feedback: Feedback | None, step: int, seed: int, tag: int, deadline: float) -> None:
+    def begin(flat: Tensor, feedback: Feedback | None, step: int, seed: int) -> Rest:
         residual = feedback.worker if feedback is not None else None
         scaled = [tensor for tensor in (flat, residual) if tensor is not None and shrink != 1.0]
         for tensor in scaled:
@@ -140,13 +156,22 @@ def _adding_codes(engine: Engine, codec: Codec, numel: int, algorithm: str, like
             codec.encode(flat, wire, residual=residual)
         for tensor in scaled[1:]:
             tensor.div_(shrink)
-        codes = engine.buffer(wire.view(codec.wire_dtype))
-        exchange(codes.flat, codes.flat, tag, deadline)
-        codes.store()
-        with engine.span("decode", elements=numel):
-            codec.decode(wire, flat, scale=1 / (shrink * divisor))
+        copies = engine.on_host(wire.view(codec.wire_dtype))
 
-    return run
+        def rest(tag: int, deadline: float) -> None:
+            if copies is None:
+                codes = wire.view(codec.wire_dtype)
+                exchange(codes, codes, tag, deadline)
+            else:
+                copies.await_out()
+                exchange(copies.source, copies.source, tag, deadline)
+                copies.copy_back()
+            with engine.span("decode", elements=numel):
+                codec.decode(wire, flat, scale=1 / (shrink * divisor))
+
+        return rest
+
+    return begin
 
 
 def _step_and_seed(

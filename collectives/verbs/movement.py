@@ -14,6 +14,7 @@ from gradwire.collectives.engine.buffers import apart, kept
 from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.engine.prepared import PreparedCall
+from gradwire.collectives.engine.streams import devices_of, wait_on_host
 from gradwire.collectives.errors import Mismatch
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.spans import Span, consecutive, only
@@ -167,7 +168,13 @@ def barrier(engine: Engine, _: tuple[()], __: tuple[()], algorithm: str) -> Prep
     token = torch.zeros(numel, dtype=torch.uint8, device=engine.control_device)
     exchange = engine.prepare("barrier", chosen, token, numel, "max" if numel else "sum")
     text = f"barrier({chosen})"
-    return PreparedCall(text, text, lambda _, __, tag, deadline: exchange(token, token, tag, deadline))
+
+    def run(_: object, __: object, tag: int, deadline: float) -> None:
+        exchange(token, token, tag, deadline)
+        if token.is_cuda:
+            wait_on_host(deadline)
+
+    return PreparedCall(text, text, run, devices=devices_of(token))
 
 
 def _check_splits(engine: Engine, outgoing: Sequence[int], incoming: Sequence[int], tag: int, deadline: float) -> int:
@@ -196,5 +203,10 @@ def message(engine: Engine, verb: str, tensor: Tensor, peer: int | None, tag: in
     arguments.check_message(engine, verb, tensor, name, peer, tag)
     text = f"{verb}({arguments.described(tensor)}, {name}={peer}, tag={tag})"
     with engine.recording(text, {"bytes": tensor.nbytes}):
-        buffer = engine.buffer(tensor if waits else kept(tensor), fill=sends)
-        return engine.messages.transfer(text, buffer, peer, tag, sends=sends, async_op=not waits)
+        given = tensor if waits else kept(tensor)
+        device, copies = engine.on_gpu(text, given, is_written=not sends)
+        landed = copies.destination if copies is not None else given
+        buffer = engine.buffer(landed, fill=sends)
+        return engine.messages.transfer(
+            text, buffer, peer, tag, sends=sends, async_op=not waits, device=device, copies=copies
+        )

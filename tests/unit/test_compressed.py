@@ -29,7 +29,7 @@ from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.coded import CodedProgram
 from gradwire.collectives.schedules.schedule import Place, Planner, Schedule
 from gradwire.collectives.transports.base import Operation
-from gradwire.collectives.transports.codes import Codes
+from gradwire.collectives.transports.codes import CodedNumbers, Codes
 from gradwire.collectives.transports.loop import Scratch, execute
 from tests.ranks.exact import cover
 from tests.shot_model import CPU, ShotModel
@@ -126,13 +126,13 @@ def run_codes(
     size, deadline = len(partition.group), in_time()
     longest = codec.wire_bytes(partition.longest)
     program = CodedProgram(planner(Place(partition.rank, size)), partition.chunks, longest, range(size), **options)
-    codes = Codes(program, codec, partition, CPU, memory or Scratch(), Scratch(), divisor=size, via_host=False)
-    codes.begin(result, feedback, step, 0)
+    codes = Codes(program, codec, partition, CPU, memory or Scratch(), Scratch(), divisor=size)
+    numbers = CodedNumbers(codes, result, feedback, step, 0)
     if compiled:
         operation = Operation("allreduce", "some", torch.uint8, "cpu", 0, program=program, codes=codes)
-        transport.prepare(operation)(result, result, step, deadline)
+        transport.prepare(operation)(numbers, numbers, step, deadline)
     else:
-        execute(program, codes, transport, tag=step, deadline=deadline)
+        execute(program, numbers, transport, tag=step, deadline=deadline)
 
 
 IN_PYTHON = [Int8(stochastic=True), Int4(), Threshold(), RandomK(ratio=0.2), ChunkTopK()]

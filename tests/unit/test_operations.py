@@ -150,7 +150,7 @@ def test_an_exception_in_a_message_ends_its_future_and_those_of_later_messages()
     with operations(2) as (mine, transport, _):
         transport.post = lambda sends, receives, tag: ([], [Broken()])  # type: ignore[attr-defined]
         messages, mover = Messages(transport, mine), Mover()  # type: ignore[arg-type]
-        buffer = Buffer([torch.empty(1)], via_host=False)
+        buffer = Buffer([torch.empty(1)])
         works = [messages.transfer("irecv", buffer, 1, 0, sends=False, async_op=True) for _ in range(2)]
         for handle in [GradwireWork([], work, when_done=mover.add(work)) for work in works]:
             future = handle.get_future()

@@ -30,7 +30,7 @@ LAYOUTS = {
 def test_flat_holds_the_tensors_and_store_brings_it_back(layout: str, fill: bool) -> None:
     tensors = LAYOUTS[layout]()
     elements = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    buffer = Buffer(tensors, via_host=False, fill=fill)
+    buffer = Buffer(tensors, fill=fill)
     assert buffer.flat.stride() == (1,)
     assert not buffer.flat.is_neg()
     assert not buffer.flat.is_inference()
@@ -45,12 +45,12 @@ def test_flat_holds_the_tensors_and_store_brings_it_back(layout: str, fill: bool
 def test_what_is_expendable_shares_nothing(layout: str) -> None:
     tensors = LAYOUTS[layout]()
     before = [tensor.clone() for tensor in tensors]
-    Buffer(tensors, via_host=False).expendable().zero_()
+    Buffer(tensors).expendable().zero_()
     assert all(map(torch.equal, tensors, before))
 
 
 def test_one_contiguous_tensor_is_not_copied() -> None:
     tensor = torch.ones(2, 3, requires_grad=True)
-    flat = Buffer([tensor], via_host=False).flat
+    flat = Buffer([tensor]).flat
     assert flat.data_ptr() == tensor.data_ptr()
     assert not flat.requires_grad

@@ -52,7 +52,7 @@ class OperationChain:
         """Wait for the first operation, and begin those that depend on it. Raises its error."""
         if self._work is not None:
             self._work.wait()
-            self._taken_s += self._work.seconds
+            self._taken_s += self._work.seconds or 0.0
             self.ended_s = self._work.ended_s
             self._work = next(self._following, None)
             if self._work is None:
