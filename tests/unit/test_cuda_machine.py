@@ -48,15 +48,14 @@ class TestComputes:
                 steps[-1] += 1
         assert out.tolist() == steps
 
-    def test_floats_as_ieee_has_them(self) -> None:
+    @pytest.mark.parametrize(("kind", "root"), [("float", "sqrtf(fabsf(x))"), ("double", "sqrt(x < 0 ? -x : x)")])
+    def test_floats_as_ieee_has_them(self, kind: str, root: str) -> None:
         """Denormals too, and without fused multiplication and addition."""
         x = torch.tensor([1e-40, 3.0, 1 + 2**-12, float("inf"), -0.0, 1e-30, 2.0**127, 7.0]).repeat(8)
-        computed = execute(
-            "float x = data[i]; data[i] = (x * x - 1.0f) / 3.0f + sqrtf(fabsf(x)) + x * 0.5f;", x.clone()
-        )
-        v = x.numpy()
+        computed = execute(f"{kind} x = data[i]; data[i] = (x * x - 1) / 3 + {root} + x * ({kind})0.5;", x.clone())
+        v = x.numpy() if kind == "float" else x.numpy().astype(np.float64)
         with np.errstate(all="ignore"):
-            expected = (v * v - np.float32(1)) / np.float32(3) + np.sqrt(np.abs(v)) + v * np.float32(0.5)
+            expected = ((v * v - 1) / 3 + np.sqrt(np.abs(v)) + v * 0.5).astype(np.float32)
         assert np.array_equal(computed.numpy(), expected, equal_nan=True)
 
     def test_rounding_to_integers(self) -> None:

@@ -9,13 +9,13 @@
 [[maybe_unused]] constexpr int ROWS = 8, COLUMNS = 128;        // of the part of a product that a warp computes
 
 struct Batch {
-    void* tensors[MEMBERS];
     float* errors;
     const float* left;
     const float* right;
     long long rows, columns;
     int rank;
     int blocks;  // that work on one matrix
+    void* tensors[MEMBERS];
 };
 
 // errors += tensors. A thread adds the numbers v * 4 * THREADS + 4 * threadIdx.x + (0..3) of its block's piece, v < VECTORS.
@@ -59,7 +59,18 @@ __global__ void __launch_bounds__(THREADS) multiply(const __grid_constant__ Batc
     const bool whole = columns >= 4 && batch.columns % 4 == 0;  // then all rows are aligned as the first
     const bool vectors = whole && aligned(right);
 
-    Four product[ROWS] = {};
+    Number* to = SUBTRACT ? reinterpret_cast<Number*>(batch.errors + matrix * batch.rows * batch.columns)
+                          : static_cast<Number*>(batch.tensors[matrix]);
+    to += row * batch.columns + column;
+    const bool stores_vectors = whole && aligned(to);
+    Four before[ROWS], product[ROWS] = {};
+    if constexpr (SUBTRACT) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const Number* from = to + r * batch.columns;
+            if (r < rows) before[r] = stores_vectors ? load_four(from) : load_some(from, columns);
+        }
+    }
     for (int vector = 0; vector < batch.rank; ++vector) {
         const Four q = vectors ? load_four(right) : load_some(right, columns);
 #pragma unroll
@@ -72,17 +83,12 @@ __global__ void __launch_bounds__(THREADS) multiply(const __grid_constant__ Batc
         right += batch.columns;
     }
 
-    Number* to = SUBTRACT ? reinterpret_cast<Number*>(batch.errors + matrix * batch.rows * batch.columns)
-                          : static_cast<Number*>(batch.tensors[matrix]);
-    to += row * batch.columns + column;
-    const bool stores_vectors = whole && aligned(to);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
         if (r < rows) {
             if constexpr (SUBTRACT) {
-                const Four before = stores_vectors ? load_four(to) : load_some(to, columns);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) product[r].at[i] = before.at[i] - product[r].at[i];
+                for (int i = 0; i < 4; ++i) product[r].at[i] = before[r].at[i] - product[r].at[i];
             }
             if (stores_vectors)
                 store_four(to, product[r]);

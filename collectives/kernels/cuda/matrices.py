@@ -5,11 +5,10 @@ What all ranks compute has the same bits as the reference. Each function launche
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.collectives.kernels.cuda.launch import NUMBERS, THREADS, KernelLaunch
@@ -18,22 +17,9 @@ from gradwire.collectives.kernels.cuda.launch import NUMBERS, THREADS, KernelLau
 _MEMBERS = 448
 _PIECE = 16 * THREADS
 _ROWS, _COLUMNS = 8, 128
-_BATCH = np.dtype(
-    [
-        ("tensors", "u8", _MEMBERS),
-        *[(name, "u8") for name in ("errors", "left", "right")],
-        *[(name, "i8") for name in ("rows", "columns")],
-        *[(name, "i4") for name in ("rank", "blocks")],
-    ]
-)
-_FACTORS = np.dtype(
-    [
-        *[(name, "u8") for name in ("vectors", "out", "room", "first", "errors")],
-        *[(name, "i8") for name in ("length", "numel")],
-        ("rank", "i4"),
-    ],
-    align=True,
-)
+_BATCH = "3P2q2i"  # before the addresses of tensors
+_BATCH_BYTES = struct.calcsize(f"{_BATCH}{_MEMBERS}P")
+_FACTORS = struct.Struct("5P2qi4x")
 
 
 class MatrixKernels:
@@ -47,7 +33,7 @@ class MatrixKernels:
         kernel, blocks = f"accumulate<{NUMBERS[tensors[0].dtype]}>", -(-rows * columns // _PIECE)
         for begin in range(0, len(tensors), _MEMBERS):
             some = slice(begin, begin + _MEMBERS)
-            self._work_through(kernel, blocks, tensors[some], errors=errors[some], rows=rows, columns=columns)
+            self._launch_batch(kernel, blocks, 0, rows, columns, tensors[some], errors=errors[some])
 
     def powersgd_orthonormalize(self, factors: Tensor) -> None:
         self._orthonormalize("orthonormalize<false>", factors, factors)
@@ -62,35 +48,45 @@ class MatrixKernels:
             self._multiply(kernel, left[some], right[some], tensors[some])
 
     def powersgd_begin_next(self, factors: Tensor, first: Tensor, basis: Tensor, errors: Tensor) -> None:
-        numel = errors[0].numel()
-        self._orthonormalize("orthonormalize<true>", factors, basis, first=first, errors=errors, numel=numel)
+        self._orthonormalize("orthonormalize<true>", factors, basis, first, errors)
 
     def _multiply(
-        self, kernel: str, left: Tensor, right: Tensor, tensors: Sequence[Tensor] = (), **errors: Tensor
+        self, kernel: str, left: Tensor, right: Tensor, tensors: Sequence[Tensor] = (), errors: Tensor | None = None
     ) -> None:
         (_, rank, rows), columns = left.shape, right.shape[2]
-        blocks = -(-(-(-rows // _ROWS) * -(-columns // _COLUMNS)) // (THREADS // 32))
-        sizes = {"rank": rank, "rows": rows, "columns": columns}
-        self._work_through(kernel, blocks, tensors, left=left, right=right, **errors, **sizes)
+        warps = -(-rows // _ROWS) * -(-columns // _COLUMNS)
+        blocks = -(-warps // (THREADS // 32))
+        self._launch_batch(kernel, blocks, rank, rows, columns, tensors, errors=errors, left=left, right=right)
 
-    def _work_through(self, kernel: str, blocks: int, tensors: Sequence[Tensor], **others: Tensor | int) -> None:
-        """Launch `blocks` blocks for each matrix."""
-        batch: NDArray[np.void] = np.zeros((), _BATCH)
-        batch["tensors"][: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
-        touched = [*tensors, *_set(batch, blocks=blocks, **others)]
-        matrices = len(tensors) or len(touched[0])
-        self._launch("matrices", kernel, matrices * blocks, batch.tobytes(), touched)
+    def _launch_batch(
+        self,
+        kernel: str,
+        blocks: int,
+        rank: int,
+        rows: int,
+        columns: int,
+        tensors: Sequence[Tensor],
+        *,
+        errors: Tensor | None = None,
+        left: Tensor | None = None,
+        right: Tensor | None = None,
+    ) -> None:
+        """Launch a kernel with that many blocks for each matrix."""
+        floats = (errors, left, right)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in floats]
+        members = [tensor.data_ptr() for tensor in tensors]
+        parameters = struct.pack(f"{_BATCH}{len(members)}P", *addresses, rows, columns, rank, blocks, *members)
+        present = [tensor for tensor in floats if tensor is not None]
+        grid = len(present[0]) * blocks
+        self._launch("matrices", kernel, grid, parameters.ljust(_BATCH_BYTES, b"\0"), [*present, *tensors])
 
-    def _orthonormalize(self, kernel: str, vectors: Tensor, out: Tensor, **others: Tensor | int) -> None:
+    def _orthonormalize(
+        self, kernel: str, vectors: Tensor, out: Tensor, first: Tensor | None = None, errors: Tensor | None = None
+    ) -> None:
         batch, rank, length = vectors.shape
-        room = torch.empty(vectors.shape, dtype=torch.float64, device=vectors.device)
-        factors: NDArray[np.void] = np.zeros((), _FACTORS)
-        touched = _set(factors, vectors=vectors, out=out, room=room, length=length, rank=rank, **others)
-        self._launch("matrices", kernel, batch, factors.tobytes(), touched)
-
-
-def _set(parameters: NDArray[np.void], **given: Tensor | int) -> list[Tensor]:
-    """Set parameters of a kernel, of tensors their addresses. Return the tensors."""
-    for name, value in given.items():
-        parameters[name] = value.data_ptr() if isinstance(value, Tensor) else value
-    return [value for value in given.values() if isinstance(value, Tensor)]
+        tensors = (vectors, out, torch.empty(vectors.shape, dtype=torch.float64, device=vectors.device), first, errors)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        numel = 0 if errors is None else errors[0].numel()
+        parameters = _FACTORS.pack(*addresses, length, numel, rank)
+        present = [tensor for tensor in tensors if tensor is not None]
+        self._launch("matrices", kernel, batch, parameters, present)
