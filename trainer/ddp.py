@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.collectives import Communicator, Work
+from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import MatrixCodec
-from gradwire.collectives.engine.queue import WorkQueue
 from gradwire.collectives.torch_internals import (
     CAN_MOVE_STORAGE,
     OUTSIDE_BACKWARD,
@@ -32,6 +31,7 @@ from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encodi
 from gradwire.trainer.reducer.layout import packed
 from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Combination
+from gradwire.trainer.reducer.streams import Background, gpus, on_streams, refuse_capture
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.world.world import names_rank
 
@@ -87,10 +87,10 @@ class CompressionHook:
         self._policy, self._names, self._timeout_s, self._group = policy, names, timeout_s, group
         self._combination: Combination | None = None
         self._closed = False
-        self._queue = WorkQueue("gradwire DDP hook")
+        self._background = Background("gradwire DDP hook", own_streams=True)
         # Runs after the Communicator's exit function, which is registered later and ends the operations that the thread waits
         # for.
-        atexit.register(self._queue.close, _CLOSE_S)
+        atexit.register(self._background.close, _CLOSE_S)
         self._step = 0
         self._settled = False
         self._numbers: dict[Tensor, int] = {}
@@ -98,7 +98,7 @@ class CompressionHook:
         self._encodings: list[Encoding | None] = []
         self._chosen: set[int] = set()  # the parameters whose compression predictions choose
         self._choice: Choice | None = None
-        self._exchange_s = 0.0
+        self._exchanged: list[PlainBuffer] = []  # in the last step, if the times are wanted
 
         self._coded: dict[tuple[int, ...], CodedBuffer] = {}
         self._plain: dict[int, PlainBuffer] = {}  # by the index of a bucket of DDP, of which it has the memory
@@ -111,7 +111,20 @@ class CompressionHook:
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average the bucket over the ranks. The result of the future is the bucket's buffer. state: unused."""
+        """Begin to average the bucket over the ranks. The result of the future is the bucket's buffer. state: unused.
+
+        On a GPU, all of it is enqueued on a stream of this hook, which begins after the current one, and the future lets DDP's
+        stream continue after it."""
+        if not (devices := gpus([bucket.buffer().device])):
+            return self._begin(bucket)
+        refuse_capture(dist.get_rank(self._group))
+        with on_streams(self._background.streams(devices)):
+            return self._begin(bucket)
+
+    def _begin(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
         combination, buffer = self._open(), bucket.buffer()
         numbers = [self._number(parameter) for parameter in bucket.parameters()]
         gradients = dict(zip(numbers, bucket.gradients(), strict=True))
@@ -139,6 +152,8 @@ class CompressionHook:
             combination.traffic.count(exchanges=1)
             self._step += 1
             self._settled = True
+        if self._choice is not None:
+            self._exchanged += buffers
 
         def begin() -> None:
             """Start the operations that do not depend on others. All ranks begin their exchanges in the same order."""
@@ -150,7 +165,6 @@ class CompressionHook:
         def finish() -> None:
             for each in buffers:
                 each.complete()
-                self._exchange_s += each.exchange_s
                 for number, view in zip(each.items, each.views, strict=True):
                     gradients[number].copy_(view)
 
@@ -211,8 +225,8 @@ class CompressionHook:
     def close(self) -> None:
         """Finish running exchanges and close the Communicator. The hook cannot be called any more."""
         self._closed = True
-        atexit.unregister(self._queue.close)
-        self._queue.close(_CLOSE_S)
+        atexit.unregister(self._background.close)
+        self._background.close(_CLOSE_S)
         if self._combination is not None:
             self._combination.communicator.close()
 
@@ -282,9 +296,11 @@ class CompressionHook:
             assert self._policy.auto is not None
             self._choice = Choice(self._open(), self._policy.auto, buffer.device.type)
         if index == 0:
-            self._choice.follow(self._step, self._exchange_s)
+            if buffer.is_cuda and not self._choice.settled:  # only the steps that are measured wait
+                torch.cuda.current_stream(buffer.device).synchronize()
+            self._choice.follow(self._step, sum(each.exchange_s for each in self._exchanged))
             self._choice.sizes.clear()
-            self._exchange_s = 0.0
+            self._exchanged.clear()
         if not (chosen := [number for number in numbers if number in self._chosen]):
             return
         numel = sum(math.prod(self._described[number][1]) for number in chosen)
@@ -364,7 +380,7 @@ class CompressionHook:
     # The end of an exchange
 
     def _in_background(self, buffer: Tensor, *steps: Callable[[], None]) -> Future[Tensor]:
-        """Run the steps of an exchange on the queue's thread. Return the future of the averaged buffer."""
+        """Run the steps of an exchange in the background. Return the future of the averaged buffer."""
         done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
 
         def run() -> None:
@@ -376,12 +392,11 @@ class CompressionHook:
                 raise
             done.set_result(buffer)
 
-        work = Work(self._open().communicator.rank, "exchange of a DDP bucket", run)
-        self._queue.submit(work)
+        running = self._background.submit(run, gpus([buffer.device]))
         if graph_task() != OUTSIDE_BACKWARD:  # as in DDP's join(), after this rank's last backward()
             # Waits before DDP does, so that backward() raises the error of the exchange: DDP turns every error into
             # RuntimeError.
-            when_backward_ends(work.wait)
+            when_backward_ends(running.wait)
         return done.then(lambda done: done.value())  # the error is raised inside, where DDP notices it
 
 

@@ -201,7 +201,8 @@ class DistributedOptimizer(WrappingOptimizer):
 
     @property
     def communication_wait_s(self) -> float:
-        """Return the seconds for which backward(), step() and synchronize() have waited for other ranks so far."""
+        """Return the seconds for which backward(), step() and synchronize() have waited for other ranks so far. A GPU's own
+        waits are not counted."""
         return self.attachment.rule.wait_s
 
     @property

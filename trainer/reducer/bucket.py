@@ -16,7 +16,7 @@ from gradwire.trainer.reducer.dtensors import as_gradient_of, held_here, is_plac
 from gradwire.trainer.reducer.layout import BucketPlan
 from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Setup
-from gradwire.trainer.reducer.streams import WritingStreams
+from gradwire.trainer.reducer.streams import WritingStreams, keep_for
 
 _SMALL = 1 << 14
 """Gradients of at most this many elements are copied together, since a call takes about as long as the copy of one."""
@@ -145,7 +145,7 @@ class Bucket:
             sources = [*compress(gradients, moved)]
             torch._foreach_copy_([*compress(self._views, moved)], sources)
             if stream is not None:
-                _keep_for(stream, sources)
+                keep_for(stream, sources)
         for parameter, result in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = result
         return []
@@ -169,7 +169,7 @@ class Bucket:
             parts = [self._part_here(slot, each) if self._is_sharded[slot] else each for slot, each in found]
             torch._foreach_copy_([self._views[slot] for slot, _ in found], parts)
             if stream is not None:
-                _keep_for(stream, parts)
+                keep_for(stream, parts)
             self._take_gradients([slot for slot, gradient in found if self.own_grads.get(slot) is not gradient])
         for slot in absent:
             self._views[slot].zero_()
@@ -343,12 +343,6 @@ def _is_writable(gradient: Tensor) -> bool:
     if gradient.layout is not torch.strided:
         return False
     return not any(stride == 0 and length > 1 for stride, length in zip(gradient.stride(), gradient.shape, strict=True))
-
-
-def _keep_for(stream: torch.cuda.Stream, gradients: Iterable[Tensor]) -> None:
-    """Keep the memory of gradients that other streams have made until a stream has used it."""
-    for gradient in gradients:
-        gradient.record_stream(stream)
 
 
 def zeros_for(communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

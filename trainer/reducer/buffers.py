@@ -28,16 +28,18 @@ class OperationChain:
     """Runs operations one after the other.
 
     chained: whether there may be more than one operation. wait() and complete() wait for one operation before they begin the
-    next, so all ranks must wait for several chains in the same order. exchange_s: how long the operations of the last finished
-    exchange ran. ended_s: the end of its last operation, by time.perf_counter().
+    next, so all ranks must wait for several chains in the same order. ended_s: the end of the last operation of the last exchange
+    on the host, by time.perf_counter().
     """
 
     chained = True
 
     def __init__(self) -> None:
-        self.exchange_s = self.ended_s = self._taken_s = 0.0
+        self.ended_s = self._exchange_s = 0.0
         self._work: Work | None = None
         self._following: Iterator[Work] = iter(())
+        self._waited: list[Work] = []  # the operations of this exchange that were waited for
+        self._last: list[Work] = []  # the operations of the last exchange
 
     @abstractmethod
     def start(self, step: int) -> None:
@@ -45,23 +47,31 @@ class OperationChain:
 
     def _begin(self, operations: Iterator[Work]) -> None:
         """Begin the first of the operations, of which each begins when it is taken."""
-        self._following, self._taken_s = operations, 0.0
+        self._following, self._waited = operations, []
         self._work = next(operations, None)
 
     def wait(self) -> None:
         """Wait for the first operation, and begin those that depend on it. Raises its error."""
         if self._work is not None:
             self._work.wait()
-            self._taken_s += self._work.seconds or 0.0
+            self._waited.append(self._work)
             self.ended_s = self._work.ended_s
             self._work = next(self._following, None)
             if self._work is None:
-                self.exchange_s = self._taken_s
+                self._last = self._waited
 
     def complete(self) -> None:
         """Wait for the remaining operations. Raises their error."""
         while self._work is not None:
             self.wait()
+
+    @property
+    def exchange_s(self) -> float:
+        """Return how long the operations of the last exchange ran; until a GPU has finished it, of the one before."""
+        known = [seconds for work in self._last if (seconds := work.seconds) is not None]
+        if len(known) == len(self._last):
+            self._exchange_s = sum(known)
+        return self._exchange_s
 
 
 class PlainBuffer(OperationChain):
@@ -97,7 +107,7 @@ class PlainBuffer(OperationChain):
 
     def start(self, step: int) -> None:
         """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges."""
-        self._following, self._taken_s = iter(()), 0.0
+        self._following, self._waited = iter(()), []
         combination, traffic = self.combination, self.combination.traffic
         if self._wire_bytes is None:
             self._wire_bytes = traffic.wire_bytes(self.values.nbytes)

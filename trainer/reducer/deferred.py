@@ -66,7 +66,8 @@ class DeferredWait:
     gradients, a codec of matrices, or a parameter that got no gradient on this rank.
 
     After some exchanges with one layout of the buckets, all ranks agree on the order in which they launch the buckets from then
-    on. The order depends on when the buckets were full and how long their exchanges took: see order_by_need().
+    on. The order depends on when the buckets were full and how long their exchanges took: see order_by_need(). Buckets on GPUs
+    are launched in the order in which they are full.
 
     settle: completes the exchange and the update that depends on it. before_gradient: called with the index of a parameter whose
     gradient arrives while the exchange is pending.
@@ -155,6 +156,8 @@ class DeferredWait:
         """Agree on the order in which to launch the buckets of this layout, if enough steps are measured. Call this after each
         step. Collective when due."""
         reducer = self._reducer
+        if reducer.layout.gpus:  # the host does not know when a GPU has filled a bucket
+            return
         if self._layout is not reducer.layout:
             self._layout, self._order, self._steps, self._agree_after = reducer.layout, [], 0, _MEASURED
             self._last_full = -1, []

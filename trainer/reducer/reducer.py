@@ -205,6 +205,7 @@ class Reducer:
     def _adopt(self, layout: BucketLayout) -> None:
         """Replace the layout, and move the gradients and the residuals that wait."""
         before, self.layout = self.layout, layout
+        self.times.on = layout.gpus[0] if layout.gpus else None
         self.planner.adopt(layout)
         for buffer in layout.coded:
             self.residuals.import_into(buffer)
@@ -246,7 +247,7 @@ class Reducer:
                     for bucket in self.layout.buckets:
                         bucket.open()
                 self._pass_is_open = False
-                self.times.ready_ns = now_ns()
+                self.times.exchange_begins()
                 self._launch_all()
                 self.wait()
 

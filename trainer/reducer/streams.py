@@ -7,10 +7,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
+from torch import Tensor
 
+from gradwire.collectives import torch_internals
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.thread_priority import wake_soon
-from gradwire.collectives.torch_internals import current_stream_handle
 
 
 class WritingStreams:
@@ -27,7 +28,7 @@ class WritingStreams:
 
     def note(self) -> None:
         """Note that the current stream has written a gradient."""
-        handle = current_stream_handle(self._device)
+        handle = torch_internals.current_stream_handle(self._device)
         if handle not in self._streams:
             self._streams[handle] = stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._made)
@@ -36,7 +37,7 @@ class WritingStreams:
         """Let the current stream continue after the gradients are written. Return it if other streams have written any: their
         memory must then be kept until this stream has used it."""
         self.note()
-        handle = current_stream_handle(self._device)
+        handle = torch_internals.current_stream_handle(self._device)
         current = self._streams.pop(handle)
         others, self._streams = self._streams, {handle: current}
         for stream in others.values():
@@ -57,6 +58,13 @@ def refuse_capture(rank: int) -> None:
             "it. Capture the model without the optimizer's exchange, as torch.cuda.make_graphed_callables() does, and call "
             "backward() and step() of the distributed optimizer outside of the capture"
         )
+
+
+def keep_for(stream: torch.cuda.Stream, tensors: Iterable[Tensor]) -> None:
+    """Keep the memory of CUDA tensors that were made on other streams until a stream has used it, also if the tensors are deleted
+    before."""
+    for tensor in tensors:
+        tensor.record_stream(stream)
 
 
 class Background:

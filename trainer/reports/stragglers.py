@@ -4,8 +4,8 @@ With a synchronous exchange, a step takes as long on every rank as on the slowes
 that rank. But the exchange ends at the same time on all ranks. So the rank with the shortest wait, from its last
 gradient to that end, is the one that the others waited for, and the difference of two ranks' waits is that of their
 arrivals. Each rank measures its wait by its own clock, so clocks need not agree. The error is the difference between
-the times at which two ranks see the end: the time of the exchange's last messages. With GPUs, the CPU runs ahead of its
-device, so the arrivals of the CPUs are compared.
+the times at which two ranks see the end: the time of the exchange's last messages. With GPUs, their events measure the waits,
+since the CPU runs ahead of its device.
 """
 
 from __future__ import annotations

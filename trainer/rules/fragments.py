@@ -17,12 +17,14 @@ from gradwire.trainer.optimizers.copies import of_copies
 from gradwire.trainer.reducer.compression import Cast, Encoding
 from gradwire.trainer.reducer.replicas import ReplicaCheck, hash_of
 from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.streams import gpus, keep_for
 from gradwire.trainer.rules.synchronous import Synchronous
 
 
 class Fragment:
     """Holds the outer copies of some parameters, in float32 at least, so that small steps are not lost, and a copy of the outer
-    optimizer, which steps them. Its gradients are the pseudo-gradients, which the synchronous rule exchanges."""
+    optimizer, which steps them. Its gradients are the pseudo-gradients, which the synchronous rule exchanges. gpus: the GPUs of
+    the parameters; exchange() may run on other streams than the other methods."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], outer: torch.optim.Optimizer, setup: Setup
@@ -51,7 +53,8 @@ class Fragment:
         self._merged_late: dict[int, Tensor] = {}  # what _merged() returns, where it depends on the parameter, too
         # By parameter, a value that no step has set, since the last move(), and whether it was set during an exchange.
         self._loaded: dict[int, tuple[Tensor, bool]] = {}
-        self._moving: dict[int, tuple[Tensor, bool]] = {}  # the same before the last move(), until it is exchanged
+        self._moving: dict[int, tuple[Tensor, bool]] = {}  # the same before the last move()
+        self.gpus = gpus(outer.device for outer in self._outer)
         self._check = ReplicaCheck(setup.communicator, self._optimizer, lambda: named)
 
     @torch.no_grad()
@@ -121,10 +124,10 @@ class Fragment:
             outer, begin = self._outer[index], self._merged(index)
             if index in agreed:
                 outer.copy_(torch.where(begin == value, outer, value.to(outer.dtype)))
-                self._merged_late.pop(index, None)
+                if self._merged_late.pop(index, None) is not None and begin.is_cuda:
+                    keep_for(torch.cuda.current_stream(begin.device), [begin])
             elif outer.grad is not None:
                 outer.grad.add_(begin - value)
-        self._moving = {}
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:

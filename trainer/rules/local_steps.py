@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import CollectiveError, Communicator, Work
-from gradwire.collectives.daemon_thread import DaemonThread
+from gradwire.collectives import CollectiveError, Communicator
 from gradwire.trainer.checkpoint import agree, need, need_whole, on_all_ranks, without
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
+from gradwire.trainer.reducer.streams import Background, Running
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut, is_one_shot
 from gradwire.trainer.rules.local_report import LocalReport
@@ -169,8 +169,8 @@ class LocalSteps(Rule):
         self._averaging: Synchronous | None = None
         self._fragments: list[Fragment] = []
         self._pending: tuple[int, int] | None = None  # (fragment that is exchanged, step after which it is merged)
-        self._done: Work | None = None  # the exchange of that fragment, until it has been waited for
-        self._thread = DaemonThread("gradwire-local") if settings.delay else None
+        self._running: Running | None = None  # the exchange of that fragment, until it has been waited for
+        self._background = Background("gradwire-local", own_streams=True) if settings.delay else None
         self._waited_s = 0.0
         self._looks = True  # whether to look for parameters that something else than a step has changed
         self._has_common = False  # whether the outer parameters are equal on all ranks
@@ -278,15 +278,11 @@ class LocalSteps(Rule):
         """Exchange a fragment: at once, or with a delay in the background."""
         fragment, step = self._fragments[number], self.step
         fragment.move()
-        if self._thread is None:
+        if self._background is None:
             fragment.exchange(step)
             fragment.merge(0.0)
         else:
-            # A Work runs on this thread's CUDA device, after what its stream computes now.
-            rank = self.communicator.rank
-            work = Work(rank, f"exchange of fragment {number}", lambda: fragment.exchange(step))
-            self._thread.submit(work.run)
-            self._done = work
+            self._running = self._background.submit(lambda: fragment.exchange(step), fragment.gpus)
             self._pending = number, step + self._settings.delay
 
     def _merge(self, number: int) -> None:
@@ -297,13 +293,13 @@ class LocalSteps(Rule):
 
     def _settle(self) -> None:
         """Wait until the exchange of a fragment that is running is done."""
-        if self._done is not None:
+        if self._running is not None:
             begin = time.perf_counter()
-            done, self._done = self._done, None
+            running, self._running = self._running, None
             try:
-                done.wait()  # within the deadlines of its operations
+                running.wait()  # within the deadlines of its operations
             except CollectiveError:
-                self._done = done  # later calls raise it, too
+                self._running = running  # later calls raise it, too
                 raise
             finally:
                 self._waited_s += time.perf_counter() - begin
@@ -346,8 +342,8 @@ class LocalSteps(Rule):
             _log.warning("gradwire: the last exchange of local updates has failed: %s", error)
         finally:
             self._close_rules()
-            if self._thread is not None:
-                self._thread.close()
+            if self._background is not None:
+                self._background.close()
             if self._inner is not None and self._inner.communicator is not self._settings.inner:
                 self._inner.communicator.close()
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.collectives import CollectiveError
+from gradwire.collectives import CollectiveError, torch_internals
 from gradwire.collectives.torch_internals import has_step_hooks, runs_hooks, without_step_hooks
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.bucket import Bucket
@@ -106,6 +106,8 @@ class DeferredSteps(Synchronous):
         self._lock = threading.RLock()  # autograd calls hooks from one thread per device
         self._settings: list[dict[str, Any]] | None = None  # of the param groups at the due step
         self._failed = False
+        # By bucket on a GPU: the end of its last update, and the stream on which it ran.
+        self._updated: dict[Bucket, tuple[torch.cuda.Event, int]] = {}
         self._called: set[nn.Module] = set()
         self._needed: dict[nn.Module | None, list[Bucket]] = {}
         self._needed_by: tuple[int, object] = (0, None)  # the inputs from which _needed was made
@@ -149,6 +151,7 @@ class DeferredSteps(Synchronous):
                 )
             return result
         self._find_needed()
+        self._updated.clear()
         self._settings = [{name: _kept(value) for name, value in group.items() if name != "params"} for group in groups]
         in_buckets = {parameter for bucket in self.buckets for parameter in bucket.parameters}
         others = [parameter for parameter in tensors_of(groups) if parameter not in in_buckets]
@@ -222,15 +225,24 @@ class DeferredSteps(Synchronous):
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         self._called.add(module)
-        if not self._wait.is_pending:
-            return
-        if self._settings is None or not torch.is_grad_enabled():
-            self.settle()
-            return
-        with self._lock:
-            for bucket in (*self._needed.get(None, ()), *self._needed.get(module, ())):
-                while bucket in self._wait.waiting:
-                    self._finish_next()
+        if self._wait.is_pending:
+            if self._settings is None or not torch.is_grad_enabled():
+                self.settle()
+            else:
+                with self._lock:
+                    for bucket in (*self._needed.get(None, ()), *self._needed.get(module, ())):
+                        while bucket in self._wait.waiting:
+                            self._finish_next()
+        if self._updated:
+            self._follow_updates(module)
+
+    def _follow_updates(self, module: nn.Module) -> None:
+        """Let the current stream continue after the updates of a module's parameters that ran on others, before modules there."""
+        for bucket in (*self._needed.get(None, ()), *self._needed.get(module, ())):
+            device = bucket.memory.device
+            event, stream = self._updated.get(bucket, (None, 0))
+            if event is not None and torch_internals.current_stream_handle(device) != stream:
+                torch.cuda.current_stream(device).wait_event(event)
 
     def _before_gradient(self, index: int) -> None:
         """Complete the update of the last step at the first gradient of backward(). Raises RuntimeError if its parameter was
@@ -275,6 +287,9 @@ class DeferredSteps(Synchronous):
                 parameter.grad = gradient_now
             if not self._wait.waiting:
                 self._settings = None
+            if bucket.streams is not None:
+                stream = torch.cuda.current_stream(bucket.memory.device)
+                self._updated[bucket] = stream.record_event(), stream.cuda_stream
 
     def _update(self, parameters: Collection[Tensor]) -> None:
         """Step some of the optimizer's parameters, with the settings at the time of step()."""
