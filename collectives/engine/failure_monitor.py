@@ -73,7 +73,7 @@ class FailureMonitor:
         self.interrupted = self.exiting = False
         self.joined = Joined(channel)
         self.agreement = Agreement(channel)
-        self.in_flight: Callable[[], int | None] = lambda: None
+        self.in_flight: Callable[[], tuple[int, str] | None] = lambda: None
         self._transport = transport
         self._rank = transport.rank
         self._channel = channel
@@ -86,13 +86,17 @@ class FailureMonitor:
     @property
     def unfinished(self) -> int:
         """The number of the first operation that this rank has not finished."""
-        first = self._first()
+        first, _ = self._first()
         return first if first >= 0 else self.sequence + 1
 
-    def _first(self) -> int:
-        """Return the number of the first operation that runs, on GPUs or in this process; -1 if none does."""
+    def _first(self) -> tuple[int, dict[int, str]]:
+        """Return the number of the first operation that runs, on GPUs or in this process, or -1; and the last calls by number,
+        with that operation's."""
+        calls = {sequence: text for sequence, text in self.calls if sequence >= 0}
         first = self.in_flight()
-        return self.running if first is None or first < 0 else first
+        if first is None or first[0] < 0:
+            return self.running, calls
+        return first[0], calls | dict([first])
 
     def last_begun(self) -> int:
         """Return the number of the last turn in which an operation began."""
@@ -119,9 +123,9 @@ class FailureMonitor:
         return replace(self._position(), elsewhere=elsewhere)
 
     def _position(self) -> Position:
-        running = self._first()
+        running, calls = self._first()
         is_running = running >= 0
-        return Position(running if is_running else self.sequence, is_running, dict(self.calls), self.message)
+        return Position(running if is_running else self.sequence, is_running, calls, self.message)
 
     def _call(self, sequence: int, text: str) -> Call:
         """Return one of the last calls, with its place if it runs."""
@@ -181,7 +185,7 @@ class FailureMonitor:
     def on_news(self) -> float | None:
         """End the wait of the running operation if it cannot succeed, or if some rank made another call under its number.
         Return in how many seconds to check again, or None."""
-        running, message = self._first(), self.message
+        (running, calls), message = self._first(), self.message
         peers = frozenset() if message is None else message[1]
         self.joined.note_news()
         if running >= 0:
@@ -196,15 +200,14 @@ class FailureMonitor:
         elif running >= 0:
             vain_since = min([*self._channel.lost.values(), math.inf])
         left_s = vain_since + LAST_WORDS_S - now
-        if left_s <= 0 or self._differs(running, now):
+        if left_s <= 0 or self._differs(running, calls, now):
             self._interrupt()
             return None
         return min(left_s, _POLL_S)
 
-    def _differs(self, running: int, now: float) -> bool:
+    def _differs(self, running: int, calls: dict[int, str], now: float) -> bool:
         """Post the running call if it takes long. Return whether some rank made another call under a number that this rank
         remembers, and the operation cannot tell by itself."""
-        calls = {sequence: text for sequence, text in self.calls if sequence >= 0}
         if running != self._seen[0]:
             self._seen = (running, now)
         elif running in calls and now - self._seen[1] >= _LONG_S:

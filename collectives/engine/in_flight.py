@@ -37,10 +37,10 @@ class InFlight:
         self._operations.append(operation)
         _watchdog.watch(self)
 
-    def oldest(self) -> int | None:
-        """Return the number of the first operation in flight; -1 for a message, None if none is."""
+    def oldest(self) -> tuple[int, str] | None:
+        """Return the number and the call of the first operation in flight, with -1 for a message; None if none is."""
         with suppress(IndexError):
-            return self._operations[0].sequence
+            return self._operations[0].sequence, self._operations[0].text
         return None
 
     def look(self) -> bool:
