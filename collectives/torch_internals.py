@@ -245,14 +245,14 @@ def nccl_communicator(backend: Backend) -> int:
 
 
 def nccl_error(communicator: int) -> str | None:
-    """Return the text of the error that NCCL has found in the background; None if it has found none. communicator: an address
-    from nccl_communicator(), which is not aborted meanwhile. Any thread may call this."""
+    """Return the text of the error that NCCL has found in the background, "" if it has found none; None if it cannot be asked.
+    communicator: an address from nccl_communicator(), which is not aborted meanwhile. Any thread may call this."""
     nccl, found = _nccl_library(), ctypes.c_int(0)
     if nccl is None or not communicator:
         return None
     address = ctypes.c_void_p(communicator)
     if nccl.ncclCommGetAsyncError(address, ctypes.byref(found)) or found.value in _NO_ERROR:
-        return None
+        return ""
     texts = [nccl.ncclGetErrorString(found), nccl.ncclGetLastError(address)]
     return ": ".join(text.decode(errors="replace").strip() for text in texts if text)
 

@@ -196,7 +196,7 @@ class Nccl:
         try:
             if self._ending is None:
                 for communicator in list(self._connections.communicators.values()):
-                    if (error := torch_internals.nccl_error(communicator)) is not None:
+                    if error := torch_internals.nccl_error(communicator):
                         return error
         finally:
             self._in_use.release()
