@@ -21,6 +21,7 @@ from gradwire.collectives.schedules.selection import Table, choose
 from gradwire.collectives.schedules.spans import (
     Layout,
     Span,
+    consecutive,
     segments_of_blocks,
     segments_of_buffer,
     split,
@@ -219,15 +220,20 @@ class ScheduleCache:
             segments = segments_of_blocks(where, segment)
         return self._program(collective, schedule, segments, grouped=grouped)
 
-    def shares(self, numel: int, element_size: int) -> Shares:
-        """Return the parts of a buffer that the ranks own between the halves of the allreduce that 'auto' would run.
+    def shares(self, numel: int, element_size: int, *, on_gpu: bool = False) -> Shares:
+        """Return the parts of a buffer that the ranks own between the halves of the allreduce that 'auto' would run. on_gpu:
+        whether it is a CUDA tensor.
 
         If a planner plans that allreduce, the parts are the blocks of its segments, since the order of the additions depends on
-        the block. If the link runs that allreduce, the parts are near-equal and aligned as the link requires. If that allreduce
-        has no halves, the parts are near-equal.
+        the block. If the link runs that allreduce, the parts are near-equal and aligned as the link requires. If the link
+        runs that allreduce because it is one of a CUDA tensor, the parts are equal except the last one, which may be longer. If
+        that allreduce has no halves, the parts are near-equal.
         """
         size = self._place.size
-        algorithm = self.choose("allreduce", "auto", numel * element_size, on_gpu=False)
+        algorithm = self.choose("allreduce", "auto", numel * element_size, on_gpu=on_gpu)
+        if on_gpu and algorithm == self._preferred_on_gpu.get("allreduce"):
+            lengths = [numel // size] * (size - 1)
+            return Shares(algorithm, tuple((span,) for span in consecutive([*lengths, numel - sum(lengths)])))
         if algorithm in self._share_alignment_bytes:
             alignment = max(1, self._share_alignment_bytes[algorithm] // element_size)
             aligned = split_aligned(Span(0, numel), size, alignment)

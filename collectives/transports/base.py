@@ -128,6 +128,8 @@ class Capabilities:
     #: By verb, the one of these that 'auto' selects for every size.
     preferred: Mapping[str, str] = field(default_factory=dict)
     #: The same for CUDA tensors, if the transport moves these itself. Such an algorithm takes parts of different lengths.
+    #: For an allreduce, it also runs the verbs reduce_shares and gather_shares in place, on shares of equal lengths, except that
+    #: of the last rank, which also has the rest of a division by the number of ranks.
     preferred_on_gpu: Mapping[str, str] = field(default_factory=dict)
     #: The allreduce algorithms that the verbs reduce_shares and gather_shares run in halves, in place: the buffer is cut at
     #: multiples of so many bytes into one share per rank, in rank order and of near-equal length, as by spans.split_aligned.

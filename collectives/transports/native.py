@@ -1,6 +1,6 @@
 """The collectives of torch.distributed's backends, gloo and NCCL, which algorithm='native' runs.
 
-`_reducible` converts a tensor to one that a backend can reduce, and `_settle` converts the result back. Verbs that only move data
+`reducible` converts a tensor to one that a backend can reduce, and `settle` converts the result back. Verbs that only move data
 send any dtype as bytes.
 """
 
@@ -123,7 +123,7 @@ def perform(
     if operation.verb not in ("allreduce", "reduce", "reduce_scatter"):
         run(source.view(torch.uint8), destination.view(torch.uint8))
         return
-    moved = landed = _reducible(source, operation.op)
+    moved = landed = reducible(source, operation.op)
     if operation.verb == "reduce_scatter":
         landed = destination
         if moved.dtype is not destination.dtype:
@@ -132,7 +132,7 @@ def perform(
     if operation.verb == "reduce" and backend.rank() != operation.root:
         return
     if landed is not destination:
-        _settle(destination, landed)
+        settle(destination, landed)
     finish(destination, operation.op, backend.size())
 
 
@@ -140,11 +140,11 @@ def perform_group(
     op: str, backend: Backend, tensors: Sequence[torch.Tensor], run: Callable[[list[torch.Tensor]], object]
 ) -> None:
     """Allreduce several tensors of one dtype and device in place by a function that reduces the tensors that it gets."""
-    moved = [_reducible(tensor, op) for tensor in tensors]
+    moved = [reducible(tensor, op) for tensor in tensors]
     run(moved)
     for tensor, landed in zip(tensors, moved, strict=True):
         if landed is not tensor:
-            _settle(tensor, landed)
+            settle(tensor, landed)
     if op == "average" and tensors[0].dtype.is_floating_point:
         torch._foreach_div_(list(tensors), backend.size())
         return
@@ -152,7 +152,7 @@ def perform_group(
         finish(tensor, op, backend.size())
 
 
-def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
+def reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
     """Return the tensor that the backend reduces in place of a tensor: the tensor itself, or a copy in another dtype.
 
     The backends' min and max lose a NaN if another rank has a number, so floating-point numbers are sent as integers in the
@@ -166,8 +166,8 @@ def _reducible(tensor: torch.Tensor, op: str) -> torch.Tensor:
     return moved.to(_WIDENED.get(moved.dtype, moved.dtype))
 
 
-def _settle(tensor: torch.Tensor, moved: torch.Tensor) -> None:
-    """Write the reduced result `moved` to a tensor, after the inverse of `_reducible`."""
+def settle(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Write the reduced result `moved` to a tensor, after the inverse of `reducible`."""
     if tensor.dtype.is_floating_point and not moved.dtype.is_floating_point:
         moved = _reordered(moved.to(_BITS[tensor.itemsize])).view(tensor.dtype)
     tensor.copy_(moved)

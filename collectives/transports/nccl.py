@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -23,10 +23,19 @@ from torch.distributed.distributed_c10d import Store
 from gradwire.collectives import torch_internals
 from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.errors import LinkError
+from gradwire.collectives.reduction import finish
 from gradwire.collectives.torch_internals import Backend
 from gradwire.collectives.transports.base import GroupRun, Message, Operation, Pending, Run
 from gradwire.collectives.transports.loop import flat
-from gradwire.collectives.transports.native import link_error, options_of, perform, perform_group, start
+from gradwire.collectives.transports.native import (
+    link_error,
+    options_of,
+    perform,
+    perform_group,
+    reducible,
+    settle,
+    start,
+)
 
 _POLL_S = 0.05
 
@@ -93,6 +102,18 @@ class _Enqueued:
         return self.work.is_completed()
 
 
+@contextmanager
+def grouped(backend: Backend, works: list[dist.Work] | None = None) -> Iterator[None]:
+    """Launch the calls of the with block as one group, and add its Work to those of the calls."""
+    torch_internals.begin_coalescing(backend)
+    try:
+        yield
+    finally:  # an open group would collect all later calls of this process
+        work = torch_internals.end_coalescing(backend)
+    if works is not None:
+        works.append(work)
+
+
 class Nccl:
     """The collectives and messages of one rank over NCCL. timeout_s: for which messages to a rank may connect the first time.
 
@@ -112,6 +133,8 @@ class Nccl:
 
     def prepare(self, operation: Operation) -> Run:
         """Return what enqueues an operation of NCCL's own."""
+        if operation.verb in ("reduce_shares", "gather_shares"):
+            return self._prepare_half(operation)
         if operation.verb == "barrier":  # that of torch would block the host
             operation = replace(operation, verb="allreduce")
         backend, options, launched = self._backend, options_of(operation), set[torch.device]()
@@ -126,6 +149,43 @@ class Nccl:
                 self._launch(launched, landing.device, partial(enqueue, moved, landed), deadline)
 
             perform(operation, backend, given, landing, launch)
+
+        return run
+
+    def _prepare_half(self, operation: Operation) -> Run:
+        """Return what enqueues reduce_shares or gather_shares, in place: NCCL's verb for equal parts, and in the same group one
+        for the elements that only the share of the last rank has."""
+        backend, launched = self._backend, set[torch.device]()
+        rank, size, numel = backend.rank(), backend.size(), operation.numel
+        reduces = operation.verb == "reduce_shares"
+        equal = replace(operation, verb="reduce_scatter" if reduces else "allgather", outgoing=(), incoming=())
+        last = replace(operation, verb="reduce" if reduces else "broadcast", root=size - 1)
+        equal_options, last_options = options_of(equal), options_of(last)
+        equal_options.asyncOp = last_options.asyncOp = False
+        each, rest = divmod(numel, size)
+        own = slice(rank * each, numel if rank == size - 1 else (rank + 1) * each)
+
+        def enqueue(numbers: torch.Tensor) -> None:
+            width = numbers.numel() // numel  # of an element, which may be sent as bytes
+            parts, end = numbers[: size * each * width], numbers[size * each * width :]
+            mine = parts[rank * each * width : (rank + 1) * each * width]
+            with grouped(backend) if each and rest else nullcontext():
+                if each:
+                    pair = (parts, mine) if reduces else (mine, parts)
+                    start(equal, equal_options, backend, *pair)
+                if rest:
+                    start(last, last_options, backend, end, end)
+
+        def run(source: torch.Tensor, destination: torch.Tensor, tag: int, deadline: float) -> None:
+            numbers = flat(destination)
+            moved = reducible(numbers, operation.op) if reduces else numbers.view(torch.uint8)
+            if numel:
+                self._launch(launched, numbers.device, partial(enqueue, moved), deadline)
+            if reduces:
+                mine = numbers[own]
+                if moved is not numbers:
+                    settle(mine, moved[own])
+                finish(mine, operation.op, size)
 
         return run
 
@@ -164,7 +224,7 @@ class Nccl:
         tensor. Before all ranks are connected on its device, NCCL connects these two by themselves."""
         device = (receives or sends)[0][1].device
         of_two = is_message and device not in self._connections.communicators
-        launch = partial(self._exchange, sends, receives, grouped=not of_two)
+        launch = partial(self._exchange, sends, receives, alone=of_two)
         peers = {(device, peer, True) for peer, _ in sends} | {(device, peer, False) for peer, _ in receives}
         if not peers <= self._met:
             deadline = time.monotonic() + self._timeout_s
@@ -177,16 +237,11 @@ class Nccl:
         except RuntimeError as error:
             raise link_error(error) from None
 
-    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], *, grouped: bool) -> dist.Work:
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message], *, alone: bool) -> dist.Work:
         backend, works = self._backend, list[dist.Work]()
-        if grouped:
-            torch_internals.begin_coalescing(backend)
-        try:
+        with nullcontext(works) if alone else grouped(backend, works):
             works += [backend.send([tensor.view(torch.uint8)], peer, 0) for peer, tensor in sends]
             works += [backend.recv([tensor.view(torch.uint8)], peer, 0) for peer, tensor in receives]
-        finally:  # an open group would collect all later calls of this process
-            if grouped:
-                works.append(torch_internals.end_coalescing(backend))
         return works[-1]
 
     def trouble(self) -> str | None:

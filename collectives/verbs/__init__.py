@@ -165,8 +165,9 @@ class Verbs:
         allreduce.
 
         In this rank's slices of shares(), `tensor` has the same bits as after allreduce with the same arguments. The rest of
-        `tensor` is undefined. Only the algorithms ring, rsag, direct and shared consist of such halves. If allreduce would run
-        another algorithm, the whole `tensor` is reduced.
+        `tensor` is undefined. Only the algorithms ring, rsag, direct and shared consist of such halves, and native with NCCL,
+        which may add in another order than in its allreduce. If allreduce would run another algorithm, the whole `tensor` is
+        reduced.
         """
         return self._engine.call(reductions.reduce_shares, tensor, tensor, op, prescale, postscale, async_op=async_op)
 
@@ -177,14 +178,17 @@ class Verbs:
         call = self._engine.prepared(reductions.reduce_shares, tensor, tensor, op, prescale, postscale)
         return PreparedOperation(self._engine, tensor, call)
 
-    def shares(self, numel: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[slice, ...], ...]:
+    def shares(
+        self, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> tuple[tuple[slice, ...], ...]:
         """Return, for each rank, the slices of a tensor of numel elements that are its share: reduce_shares reduces these
-        slices on that rank, and gather_shares copies them from that rank.
+        slices on that rank, and gather_shares copies them from that rank. device: of the tensor.
 
         The slices of a rank are in order, and all ranks have nearly equal numbers of elements. Not a collective call; the
         result is the same on all ranks.
         """
-        spans = self._engine.schedules.shares(numel, dtype.itemsize).spans
+        on_gpu = torch.device(device).type == "cuda"
+        spans = self._engine.schedules.shares(numel, dtype.itemsize, on_gpu=on_gpu).spans
         return tuple(tuple(slice(span.start, span.stop) for span in mine) for mine in spans)
 
     def gather_shares(self, tensor: Tensor, *, async_op: bool = False) -> Work:

@@ -160,4 +160,4 @@ def _shares_of(engine: Engine, tensor: Tensor) -> Shares:
     """Return the ranks' shares of a tensor. Raises TypeError or ValueError for one that cannot be reduced."""
     arguments.check_written(engine, tensor)
     check_dtype(engine.rank, tensor.dtype)
-    return engine.schedules.shares(tensor.numel(), tensor.element_size())
+    return engine.schedules.shares(tensor.numel(), tensor.element_size(), on_gpu=tensor.is_cuda)

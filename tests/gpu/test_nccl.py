@@ -28,9 +28,7 @@ def enqueued() -> list[str]:
         calls: dict[str, Callable[[], Work]] = {
             "allreduce": lambda: comm.allreduce(tensor, "average", async_op=True),
             "allreduce of minima": lambda: comm.allreduce(tensor, "min", async_op=True),
-            "allreduce of scaled numbers": lambda: comm.allreduce(
-                tensor, prescale=2.0, postscale=0.5, async_op=True
-            ),
+            "allreduce of scaled numbers": lambda: comm.allreduce(tensor, prescale=2.0, postscale=0.5, async_op=True),
             "grouped allreduce": lambda: comm.grouped_allreduce([tensor, late, result], async_op=True),
             "allreduce of codes": lambda: comm.allreduce(tensor, compression="fp16", async_op=True),
             "reduce": lambda: comm.reduce(tensor, 0, async_op=True),

@@ -38,14 +38,15 @@ _FOLDS: dict[Any, Callable[[Tensor], Tensor]] = {
 class Nccl:
     """Notes the calls; those of `blocked` wait until they may go on."""
 
-    def __init__(self, blocked: str = "", refused: int = -1) -> None:
+    def __init__(self, blocked: str = "", refused: int = -1, rank: int = RANK) -> None:
+        self._rank = rank
         self.calls: list[str] = []
         self.threads: list[int] = []
         self.blocked, self.may_go_on = blocked, threading.Event()
         self._refused = refused  # the number of the message that is refused
 
     def rank(self) -> int:
-        return RANK
+        return self._rank
 
     def size(self) -> int:
         return SIZE
@@ -106,12 +107,12 @@ class Nccl:
 
     def reduce(self, tensors: list[Tensor], options: Any) -> None:
         self._called("reduce", options)
-        if options.rootRank == RANK:
+        if options.rootRank == self._rank:
             tensors[0].copy_(_FOLDS[options.reduceOp.op](tensors[0]))
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: Any) -> None:
         self._called("reduce_scatter", options)
-        output.copy_(_FOLDS[options.reduceOp.op](source.view(SIZE, -1)[RANK]))
+        output.copy_(_FOLDS[options.reduceOp.op](source.view(SIZE, -1)[self._rank]))
 
     def reduce_scatter(self, outputs: list[Tensor], sources: list[list[Tensor]], options: Any) -> None:
         self._called("reduce_scatter of unequal parts", options)
@@ -162,7 +163,7 @@ def over(nccl: Nccl, timeout_s: float = 10.0) -> ProcessGroupTransport:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_internals, "nccl_backend", lambda *_: nccl)
         hosts = (tuple(range(SIZE)),)
-        return ProcessGroupTransport(Membership(RANK, SIZE, hosts, dist.HashStore(), ("cuda",), b""), timeout_s)
+        return ProcessGroupTransport(Membership(nccl.rank(), SIZE, hosts, dist.HashStore(), ("cuda",), b""), timeout_s)
 
 
 def ran(nccl: Nccl, operation: Operation, source: Tensor, destination: Tensor) -> None:
@@ -268,6 +269,26 @@ def test_verbs_that_move_any_dtype_are_one_call_of_nccl(
         call = call.replace(text, str(in_bytes))
     assert nccl.calls[1:] == [call]
     assert torch.equal(landed.view(torch.uint8), wanted.to(dtype).view(torch.uint8))
+
+
+@pytest.mark.parametrize(("numel", "rank"), [(0, 1), (2, 1), (2, 2), (6, 0), (8, 1), (8, 2)])
+@pytest.mark.parametrize(("op", "dtype"), [("average", torch.float32), ("sum", torch.int16), ("max", torch.bfloat16)])
+def test_the_halves_of_an_allreduce_are_one_group_on_the_equal_parts_and_on_the_rest(
+    numel: int, rank: int, op: str, dtype: torch.dtype
+) -> None:
+    tensor, each = torch.arange(numel).to(dtype), numel // SIZE
+    own = slice(rank * each, numel if rank == SIZE - 1 else (rank + 1) * each)
+    factor = SIZE if op == "sum" else 1
+    for verb, names in (("reduce_shares", ["reduce_scatter", "reduce"]), ("gather_shares", ["allgather", "broadcast"])):
+        nccl, shared = Nccl(rank=rank), tensor.clone()
+        ran(nccl, Operation(verb, "native", dtype, "cuda", numel, op), shared, shared)
+        parts = [name for name, length in zip(names, (each, numel % SIZE), strict=True) if length]
+        grouped = ["start", *parts, "end"] if len(parts) == 2 else parts
+        assert [call.removesuffix(" from 2") for call in nccl.calls[1:]] == grouped
+        if verb == "reduce_shares":
+            assert torch.equal(shared[own], tensor[own] * factor)
+        else:
+            assert torch.equal(shared[: SIZE * each], tensor[rank * each : (rank + 1) * each].repeat(SIZE))
 
 
 def test_a_barrier_is_a_reduction_which_blocks_no_host() -> None:

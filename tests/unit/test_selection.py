@@ -79,6 +79,9 @@ def test_a_link_may_prefer_another_algorithm_for_cuda_tensors() -> None:
     assert schedules.choose("allreduce", "auto", 64, on_gpu=True) == "native"
     assert schedules.choose("allreduce", "rsag", 64, on_gpu=True) == "rsag"
     assert schedules.choose_for_codec(Float16(), "auto", 64, with_feedback=False, on_gpu=True) == "native"
+    shares = schedules.shares(8, 4, on_gpu=True)
+    assert (shares.algorithm, [span.length for (span,) in shares.spans]) == ("native", [2, 2, 4])
+    assert schedules.shares(8, 4).algorithm == "ring"
     schedules.by_hand = frozenset({"allreduce"})
     assert schedules.choose("allreduce", "auto", 64, on_gpu=True) == "ring"
 

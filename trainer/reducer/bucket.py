@@ -76,7 +76,7 @@ class Bucket:
             values = zeros_for(communicator, plan.numel, dtype, device)
             self.buffer = PlainBuffer(setup, values, kind.codec(dtype))
         self.memory = self.buffer.values.to(dtype)
-        self.shares = communicator.shares(self.memory.numel(), dtype) if setup.in_shares else ()
+        self.shares = communicator.shares(self.memory.numel(), dtype, device) if setup.in_shares else ()
         self._rank = communicator.rank
         others = [parts for rank, parts in enumerate(self.shares) if rank != self._rank]
         self._of_others = [self.memory[part] for parts in others for part in parts]
