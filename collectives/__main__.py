@@ -27,7 +27,7 @@ from gradwire.collectives.tuning.cost_model import TuningError
 _COMMANDS = {
     "info": "print versions, links, and the algorithm for each message size; under torchrun, those of all its ranks",
     "tune": "measure the links between the ranks, under torchrun, and write a file for COLLECTIVES_TUNING=FILE",
-    "precompile": "compile the CPU kernels now instead of in the first run",
+    "precompile": "compile the kernels now instead of in the first run",
 }
 
 #: How long the ranks of a command may take to find each other.

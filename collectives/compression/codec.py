@@ -258,16 +258,18 @@ class MatrixState(ABC):
 _SHAPE = (256, 256)
 
 
-def rehearse(codec: Codec | MatrixCodec, device: torch.device, *, with_feedback: bool) -> None:
-    """Call every kernel that a codec has for tensors on `device`. Nothing is sent."""
+def rehearse(
+    codec: Codec | MatrixCodec, device: torch.device, *, with_feedback: bool, dtype: torch.dtype = torch.float32
+) -> None:
+    """Call every kernel that a codec has for tensors on `device`. Nothing is sent. dtype: of gradients."""
     if isinstance(codec, MatrixCodec):
-        matrix = torch.zeros(_SHAPE, device=device, dtype=torch.float32)
+        matrix = torch.zeros(_SHAPE, device=device, dtype=dtype)
         for _ in codec.new_state([_SHAPE], device).exchange([matrix]):
             pass
         return
-    numbers = torch.zeros(1, dtype=torch.float32, device=device)
+    numbers = torch.zeros(1, dtype=dtype, device=device)
     wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
-    residual = numbers.clone() if with_feedback else None
+    residual = torch.zeros(1, dtype=torch.float32, device=device) if with_feedback else None
     codec.encode(numbers, wire, residual=residual, state=codec.new_state(1, device) if with_feedback else None)
     codec.encode(numbers, wire, residual=residual)
     codec.decode(wire, numbers)

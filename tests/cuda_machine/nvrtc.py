@@ -8,7 +8,7 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
-from gradwire.collectives.kernels.cuda.launch import OPTIONS, source
+from gradwire.collectives.kernels.cuda.compiling import OPTIONS, source
 
 
 class CompileError(Exception):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,25 @@ def test_in_a_graph(kernels: CudaKernels, codec: Codec) -> None:
             results.append([tensor.clone() for tensor in changed])
         assert all(torch.equal(replayed, done) for replayed, done in zip(*results, strict=True))
         assert out.any()
+
+
+@pytest.mark.timeout(400)
+def test_no_kernel_is_compiled_after_precompile(kernels: CudaKernels, tmp_path: Path) -> None:
+    """In later processes, with default settings."""
+    compiles = """if True:
+        import torch
+        from gradwire.collectives.precompile import precompile_codecs
+        precompile_codecs(torch.device("cuda", 0))"""
+    forbids = """if True:
+        from gradwire.collectives.kernels.cuda import compiling
+        compiling.compile_kernel = None"""
+    for script in (compiles, f"{forbids}\n{compiles}"):
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=190
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.rglob("*.cubin"))
 
 
 def test_on_the_current_stream(kernels: CudaKernels) -> None:

@@ -19,7 +19,7 @@ from gradwire.collectives.compression.registry import CODECS, make_codec
 from gradwire.collectives.diagnostics.timeline import Timeline
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.prepared import PreparedCall
-from gradwire.collectives.kernels.cpu import library
+from gradwire.collectives.kernels.files import KernelFiles
 from gradwire.collectives.reduction import DTYPES
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.transports.base import Transport
@@ -46,15 +46,15 @@ def prepared_inside_operations() -> list[str]:
 
         return noted
 
-    kept = library._kept
+    kept = KernelFiles.kept
 
-    def noted_kept(file: str) -> Any:  # every kernel looks first whether it is kept
+    def noted_kept(self: KernelFiles, file: str) -> Any:  # every kernel looks first whether it is kept
         if (call := getattr(running, "call", None)) is not None:
             found.append(call)
-        return kept(file)
+        return kept(self, file)
 
     Operations._take_turn = noting(Operations._take_turn)  # type: ignore[method-assign]
-    library._kept = noted_kept
+    KernelFiles.kept = noted_kept  # type: ignore[method-assign]
     return found
 
 

@@ -17,8 +17,10 @@ from gradwire.collectives.compression.codec import NUMBERS, Codec
 from gradwire.collectives.compression.dense import Dense, Int8
 from gradwire.collectives.compression.sparse import ChunkTopK, RandomK, Sparse, TopK
 from gradwire.collectives.kernels.cuda import launch as cuda
+from gradwire.collectives.kernels.cuda.compiling import compile_kernel as compile_by_cupy
+from gradwire.collectives.kernels.cuda.compiling import source
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels, TorchKernels, cuda_kernels
-from gradwire.collectives.kernels.cuda.launch import CupyLaunch, source
+from gradwire.collectives.kernels.cuda.launch import CupyLaunch
 from tests.cuda_machine import MachineLaunch, Order
 from tests.cuda_machine.cases import CHUNKED, CODECS, DENSE, KINDS, SPARSE, SPARSE_NUMELS, check
 from tests.cuda_machine.matrices import KINDS as MATRICES
@@ -176,16 +178,16 @@ def test_every_kernel_compiles_without_a_warning(architecture: str) -> None:
 
 def test_cupy_compiles_the_same() -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
-    code, name = cuda.compile_kernel(nvrtc, "quantize", "encode<Int8<256, false>, true>", "sm_80")
+    code, name = compile_by_cupy(nvrtc, "quantize", "encode<Int8<256, false>, true, float>", "sm_80")
     assert len(code) > 1000
     assert "encode" in name
     with pytest.raises(RuntimeError, match="no_such_codec"):
-        cuda.compile_kernel(nvrtc, "quantize", "encode<no_such_codec, true>", "sm_80")
+        compile_by_cupy(nvrtc, "quantize", "encode<no_such_codec, true, float>", "sm_80")
 
 
 def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And compiles once for each device, and makes the context of a thread that has none."""
-    compiled, launched, contexts = [], [], [0]
+    """And loads a kernel once for each device, and makes the context of a thread that has none."""
+    loaded, launched, contexts = [], [], [0]
 
     class Module:
         def load(self, code: bytes) -> None:
@@ -200,19 +202,18 @@ def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -
         content = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value or 0, 2)
         launched.append((*function, sizes, stream, content, extra))
 
-    def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
-        compiled.append((family, kernel, architecture))
+    def code_of(cupy: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
+        loaded.append((family, kernel, architecture))
         return architecture.encode(), kernel.upper()
 
     cupy = SimpleNamespace(
         cuda=SimpleNamespace(
-            nvrtc=None,
             function=SimpleNamespace(Module=Module),
             driver=SimpleNamespace(launchKernel=launch_kernel, ctxGetCurrent=lambda: contexts[-1]),
             runtime=SimpleNamespace(free=lambda address: contexts.append(1)),
         )
     )
-    monkeypatch.setattr(cuda, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(cuda, "code_of", code_of)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
@@ -222,7 +223,7 @@ def test_cupy_launches_on_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch) -
     launch = CupyLaunch(cupy)
     for device, _ in calls:
         launch("sparse", "mark", 5, bytes([device, 2]), [SimpleNamespace(device=torch.device("cuda", device))])
-    assert compiled == [("sparse", "mark", "sm_90"), ("sparse", "mark", "sm_91")]
+    assert loaded == [("sparse", "mark", "sm_90"), ("sparse", "mark", "sm_91")]
     assert len(contexts) == 2
     assert launched == [
         (f"sm_9{device}".encode(), "MARK", [5, 1, 1, 256, 1, 1, 0], stream, bytes([device, 2]), 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gradwire import collectives
-from gradwire.collectives.kernels.cpu import library
+from gradwire.collectives.kernels import files
 from tests.harness import wide, wide_rows
 from tests.interpreter import python
 
@@ -81,6 +81,31 @@ function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6, ctypes.c_floa
 assert function(1, 10, 100, 1000, 10000, 100000, 1.5) == 654321 + 3
 """
 
+#: Loads a kernel for a GPU with a compiler that counts its calls.
+CUDA = """
+import hashlib
+import sys
+from types import SimpleNamespace
+
+from gradwire.collectives.kernels.cuda.compiling import code_of
+
+compiled = []
+nvrtc = SimpleNamespace(
+    NVRTCError=RuntimeError,
+    getVersion=lambda: (13, 0),
+    createProgram=lambda source, *rest: source,
+    addNameExpression=lambda program, kernel: compiled.append(kernel),
+    compileProgram=lambda program, options: None,
+    getCUBIN=lambda program: hashlib.sha256(program.encode()).digest() + b"\\0\\1",
+    getLoweredName=lambda program, kernel: "_Z" + kernel,
+    destroyProgram=lambda program: None,
+)
+cupy = SimpleNamespace(__version__=sys.argv[2], cuda=SimpleNamespace(nvrtc=nvrtc))
+code, name = code_of(cupy, "quantize", "encode<Int8<256, false>, true, float>", sys.argv[1])
+assert code.endswith(b"\\0\\1") and name == "_Zencode<Int8<256, false>, true, float>"
+print(len(compiled), code.hex())
+"""
+
 ALLOCATES = """
 from gradwire.collectives.kernels.cpu.library import kernel
 
@@ -133,7 +158,7 @@ def test_what_cannot_be_kept_is_compiled_all_the_same(kernels: Path, tmp_path: P
     nowhere = tmp_path / "nowhere"
     nowhere.touch()
     if kind == "no folder":
-        (kernels / "__pycache__").touch()
+        (kernels.parent / "__pycache__").touch()
     without = {"HOME": str(nowhere), "XDG_CACHE_HOME": str(nowhere), "NUMBA_CACHE_DIR": str(nowhere)}
     done = ask(kernels, 41, kind, **without)
     assert done.stdout == "41 True\n"
@@ -159,15 +184,40 @@ def test_what_calls_into_an_edited_file_is_compiled_anew(kernels: Path, tmp_path
 
 @pytest.mark.parametrize("damage", [lambda code: code[:-1] + b"?", *wide(lambda code: b"")])
 def test_a_damaged_file_is_replaced(kernels: Path, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    """A kernel whose file is empty, cut off or altered, for example after a loss of power, is compiled again."""
+    """A kernel whose file is empty, cut off or altered, for example after a loss of power, is compiled again. So is one that
+    another user has written, who could make this user execute it."""
     kept = tmp_path / "kept"
     ask(kernels, 41, NUMBA_CACHE_DIR=str(kept))
-    (file,) = kept.rglob("twice.*.o")
+    (file,), (other,) = kept.rglob("twice.*.o"), kept.rglob("ask.*.o")
     code = file.read_bytes()
     file.write_bytes(damage(code))
+    if os.geteuid() == 0:  # who alone gives files to others
+        os.chown(other, 12345, -1)
     for imports in (True, False):
         assert ask(kernels, 41, NUMBA_CACHE_DIR=str(kept)).stdout == f"41 {imports}\n"
     assert len(file.read_bytes()) == len(code)
+    assert other.stat().st_uid == os.geteuid()
+
+
+def test_kernels_for_gpus_are_kept(kernels: Path, tmp_path: Path) -> None:
+    """For each source, architecture and version of the compiler, and again if the file is damaged."""
+    kept = tmp_path / "kept"
+
+    def loaded(architecture: str = "sm_90", version: str = "14") -> tuple[int, str]:
+        done = run(kernels, CUDA, 0, architecture, version, NUMBA_CACHE_DIR=str(kept)).stdout
+        return int(done.split()[0]), done.split()[1]
+
+    first = loaded()
+    assert (first[0], loaded()) == (1, (0, first[1]))
+    assert loaded("sm_80")[0] == loaded(version="15")[0] == 1
+    for file in kept.rglob("*.cubin"):
+        file.write_bytes(file.read_bytes()[:-1])
+    assert (loaded(), loaded()) == (first, (0, first[1]))
+    with (kernels.parent / "cuda" / "codecs.cuh").open("a") as header:
+        header.write("// edited")
+    edited = loaded()
+    assert edited[0] == 1
+    assert edited[1] != first[1]
 
 
 def test_python_passes_integers_of_64_bits_and_floats_and_addresses_stay_valid(kernels: Path) -> None:
@@ -182,6 +232,6 @@ def test_what_is_kept_is_loaded_though_another_process_holds_the_lock() -> None:
     """A process can be stopped while it holds it, and everyone else would wait for as long as compiling may take."""
     load = "import torch; from gradwire.collectives.kernels import cpu_arithmetic; cpu_arithmetic(torch.float32)"
     subprocess.run([python(), "-c", load], check=True, timeout=110)
-    with Path(library.__file__).open() as lock:
+    with Path(files.__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run([python(), "-c", load], check=True, timeout=library.COMPILE_S - 10)
+        subprocess.run([python(), "-c", load], check=True, timeout=files.COMPILE_S - 10)

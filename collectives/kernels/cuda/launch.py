@@ -1,24 +1,17 @@
-"""The CUDA sources, and their compilation and launch by CuPy, on torch's current stream and memory."""
+"""Launches of kernels by CuPy, on torch's current stream and memory."""
 
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from gradwire.collectives.kernels.cuda.compiling import code_of
 from gradwire.collectives.torch_internals import current_stream_handle
-
-_FOLDER = Path(__file__).parent
-
-#: Round every operation separately, and keep denormals, so that a GPU and a CPU write the same bytes.
-OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 
 #: Threads of a block, in every kernel.
 THREADS = 256
@@ -43,16 +36,6 @@ def literal(flag: bool) -> str:
     return "true" if flag else "false"
 
 
-@cache
-def source(family: str) -> str:
-    """Return the text of `<family>.cu`, with every #include replaced by the header's text."""
-    return re.sub(r'#include "(.+)"', lambda include: _text(include[1]), _text(f"{family}.cu"))
-
-
-def _text(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
-
-
 #: The most bytes that the parameters of a kernel have.
 _PARAMETER_BYTES = 4096
 
@@ -68,7 +51,7 @@ class _Room(threading.local):
 
 
 class CupyLaunch:
-    """Launches kernels. Compiles a kernel at its first launch on a device."""
+    """Launches kernels. Loads a kernel, from the disk or compiled, at its first launch on a device."""
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
@@ -82,8 +65,8 @@ class CupyLaunch:
         with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
             function = self._functions.get((kernel, device))
             if function is None:
-                # If two threads compile it, both launch the first one's, since CuPy unloads what is dropped.
-                function = self._functions.setdefault((kernel, device), self._compile(family, kernel, device))
+                # If two threads load it, both launch the first one's, since CuPy unloads what is dropped.
+                function = self._functions.setdefault((kernel, device), self._load(family, kernel, device))
             if not self._driver.ctxGetCurrent():  # a thread that has used no GPU yet
                 self._cupy.cuda.runtime.free(0)
             room, stream = self._room, current_stream_handle(device)
@@ -91,26 +74,10 @@ class CupyLaunch:
             # CuPy's own call of a function takes longer, to find out what its arguments are.
             self._driver.launchKernel(function.ptr, grid, 1, 1, THREADS, 1, 1, 0, stream, room.address, 0)
 
-    def _compile(self, family: str, kernel: str, device: torch.device) -> Any:
-        """Compile a kernel. Do not use cupy.RawModule: it flushes denormals with any options."""
+    def _load(self, family: str, kernel: str, device: torch.device) -> Any:
+        """Load a kernel. Do not use cupy.RawModule: it flushes denormals with any options."""
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        code, name = compile_kernel(self._cupy.cuda.nvrtc, family, kernel, architecture)
+        code, name = code_of(self._cupy, family, kernel, architecture)
         module = self._cupy.cuda.function.Module()
         module.load(code)
         return module.get_function(name)
-
-
-def compile_kernel(nvrtc: Any, family: str, kernel: str, architecture: str) -> tuple[bytes, str]:
-    """Return the machine code of a kernel, and the kernel's name in it. nvrtc: cupy.cuda.nvrtc.
-
-    Raises RuntimeError with the compiler's message.
-    """
-    program = nvrtc.createProgram(source(family), f"{family}.cu", (), ())
-    try:
-        nvrtc.addNameExpression(program, kernel)
-        nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
-        return nvrtc.getCUBIN(program), nvrtc.getLoweredName(program, kernel)
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"{family}.cu, {kernel}: {nvrtc.getProgramLog(program)}") from error
-    finally:
-        nvrtc.destroyProgram(program)
