@@ -96,6 +96,7 @@ class CompressionHook:
         self._numbers: dict[Tensor, int] = {}
         self._described: list[tuple[str, list[int]]] = []
         self._encodings: list[Encoding | None] = []
+        self._dtypes: list[torch.dtype] = []
         self._chosen: set[int] = set()  # the parameters whose compression predictions choose
         self._choice: Choice | None = None
         self._exchanged: list[PlainBuffer] = []  # in the last step, if the times are wanted
@@ -265,6 +266,7 @@ class CompressionHook:
         if number == len(self._numbers):
             name = self._name(number, parameter, self._described)
             self._encodings.append(_in_buffers(self._policy.encoding(name, parameter), parameter.dtype))
+            self._dtypes.append(parameter.dtype)
             if self._policy.is_chosen(name, parameter):
                 self._chosen.add(number)
             self._numbers[parameter] = number
@@ -327,7 +329,8 @@ class CompressionHook:
         encoding = self._encodings[members[0]]
         assert encoding is not None
         shapes = [self._described[number][1] for number in members]
-        buffer = buffer_for(encoding)(self._open(), encoding, packed(members, shapes), shapes, device, members[0])
+        kind = device, self._dtypes[members[0]]
+        buffer = buffer_for(encoding)(self._open(), encoding, packed(members, shapes), shapes, *kind, members[0])
         self._coded[members] = buffer
         return buffer
 

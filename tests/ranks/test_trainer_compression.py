@@ -273,19 +273,32 @@ def test_what_is_not_finite_reaches_every_rank(name: Compressor, value: float) -
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["onebit", "powersgd"])
+@pytest.mark.parametrize("name", ["onebit", "int8", "topk", "powersgd"])
 @on_ranks(2)
-def test_other_dtypes(name: Compressor) -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        model = Ladder().to(dtype)
-        optimizer = optimizer_of(model, name)
-        for step in range(3):
+def test_other_dtypes(name: str) -> None:
+    """The codes and residuals are those of the same numbers as float32, and the results are rounded to the gradients' dtype."""
+    shapes = (80, 64), (96, 64), (64, 128)
+    drawn = torch.Generator().manual_seed(hvd.rank())
+    given = [[torch.randint(-9, 9, shape, generator=drawn) / 8 for shape in shapes] for _ in range(3)]
+
+    def exchanged(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        optimizer = distributed(parameters, compression=ErrorFeedback(name))
+        found = []
+        for step in given:
             optimizer.zero_grad()
-            torch.stack([((1 + hvd.rank() + step) * p * p.detach()).sum() for p in model.parameters()]).sum().backward()
-            optimizer.step()
-        assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
-        assert_same_on_all_ranks([p.detach().view(torch.uint8) for p in model.parameters()])
+            torch.stack([(p * g).sum() for p, g in zip(parameters, step, strict=True)]).sum().backward()
+            found += copies(p.grad for p in parameters if p.grad is not None)
+        residuals = [state["tensors"]["worker"] for state in optimizer.state_dict()["gradwire"]["buckets"]]
         optimizer.close()
+        return found, residuals
+
+    expected, kept = exchanged(torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        found, residuals = exchanged(dtype)
+        assert_equal(found, [each.to(dtype) for each in expected])
+        assert_equal(residuals, kept)
+        assert_same_on_all_ranks([each.view(torch.uint8) for each in found])
 
 
 @on_ranks(2)

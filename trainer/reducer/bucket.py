@@ -71,7 +71,7 @@ class Bucket:
         device, dtype = held[0].device, held[0].dtype
         if isinstance(kind, Encoding):
             shapes = list(map(_shape_in_memory, held))
-            self.buffer: PlainBuffer = buffer_for(kind)(setup, kind, plan, shapes, device, number)
+            self.buffer: PlainBuffer = buffer_for(kind)(setup, kind, plan, shapes, device, dtype, number)
         else:
             values = zeros_for(communicator, plan.numel, dtype, device)
             self.buffer = PlainBuffer(setup, values, kind.codec(dtype))

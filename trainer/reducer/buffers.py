@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import PreparedOperation, Work
-from gradwire.collectives.compression.codec import Codec, MatrixCodec, rehearse
+from gradwire.collectives.compression.codec import NUMBERS, Codec, MatrixCodec, rehearse
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.compression import Encoding
@@ -123,10 +123,11 @@ class PlainBuffer(OperationChain):
 
 
 class CodedBuffer(PlainBuffer):
-    """Exchanges float32 numbers as codes, after a warm-up in which they are uncompressed, and keeps the residuals.
+    """Exchanges numbers as codes, after a warm-up in which they are uncompressed, and keeps the residuals, which are float32.
 
-    plan: the places of the gradients; a parameter's index in it is its slot. shapes: by slot, in the order of memory. number:
-    differs between the buffers of one exchange.
+    plan: the places of the gradients; a parameter's index in it is its slot. shapes: by slot, in the order of memory. dtype:
+    that of the gradients; the values have it too, unless no codec takes it: they are float32 then. number: differs between the
+    buffers of one exchange.
     """
 
     def __init__(
@@ -136,9 +137,11 @@ class CodedBuffer(PlainBuffer):
         plan: BucketPlan,
         shapes: Sequence[Sequence[int]],
         device: torch.device,
+        dtype: torch.dtype,
         number: int,
     ) -> None:
-        super().__init__(combination, torch.zeros(plan.presence_offset, device=device, dtype=torch.float32))
+        dtype = dtype if dtype in NUMBERS else torch.float32
+        super().__init__(combination, torch.zeros(plan.presence_offset, device=device, dtype=dtype))
         self.codec = encoding.codec
         self.items = plan.items
         self.shard_start = 0
@@ -180,6 +183,10 @@ class CodedBuffer(PlainBuffer):
     def residual(self) -> Tensor:
         """Return this rank's residuals: the errors that error feedback has not yet added to the values."""
 
+    def _no_residual(self) -> Tensor:
+        """Return a zero for each of the values."""
+        return torch.zeros_like(self.values, dtype=torch.float32)
+
     @abstractmethod
     def _codec_states(self) -> list[Exported]:
         """Return the codec's state summed over all ranks, by slot. Collective."""
@@ -213,7 +220,7 @@ class CodedBuffer(PlainBuffer):
 
     def add_unused(self, slot: int) -> None:
         """Add a result that no gradient gets to the residual. NaN and Inf become zero, since they would stay there for ever."""
-        result = self.values[self.spans[slot]]
+        result = self.values[self.spans[slot]].to(torch.float32)
         self.add_exported(slot, {"residual": result.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)})
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,12 +281,12 @@ class CodecBuffer(CodedBuffer):
 
     def residual(self) -> Tensor:
         feedback = self._feedback
-        return torch.zeros_like(self.values) if feedback is None else feedback.unsent_error(self.combination.inputs)
+        return self._no_residual() if feedback is None else feedback.unsent_error(self.combination.inputs)
 
     def _codec_states(self) -> list[Exported]:
         states: list[Exported] = [{} for _ in self.items]
         for name in self._codec.remembers:
-            total = torch.zeros_like(self.values)
+            total = self._no_residual()
             for start, state in self._states():
                 total[start : start + state[name].numel()].copy_(state[name])
             self.combination.communicator.allreduce(total, Sum)
@@ -338,7 +345,7 @@ class MatrixBuffer(CodedBuffer):
         return {slot: kept for slot, kept in found.items() if kept is not None}
 
     def residual(self) -> Tensor:
-        total = torch.zeros_like(self.values)
+        total = self._no_residual()
         for slot, (error, _) in self.with_feedback.items():
             total[self.spans[slot]].copy_(error.view(-1))
         return total
@@ -359,7 +366,7 @@ class MatrixBuffer(CodedBuffer):
 
     def tensors(self) -> dict[str, Tensor]:
         known = self.with_feedback
-        found = {"worker": self.residual(), "owner": self.values.new_empty(0)} if known else {}
+        found = {"worker": self.residual(), "owner": self._no_residual()[:0]} if known else {}
         return found | {f"{name}.{slot}": x for slot, (_, state) in known.items() for name, x in state.items()}
 
     def _load(self, saved: dict[str, Tensor]) -> None:

@@ -209,5 +209,5 @@ def _compression_error(buckets: Sequence[Bucket]) -> float | None:
     for bucket in buckets:
         if bucket.coded is not None and (residual := bucket.coded.tensors().get("worker")) is not None:
             lost += float(residual.norm()) ** 2
-            exchanged += float(bucket.coded.values.norm()) ** 2
+            exchanged += float(bucket.coded.values.norm(dtype=torch.float32)) ** 2
     return math.sqrt(lost / exchanged) if exchanged else None

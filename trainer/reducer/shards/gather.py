@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.collectives.compression.codec import Codec, rehearse, rounding_seed
+from gradwire.collectives.compression.codec import NUMBERS, Codec, rehearse, rounding_seed
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.compression import Cast, Compressor, Encoding, encoding_for, encoding_of
 from gradwire.trainer.reducer.setup import Combination
@@ -141,7 +141,8 @@ class CodedShardGather(ShardGather):
         super().__init__(bucket, shards, flat, combination)
         self._shares = [[self._flat[part] for part in parts] for parts in bucket.shares]
         self._lengths = [sum(part.numel() for part in parts) for parts in self._shares]
-        self._numbers = torch.empty(max(self._lengths), dtype=torch.float32, device=flat.device)
+        dtype = flat.dtype if flat.dtype in NUMBERS else torch.float32
+        self._numbers = torch.empty(max(self._lengths), dtype=dtype, device=flat.device)
         if self._encoding is not None and isinstance(self._encoding.codec, Codec):
             rehearse(self._encoding.codec, flat.device, with_feedback=False)  # compiles now, not in the first step
 
@@ -182,7 +183,7 @@ class CodedShardGather(ShardGather):
         codes = [torch.empty(codec.wire_bytes(each), dtype=torch.uint8, device=device) for each in self._lengths]
         mine = torch.empty_like(codes[rank])
         if self._lengths[rank]:
-            numbers = torch.cat(self._shares[rank]).to(torch.float32)
+            numbers = torch.cat(self._shares[rank]).to(self._numbers.dtype)
             codec.encode(numbers, mine, seed=rounding_seed(step, rank, 0, 0, _SHOT, self._number))
         self._traffic.count(sent=self._traffic.gathered_bytes(mine.numel()))
         self._communicator.allgather(codes, mine)
