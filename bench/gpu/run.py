@@ -47,13 +47,13 @@ from gradwire.bench.workloads.loop import choose_device, share_cores
 
 RATE = "10gbit"
 SECONDS = 300.0
-TURNS_SHARE = 0.25
-"""The share of the time that the turns of `step`, and as many those of `hosts`, may take."""
+TURNS_SHARE = 0.2
+"""The share of the time that the turns of `step` may take, and those of `hosts` as well."""
+LAST_PARTS_S = 70.0
+"""What the parts after `hosts` may take."""
 TIMEOUT_S = 60.0
 LAUNCHED = ("TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_")
 """How the variables begin with which a launcher describes this process, not those that it starts."""
-NO_NAMESPACES = 2
-"""The exit code of `bench hosts` if the hosts cannot be set up."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Run:
     ends_s: float
 
     def left_s(self) -> float:
-        return max(1.0, self.ends_s - time.monotonic())
+        return max(30.0, self.ends_s - time.monotonic())
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -105,10 +105,20 @@ def step(run: Run) -> Outcome:
 
 def between_hosts(run: Run) -> Outcome:
     """Run `step` on two simulated hosts. If they cannot be made, a line says why."""
-    seconds = run.left_s() / 2
+    seconds = max(LAST_PARTS_S, run.left_s() - LAST_PARTS_S)
     cluster = ["hosts", "--hosts", "2", "--ranks", "2", "--rate", RATE, "--deadline-s", f"{seconds:.0f}", "--"]
     arguments = ["gpu", "--parts", "step", "--device", run.chosen.device, "--seconds", f"{run.chosen.seconds:.0f}"]
-    return started([*cluster, *arguments], "between hosts", seconds)
+
+    def begin() -> Outcome:
+        try:
+            hosts.check_machine()
+            with hosts.Cluster(2, RATE):
+                pass
+        except hosts.HostsError as error:
+            return Outcome([f"# between hosts: not measured: {error}"])
+        return started([*cluster, *arguments], "between hosts", seconds)
+
+    return on_rank_0(begin)
 
 
 def nccl(run: Run) -> Outcome:
@@ -121,18 +131,20 @@ def nccl(run: Run) -> Outcome:
         return Outcome(["# NCCL: not measured: this build of torch has none"])
     if run.chosen.backend == "nccl":  # this process is alone, or each rank has a GPU of its own
         return measure_verbs(run.device)
-    return started(["gpu", "--backend", "nccl", "--parts", "call,nccl"], "NCCL", run.left_s() / 2)
+    alone = ["gpu", "--backend", "nccl", "--parts", "call,nccl"]
+    return on_rank_0(partial(started, alone, "NCCL", run.left_s()))
 
 
-def started(arguments: Sequence[str], what: str, seconds: float) -> Outcome:
-    """Run a benchmark in processes of its own, from rank 0 while the others wait, and return its results on all ranks."""
-    outcome = _started(arguments, what, seconds) if hvd.rank() == 0 else None
+def on_rank_0(begin: Callable[[], Outcome]) -> Outcome:
+    """Return on all ranks what a function returns on rank 0, for whose processes the others wait."""
+    outcome = begin() if hvd.rank() == 0 else None
     dist.barrier()  # torch's deadline is longer than TIMEOUT_S
     received: Outcome = hvd.broadcast_object(outcome)
     return received
 
 
-def _started(arguments: Sequence[str], what: str, seconds: float) -> Outcome:
+def started(arguments: Sequence[str], what: str, seconds: float) -> Outcome:
+    """Run a benchmark in processes of its own, and return its results. They print what they have measured."""
     outer = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.json")
@@ -146,8 +158,6 @@ def _started(arguments: Sequence[str], what: str, seconds: float) -> Outcome:
         result: dict[str, Any] = {"meta": {"goals": [], "wrong": []}, "rows": []}
         if path.exists():
             result = json.loads(path.read_text())
-    if code == NO_NAMESPACES and not result["rows"]:
-        return Outcome([f"# {what}: not measured: {said}"])
     goals = [Goal(**{name: goal[name] for name in Goal.__dataclass_fields__}) for goal in result["meta"]["goals"]]
     wrong = result["meta"]["wrong"]
     if code != 0 and not wrong:

@@ -20,13 +20,13 @@ run() { # NAME SECONDS COMMAND...
     shift 2
     timeout --kill-after 10 "$limit" "$@" >"$folder/$name.txt" 2>&1
     code=$?
-    tail -n 100 "$folder/$name.txt"
+    tail -n 60 "$folder/$name.txt"
     echo "== $name: exit code $code (124: it had not ended after $limit s)"
     [ "$code" -eq 0 ] || failed=1
 }
 
 failed=0
-run tests 190 "$python" -m pytest tests/gpu -q -ra -n 6 --dist worksteal --durations 10 -p no:cacheprovider
+run tests 190 "$python" -m pytest tests/gpu -v -ra -n 6 --dist worksteal --durations 10 -p no:cacheprovider
 run bench 330 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     -m gradwire.bench gpu --json "$folder/gpu.json"
 exit "$failed"

@@ -1,11 +1,14 @@
 """The benchmark of GPUs: what it reads in a profiler's trace, how long it runs, and what it calls wrong or reached."""
 
+import shutil
+import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gradwire.bench.gpu import run
 from gradwire.bench.gpu.outcome import Goal
 from gradwire.bench.gpu.overlap import BACKWARD, STEP, overlap
 from gradwire.bench.gpu.scale import SCALES
@@ -91,3 +94,9 @@ def test_what_is_wrong_and_what_is_reached() -> None:
     for change in ({"replicas_identical": False}, {"loss": float("nan")}, {"loss": 5.0}):
         assert len(wrong_of([replace(rows[0], **change), *rows[1:]])) == 1
     assert not Goal("a share", 0.7, 0.8, at_least=True).is_reached
+
+
+def test_a_part_that_dies_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    outcome = run.started(["gpu"], "NCCL", 60)
+    assert (outcome.rows, len(outcome.wrong)) == ([], 1)
