@@ -228,7 +228,8 @@ _IN_TURN = threading.Lock()
 
 
 def nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group, unknown to torch.distributed, for CUDA tensors, as the backend "nccl" makes it with this timeout."""
+    """Return a group, unknown to torch.distributed, for CUDA tensors, as the backend "nccl" makes it with this timeout. torch's
+    threads end its operations, because no others look at them."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     backend = left_to_parent(dist.ProcessGroupNCCL(store, rank, size, options))
