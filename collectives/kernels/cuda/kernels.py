@@ -25,7 +25,7 @@ class CudaKernels(Quantizers, SparseKernels, MatrixKernels):
 
 
 class TorchKernels:
-    """The functions of CudaKernels in plain torch. They write the same bytes more slowly, and may make the host wait."""
+    """The functions of CudaKernels in plain torch. They write the same bytes more slowly. The host waits for none either."""
 
     def __getattr__(self, function: str) -> Callable[..., None]:
         module = next((module for module in (quantize, sparse) if hasattr(module, function)), matrices)

@@ -24,30 +24,43 @@ def _one_nan(numbers: Tensor) -> Tensor:
     return torch.where(numbers.isnan(), torch.full_like(numbers, float("nan")), numbers)
 
 
-def write_entries(wire: Tensor, entries: int, indices: Tensor, values: Tensor) -> None:
-    """Write indices and values into a wire that has room for `entries` entries."""
+def _write_entries(wire: Tensor, entries: int, c: Tensor, sent: Tensor) -> None:
+    """Write the indices and numbers that a mask selects into a wire that has room for `entries` of them."""
     wire.zero_()
     section = pad16(4 * entries)
-    wire[:section].view(torch.int32)[: len(indices)] = indices.to(torch.int32)
-    wire[section:].view(torch.float32)[: len(values)] = _one_nan(values)
+    places = torch.where(sent, sent.cumsum(0) - 1, entries)  # those that are not sent are written behind the others
+    indices = torch.arange(len(c), dtype=torch.int32, device=c.device)
+    for part, content in (
+        (wire[:section].view(torch.int32), indices),
+        (wire[section:].view(torch.float32), _one_nan(c)),
+    ):
+        part[:entries] = part.new_zeros(entries + 1).scatter_(0, places, content)[:entries]
 
 
-def read_entries(wire: Tensor, entries: int, count: int) -> tuple[Tensor, Tensor]:
+def _read_entries(wire: Tensor, entries: int) -> tuple[Tensor, Tensor]:
     section = pad16(4 * entries)
-    return wire[:section].view(torch.int32)[:count].to(torch.int64), wire[section:].view(torch.float32)[:count]
+    return wire[:section].view(torch.int32)[:entries].to(torch.int64), wire[section:].view(torch.float32)[:entries]
 
 
-def put_entries(out: Tensor, indices: Tensor, values: Tensor, add: bool, scale: float) -> None:
+def _put_entries(
+    out: Tensor, indices: Tensor, values: Tensor, add: bool, scale: float, wanted: Tensor | None = None
+) -> None:
+    """Write or add values * scale at their indices. wanted: a mask of the entries that count; None for all."""
     if not add:
         out.zero_()
-    out[indices] += values * scale
+    if wanted is None:
+        out[indices] += values * scale
+    else:  # the others are written behind the numbers
+        numel = out.numel()
+        room = torch.nn.functional.pad(out, (0, 1))
+        room[torch.where(wanted, indices, numel)] += values * scale
+        out.copy_(room[:numel])
 
 
-def keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
-    """Set the residual to c, with 0 for the numbers that were sent or are not finite."""
+def _keep_unsent(residual: Tensor | None, c: Tensor, sent: Tensor) -> None:
+    """Set the residual to c, with 0 for the numbers that were sent, by a mask, or are not finite."""
     if residual is not None:
-        residual.copy_(torch.where(c.isfinite(), c, torch.zeros_like(c)))
-        residual[sent] = 0
+        residual.copy_(torch.where(c.isfinite() & ~sent, c, torch.zeros_like(c)))
 
 
 #: The key of every NaN.
@@ -58,21 +71,26 @@ def _keys(numbers: Tensor) -> Tensor:
     return (numbers.view(torch.int32) & 0x7FFFFFFF).clamp(max=_NAN)
 
 
+def _at(indices: Tensor, numel: int) -> Tensor:
+    """Return a mask of numel numbers, True at the indices."""
+    return torch.zeros(numel, dtype=torch.bool, device=indices.device).index_fill_(0, indices, True)
+
+
 def _largest(numbers: Tensor, k: int) -> Tensor:
-    """Return the (k,) indices of the k largest keys, ascending."""
-    return _keys(numbers).sort(descending=True, stable=True).indices[:k].sort().values
+    """Return a mask of the k largest keys."""
+    return _at(_keys(numbers).sort(descending=True, stable=True).indices[:k], len(numbers))
 
 
 def topk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int) -> None:
     """Send exactly the k numbers with the largest magnitudes."""
     c = corrected(values, residual)
     sent = _largest(c, k)
-    write_entries(wire, k, sent, c[sent])
-    keep_unsent(residual, c, sent)
+    _write_entries(wire, k, c, sent)
+    _keep_unsent(residual, c, sent)
 
 
 def topk_decode(wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
-    put_entries(out, *read_entries(wire, k, k), add, scale)
+    _put_entries(out, *_read_entries(wire, k), add, scale)
 
 
 def dgc_encode(values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum: Tensor, decay: float) -> None:
@@ -83,9 +101,9 @@ def dgc_encode(values: Tensor, residual: Tensor, wire: Tensor, k: int, momentum:
     momentum.copy_(momentum * decay + values)
     c = residual + momentum
     sent = _largest(c, k)
-    write_entries(wire, k, sent, c[sent])
-    keep_unsent(residual, c, sent)
-    keep_unsent(momentum, torch.where(c.isfinite(), momentum, c), sent)
+    _write_entries(wire, k, c, sent)
+    _keep_unsent(residual, c, sent)
+    _keep_unsent(momentum, torch.where(c.isfinite(), momentum, c), sent)
 
 
 def threshold_encode(
@@ -100,25 +118,25 @@ def threshold_encode(
     zero bytes, and has k + slack entries.
     """
     c = corrected(values, residual)
-    keys = _keys(c)
-    reaching = keys >= _keys(tau) if tau is not None else torch.zeros_like(keys, dtype=torch.bool)
-    count = int(reaching.sum())
-    if tau is not None and float(tau) != 0 and abs(count - k) <= slack:
-        sent = reaching.nonzero().view(-1)
-        excess = torch.full_like(tau, count - k) / torch.full_like(tau, 8 * k) if k > 0 else torch.zeros_like(tau)
-        tau.mul_(1 + excess)
-    else:
-        sent = _largest(c, k)
-        if tau is not None and k > 0:
-            least = c[sent[keys[sent].argmin()]].abs()
-            tau.copy_(torch.where(least.isfinite(), least, torch.zeros_like(least)))
-    wire[:16].view(torch.int32).copy_(torch.tensor([len(sent), 0, 0, 0], dtype=torch.int32, device="cpu"))
-    write_entries(wire[16:], k + slack, sent, c[sent])
-    keep_unsent(residual, c, sent)
+    keys, sent = _keys(c), _largest(c, k)
+    if tau is not None and k > 0:
+        least = torch.where(sent, keys, _NAN).amin().view(torch.float32)
+        reaching = keys >= _keys(tau)
+        excess = reaching.sum() - k
+        selects = (_keys(tau) > 0) & (excess.abs() <= slack)
+        sent = torch.where(selects, reaching, sent)
+        adapted = tau * (1 + excess.to(torch.float32) / torch.full_like(tau, 8 * k))
+        tau.copy_(torch.where(selects, adapted, torch.where(least.isfinite(), least, 0.0)))
+    wire[:16].zero_()
+    wire[:4].view(torch.int32).copy_(sent.sum())
+    _write_entries(wire[16:], k + slack, c, sent)
+    _keep_unsent(residual, c, sent)
 
 
 def threshold_decode(wire: Tensor, out: Tensor, k: int, slack: int, add: bool, scale: float) -> None:
-    put_entries(out, *read_entries(wire[16:], k + slack, int(wire[:4].view(torch.int32))), add, scale)
+    indices, values = _read_entries(wire[16:], k + slack)
+    places = torch.arange(k + slack, dtype=torch.int32, device=wire.device)
+    _put_entries(out, indices, values, add, scale, places < wire[:4].view(torch.int32))
 
 
 def randomk_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
@@ -139,25 +157,26 @@ def randomk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: int
     c = corrected(values, residual)
     sent = randomk_indices(len(c), k, seed, c.device)
     wire.zero_()
-    wire.view(torch.float32)[:k] = (
-        c[sent] if c.isfinite().all() else torch.full((k,), float("nan"), device=c.device, dtype=torch.float32)
-    )
-    keep_unsent(residual, c, sent)
+    wire.view(torch.float32)[:k] = torch.where(c.isfinite().all(), c[sent], float("nan"))
+    _keep_unsent(residual, c, _at(sent, len(c)))
 
 
 def randomk_decode(wire: Tensor, out: Tensor, k: int, seed: int, add: bool, scale: float) -> None:
-    put_entries(out, randomk_indices(len(out), k, seed, out.device), wire.view(torch.float32)[:k], add, scale)
+    _put_entries(out, randomk_indices(len(out), k, seed, out.device), wire.view(torch.float32)[:k], add, scale)
 
 
 # chunktopk: the largest numbers of every chunk, as 12-bit indices and 2-bit codes.
 
 
-def _counts(numel: int, k: int) -> Tensor:
-    """Return (chunks,): how many numbers of each chunk are sent: k; in a shorter last chunk the same share, rounded up."""
-    lengths = torch.full((-(-numel // CHUNK),), CHUNK, dtype=torch.int64, device="cpu")
-    if numel % CHUNK:
-        lengths[-1] = numel % CHUNK
-    return -(-lengths * k // CHUNK)
+def _wanted(numel: int, k: int, device: torch.device) -> Tensor:
+    """Return (chunks, k): which entries of each chunk are used: all; in a shorter last chunk the same share, rounded up."""
+    lengths = (numel - torch.arange(0, numel, CHUNK, dtype=torch.int64, device=device)).clamp(max=CHUNK)
+    return torch.arange(k, dtype=torch.int64, device=device) < -(-lengths * k // CHUNK).unsqueeze(1)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """Return the number of bits before each code in its byte."""
+    return torch.arange(0, 8, 2, dtype=torch.int32, device=device)
 
 
 def _mean(magnitudes: Tensor, wanted: Tensor) -> Tensor:
@@ -194,16 +213,14 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
     c = corrected(values, residual)
     if numel == 0:
         return
-    blocks, counts = in_blocks(c, CHUNK), _counts(numel, k)
+    blocks, wanted = in_blocks(c, CHUNK), _wanted(numel, k, c.device)
     chunks = len(blocks)
     keys = _keys(blocks)
     keys.view(-1)[numel:] = -1
     largest = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
     unused = CHUNK  # sorts after all places
-    wanted = torch.arange(k, dtype=torch.int64, device="cpu") < counts.unsqueeze(1)
-    places = torch.where(wanted.to(largest.device), largest, unused).sort(dim=1).values
-    wanted = places < unused
-    places = torch.where(wanted, places, 0)
+    places_or_unused = torch.where(wanted, largest, unused).sort(dim=1).values
+    places = torch.where(wanted, places_or_unused, 0)
     sent = torch.where(wanted, blocks.gather(1, places), 0)
     mean = _mean(sent.abs(), wanted)
     reaches = wanted & (sent.abs() >= mean)
@@ -215,17 +232,15 @@ def chunktopk_encode(values: Tensor, residual: Tensor | None, wire: Tensor, k: i
     first, second = places.to(torch.int32)[:, 0::2], places.to(torch.int32)[:, 1::2]
     packed = torch.stack([first & 0xFF, first >> 8 | (second & 0xF) << 4, second >> 4], 2)
     index_bytes.copy_(packed.view(chunks, -1))
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=codes.device)
-    code_bytes.copy_((codes.view(chunks, -1, 4) << shifts).sum(2))
+    code_bytes.copy_((codes.view(chunks, -1, 4) << _shifts(codes.device)).sum(2))
     scale_bytes.copy_(scales.contiguous().view(torch.uint8).view(chunks, 4))
 
     if residual is not None:
         decoded = _values(codes, scales)
         lost = torch.where(decoded.isfinite(), sent - decoded, 0)
-        kept = torch.where(blocks.isfinite(), blocks, 0)
-        rows = torch.arange(chunks, device=places.device, dtype=torch.int64).unsqueeze(1).expand_as(places)
-        kept[rows[wanted], places[wanted]] = lost[wanted]
-        residual.copy_(kept.view(-1)[:numel])
+        kept = torch.nn.functional.pad(torch.where(blocks.isfinite(), blocks, 0), (0, 1))  # room for what is unused
+        kept.scatter_(1, places_or_unused, lost)
+        residual.copy_(kept[:, :CHUNK].reshape(-1)[:numel])
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
@@ -238,15 +253,15 @@ def chunktopk_decode(wire: Tensor, out: Tensor, k: int, add: bool, scale: float)
     numel = out.numel()
     if numel == 0:
         return
-    counts = _counts(numel, k)
-    index_bytes, code_bytes, scale_bytes = _sections(wire, len(counts), k)
-    triples = index_bytes.to(torch.int64).view(len(counts), -1, 3)
+    wanted = _wanted(numel, k, wire.device)
+    chunks = len(wanted)
+    index_bytes, code_bytes, scale_bytes = _sections(wire, chunks, k)
+    triples = index_bytes.to(torch.int64).view(chunks, -1, 3)
     first = triples[:, :, 0] | (triples[:, :, 1] & 0xF) << 8
     second = triples[:, :, 1] >> 4 | triples[:, :, 2] << 4
-    places = torch.stack([first, second], 2).view(len(counts), k)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=wire.device)
-    codes = (code_bytes.to(torch.int32).unsqueeze(2) >> shifts & 3).view(len(counts), k)
-    scales = scale_bytes.contiguous().view(torch.bfloat16).view(len(counts), 2)
-    wanted = (torch.arange(k, dtype=torch.int64, device="cpu") < counts.unsqueeze(1)).to(wire.device)
-    starts = torch.arange(len(counts), device=wire.device, dtype=torch.int64).unsqueeze(1) * CHUNK
-    put_entries(out, (places + starts)[wanted], _values(codes, scales)[wanted], add, scale)
+    places = torch.stack([first, second], 2).view(chunks, k)
+    codes = (code_bytes.to(torch.int32).unsqueeze(2) >> _shifts(wire.device) & 3).view(chunks, k)
+    scales = scale_bytes.contiguous().view(torch.bfloat16).view(chunks, 2)
+    starts = torch.arange(0, numel, CHUNK, device=wire.device, dtype=torch.int64).unsqueeze(1)
+    indices, values = (places + starts).view(-1), _values(codes, scales).view(-1)
+    _put_entries(out, indices, values, add, scale, wanted.view(-1))
