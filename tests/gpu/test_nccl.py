@@ -32,6 +32,8 @@ def enqueued() -> list[str]:
             "grouped allreduce": lambda: comm.grouped_allreduce([tensor, late, result], async_op=True),
             "allreduce of codes": lambda: comm.allreduce(tensor, compression="fp16", async_op=True),
             "reduce": lambda: comm.reduce(tensor, 0, async_op=True),
+            "reduce_shares": lambda: comm.reduce_shares(tensor, "average", async_op=True),
+            "gather_shares": lambda: comm.gather_shares(tensor, async_op=True),
             "reduce_scatter": lambda: comm.reduce_scatter(result, tensor, async_op=True),
             "broadcast": lambda: comm.broadcast(tensor, 0, async_op=True),
             "allgather": lambda: comm.allgather(result, tensor, async_op=True),
