@@ -22,6 +22,8 @@ from pathlib import Path
 
 from figure_views import DOCS, FOLDER, VIEWS, figures
 
+from gradwire.bench.results import commit
+
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w./-]+)+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 
@@ -103,8 +105,9 @@ def measure(name: str) -> None:
 
 
 def keep(name: str, written: Path) -> None:
-    """Keep what the command of a run has written, with its command."""
+    """Keep what the command of a run has written, with its command. A copy of this clone without git does not know its commit."""
     run = json.loads(written.read_text())
+    run["meta"]["commit"] = run["meta"]["commit"] or commit()
     for row in run["rows"]:
         row.pop("losses", None)  # of every step: long, and no page shows them
     for key, results in (("rows", run), ("speedups", run["meta"])):  # the pages show the calls in place
