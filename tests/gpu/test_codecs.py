@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,17 @@ def test_no_kernel_is_compiled_after_precompile(kernels: CudaKernels, tmp_path: 
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert list(tmp_path.rglob("*.cubin"))
+
+
+def test_in_a_thread_that_has_used_no_gpu(kernels: CudaKernels) -> None:
+    codec, values = Int8(), torch.ones(1000, device="cuda")
+    wire, other = (torch.zeros(codec.wire_bytes(1000), dtype=torch.uint8, device="cuda") for _ in range(2))
+    kernels.int8_encode(values, None, wire, *codec.settings(), 0)
+    thread = threading.Thread(target=kernels.int8_encode, args=(values, None, other, *codec.settings(), 0))
+    thread.start()
+    thread.join()
+    assert torch.equal(wire, other)
+    assert wire.any()
 
 
 def test_on_the_current_stream(kernels: CudaKernels) -> None:
