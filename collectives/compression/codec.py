@@ -261,19 +261,21 @@ _SHAPE = (256, 256)
 def rehearse(
     codec: Codec | MatrixCodec, device: torch.device, *, with_feedback: bool, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Call every kernel that a codec has for tensors on `device`. Nothing is sent. dtype: of gradients."""
+    """Call every kernel that a codec has for tensors of a dtype on `device`, whose sums are float32. Nothing is sent. A dtype
+    that codecs do not take is exchanged as float32."""
+    dtype = dtype if dtype in NUMBERS else torch.float32
     if isinstance(codec, MatrixCodec):
         matrix = torch.zeros(_SHAPE, device=device, dtype=dtype)
         for _ in codec.new_state([_SHAPE], device).exchange([matrix]):
             pass
         return
-    numbers = torch.zeros(1, dtype=dtype, device=device)
     wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
     residual = torch.zeros(1, dtype=torch.float32, device=device) if with_feedback else None
-    codec.encode(numbers, wire, residual=residual, state=codec.new_state(1, device) if with_feedback else None)
-    codec.encode(numbers, wire, residual=residual)
-    codec.decode(wire, numbers)
-    codec.decode(wire, numbers, add=True)
+    for numbers in (torch.zeros(1, dtype=each, device=device) for each in {torch.float32, dtype}):
+        codec.encode(numbers, wire, residual=residual, state=codec.new_state(1, device) if with_feedback else None)
+        codec.encode(numbers, wire, residual=residual)
+        codec.decode(wire, numbers)
+        codec.decode(wire, numbers, add=True)
 
 
 def mixed(seed: int, value: int) -> int:

@@ -92,7 +92,7 @@ class Engine:
         self._crossings: list[Crossing] = []  # those that are issued and have not ended
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
-        self._rehearsed: set[tuple[Codec, str, bool]] = set()
+        self._rehearsed: set[tuple[Codec, torch.device, torch.dtype, bool]] = set()
         self._calls: OrderedDict[Hashable, PreparedCall] = OrderedDict()  # the last ones that were prepared
 
     # Running calls
@@ -463,11 +463,11 @@ class Engine:
         """Return what a timeline shows of a call. like: one of its tensors."""
         return {"device": "cpu" if self.via_host else like.device.type, "bytes": nbytes, "algorithm": algorithm, **more}
 
-    def rehearse(self, codec: Codec, device: torch.device, *, with_feedback: bool) -> None:
-        """Compile a codec's kernels before any deadline starts."""
-        key = (codec, device.type, with_feedback)
+    def rehearse(self, codec: Codec, device: torch.device, dtype: torch.dtype, *, with_feedback: bool) -> None:
+        """Compile a codec's kernels for tensors of a dtype before any deadline starts."""
+        key = (codec, device, dtype, with_feedback)
         if key not in self._rehearsed and self.operations.usable:
-            rehearse(codec, device, with_feedback=with_feedback)
+            rehearse(codec, device, with_feedback=with_feedback, dtype=dtype)
             if len(self._rehearsed) >= _KEPT_CALLS:
                 self._rehearsed.clear()
             self._rehearsed.add(key)

@@ -21,7 +21,7 @@ def codec_costs(engine: Engine, codecs: Sequence[Codec], device: torch.device) -
     """Measure codecs on all ranks at once, and return their costs on the median rank, to which Costs.slowness refers. A
     collective call; raises the errors of an operation."""
     for codec in codecs:
-        engine.rehearse(codec, device, with_feedback=codec.needs_feedback)
+        engine.rehearse(codec, device, torch.float32, with_feedback=codec.needs_feedback)
     costs = []
 
     def run(_: object, __: object, tag: int, deadline: float) -> None:

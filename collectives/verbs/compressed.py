@@ -81,7 +81,7 @@ def _prepare(
     chosen = engine.schedules.choose_for_codec(
         codec, algorithm, nbytes, with_feedback=with_feedback, on_gpu=tensor.is_cuda
     )
-    engine.rehearse(codec, device, with_feedback=with_feedback)
+    engine.rehearse(codec, device, tensor.dtype, with_feedback=with_feedback)
     divisor = engine.size if reduction.op == "average" else 1
     adds_apart = True  # elsewhere than in the tensor
     if codec.summable and chosen != shot_of(codec):

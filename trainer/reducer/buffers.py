@@ -152,7 +152,8 @@ class CodedBuffer(PlainBuffer):
         self.views = [self.values[span].view(list(shape)) for span, shape in zip(self.spans, shapes, strict=True)]
         gaps = zip(stops, (*plan.offsets[1:], plan.presence_offset), strict=True)
         self._gaps = [self.values[start:stop] for start, stop in gaps if start < stop]
-        rehearse(encoding.codec, device, with_feedback=encoding.feedback)  # compiles now, not in the first step
+        # Compiles now, not in the first step.
+        rehearse(encoding.codec, device, with_feedback=encoding.feedback, dtype=dtype)
         self.restart()
 
     def start(self, step: int) -> None:

@@ -144,7 +144,8 @@ class CodedShardGather(ShardGather):
         dtype = flat.dtype if flat.dtype in NUMBERS else torch.float32
         self._numbers = torch.empty(max(self._lengths), dtype=dtype, device=flat.device)
         if self._encoding is not None and isinstance(self._encoding.codec, Codec):
-            rehearse(self._encoding.codec, flat.device, with_feedback=False)  # compiles now, not in the first step
+            # Compiles now, not in the first step.
+            rehearse(self._encoding.codec, flat.device, with_feedback=False, dtype=dtype)
 
     def _make_views(self) -> None:
         self._moved: _Pairs = [], []
