@@ -62,7 +62,7 @@ def test_same_bytes_as_the_reference(kernels: CudaKernels, codec: Codec) -> None
 def test_halves(kernels: CudaKernels, codec: Codec, dtype: torch.dtype) -> None:
     """Without a float32 copy, at addresses where four numbers are loaded at once, and at others."""
     assert check(WithoutWaits(kernels), "cuda", codec, dtype=dtype) == []
-    assert check(kernels, "cuda", codec, (LARGE, LARGE - 1), ("gaussian", "few", "not finite"), dtype) == []
+    assert check(kernels, "cuda", codec, (LARGE - 1,), ("not finite",), dtype) == []
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
