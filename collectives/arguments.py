@@ -59,11 +59,6 @@ def check_tensors(engine: Engine, *tensors: torch.Tensor) -> None:
         if tensor.device.type not in engine.device_types:
             allowed = " and ".join(engine.device_types)
             raise ValueError(f"rank {engine.rank}: tensor on {tensor.device}; this group carries {allowed} tensors")
-        if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-            raise ValueError(
-                f"rank {engine.rank}: tensor on {tensor.device}, but the current device is cuda:{torch.cuda.current_device()}; "
-                "call torch.cuda.set_device first"
-            )
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
             raise ValueError(
                 f"rank {engine.rank}: all tensors of a call need one dtype and device; given are "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.collectives.torch_internals import share_hooks
 from gradwire.trainer.attachment import Attachment, names_of
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, shared, tensors_of, uncompiled
 from gradwire.trainer.reducer.arguments import (
     Adasum,
     Average,
@@ -182,6 +183,17 @@ class DistributedOptimizer(WrappingOptimizer):
         )
         self.attachment = Attachment(optimizer, process_set, make_rule, make_setup, passes, names, reported)
         """What connects this optimizer to the other ranks, for join(), elastic training and the like."""
+
+    # What GradScaler gives to an optimizer whose step() unscales the gradients, as with fused=True.
+    grad_scale: Tensor | None = shared("grad_scale")
+    found_inf: Tensor | None = shared("found_inf")
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Return whether step() of the wrapped optimizer takes the scale and the check for Inf from GradScaler, so that the host
+        does not wait for the check."""
+        takes = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return takes and "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
 
     @property
     def rule(self) -> Any:

@@ -367,6 +367,14 @@ FEATURES: dict[str, Feature] = {
         linear=False,
         deferred=False,
     ),
+    "GradScaler, fused": Feature(
+        partial(scaled, unscale=True),
+        lambda m: torch.optim.AdamW(groups_of(m), lr=0.01, fused=True),
+        {"backward_passes_per_step": 2},
+        refused={"sharded": RuntimeError},
+        linear=False,
+        deferred=True,  # as it looks, since the skipped step is taken, and changes nothing
+    ),
     "schedulers": Feature(scheduled),
     "closures": Feature(by_closures, refused={"sharded": ValueError}, linear=False, deferred=False),
     "closures, LBFGS": Feature(

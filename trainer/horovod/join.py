@@ -14,6 +14,8 @@ from gradwire.collectives.daemon_thread import DaemonThread
 from gradwire.collectives.engine.join import WantedOperation
 from gradwire.trainer.attachment import Attachment
 from gradwire.trainer.horovod.state import share_optimizer_state
+from gradwire.trainer.optimizers.wrapped import tensors_of
+from gradwire.trainer.reducer.streams import finish, gpus
 from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.world import current_world, names_rank
 
@@ -79,12 +81,13 @@ class _Join:
         ]
         self._device = device
         self._cuda = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        mine = [parameter.device for each in made for parameter in tensors_of(each.optimizer.param_groups)]
+        self._gpus = gpus([*([torch.device("cuda", self._cuda)] if self._cuda >= 0 else []), *mine])
         self._changed = threading.Event()
         self._threads: dict[Communicator, DaemonThread] = {}
 
     def run(self) -> int:
-        if self._cuda >= 0:
-            torch.cuda.current_stream().synchronize()  # other threads, with other streams, go on
+        finish(self._gpus)  # other threads, with other streams, go on
         for communicator in sorted(self._communicators, key=lambda each: each is self._everyone):
             communicator.absence.leave(self._changed.set)
         self._stand_in()
@@ -133,8 +136,7 @@ class _Join:
             optimizer = self._optimizers.get(communicator)
             if optimizer is None or not optimizer.rule.stand_in(wanted.verb, wanted.numel):
                 communicator.absence.stand_in(wanted, self._device)
-            if self._cuda >= 0:
-                torch.cuda.current_stream().synchronize()
+            finish(self._gpus)
         if communicator.absence.wanted() == wanted:
             raise RuntimeError(
                 f"rank {communicator.rank}: has joined, and cannot take part in an operation of the other ranks: {wanted.call}"

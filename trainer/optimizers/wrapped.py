@@ -15,10 +15,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _shared(name: str) -> Any:
-    """Return a property that reads and sets this attribute of the wrapped optimizer."""
+def shared(name: str) -> Any:
+    """Return a property that reads, sets and deletes this attribute of the wrapped optimizer."""
     return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value)
+        lambda self: getattr(self.optimizer, name),
+        lambda self, value: setattr(self.optimizer, name, value),
+        lambda self: delattr(self.optimizer, name),
     )
 
 
@@ -31,9 +33,9 @@ class WrappingOptimizer(torch.optim.Optimizer):
     """
 
     optimizer: torch.optim.Optimizer
-    param_groups: list[dict[str, Any]] = _shared("param_groups")
-    state: defaultdict[Tensor, Any] = _shared("state")
-    defaults: dict[str, Any] = _shared("defaults")
+    param_groups: list[dict[str, Any]] = shared("param_groups")
+    state: defaultdict[Tensor, Any] = shared("state")
+    defaults: dict[str, Any] = shared("defaults")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does."""

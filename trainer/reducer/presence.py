@@ -86,7 +86,8 @@ class _Copy:
         self._done.record(torch.cuda.current_stream(self._gathered.device))
 
     def end(self) -> None:
-        self._done.synchronize()
+        if not self._done.query():
+            self._done.synchronize()
         counts = self._pinned.split([len(part) for part in self._parts])
         for bucket, part in zip(self._buckets, counts, strict=True):
             bucket.present = part.tolist()

@@ -50,6 +50,12 @@ def gpus(devices: Iterable[torch.device]) -> list[torch.device]:
     return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
+def finish(devices: Iterable[torch.device]) -> None:
+    """Wait on the host until GPUs have done what is on their current streams."""
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def refuse_capture(rank: int) -> None:
     """Raise RuntimeError while the current stream captures a CUDA graph, which cannot contain an exchange between ranks."""
     if torch.cuda.is_current_stream_capturing():

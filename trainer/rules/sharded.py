@@ -160,7 +160,7 @@ class ShardedSteps(Synchronous):
         self.synchronize()
         parts = self._shards.gradients()
         own = torch.nn.utils.get_total_norm([part for each in parts for part in each], norm_type)
-        total = own.to(self.communicator.control_device, torch.float64)
+        total = own.to(self.buckets[0].memory.device if self.buckets else own.device, torch.float64)
         if math.isinf(norm_type):
             self.communicator.allreduce(total, "max")
         else:
