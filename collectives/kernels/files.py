@@ -48,14 +48,18 @@ class KernelFiles:
         return f"{kernel}.{self._sources_digest}.{_digest(repr(depends_on).encode())}{self._suffix}"
 
     def is_kept(self, file: str) -> bool:
-        """Return whether a kernel is on the disk."""
-        return any((folder / file).exists() for folder in _folders())
+        """Return whether a kernel is on the disk, unless its file is damaged."""
+        for folder in _folders():
+            with suppress(OSError):
+                if _is_trusted(os.stat(folder / file)):
+                    return True
+        return False
 
     def kept(self, file: str) -> bytes | None:
         """Return the code of a kernel that is on the disk; None if there is none, only a damaged one, or one of another user."""
         for folder in _folders():
             with suppress(OSError), (folder / file).open("rb") as opened:
-                code = opened.read() if _is_trusted(opened.fileno()) else b""
+                code = opened.read() if _is_trusted(os.fstat(opened.fileno())) else b""
                 if code[:_CHECK_BYTES] == hashlib.sha256(code[_CHECK_BYTES:]).digest():
                     return code[_CHECK_BYTES:]
         return None
@@ -84,7 +88,7 @@ class KernelFiles:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryFile(dir=folder) as written:
-                    if not _is_trusted(written.fileno()):  # a file system that gives files to another user
+                    if not _is_trusted(os.fstat(written.fileno())):  # a file system that gives files to another user
                         continue
             except OSError:
                 continue
@@ -121,9 +125,9 @@ def _folders() -> list[Path]:
     return [_OWN, user / "gradwire"] if user.is_absolute() else [_OWN]
 
 
-def _is_trusted(descriptor: int) -> bool:
+def _is_trusted(file: os.stat_result) -> bool:
     """Return whether a file belongs to this user, to root, or to the owner of this package, whose code this process executes."""
-    return os.fstat(descriptor).st_uid in (os.geteuid(), 0, os.stat(__file__).st_uid)
+    return file.st_uid in (os.geteuid(), 0, os.stat(__file__).st_uid)
 
 
 @contextmanager
