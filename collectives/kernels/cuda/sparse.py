@@ -59,7 +59,7 @@ class SparseKernels:
         parameters = _parameters(
             values, wire, k, residual=residual, scratch=scratch, chunks=chunks, slots=_slots(k), seed=seed & 0xFFFFFFFF
         )
-        touched = [values, wire, scratch] if residual is None else [values, wire, scratch, residual]
+        touched = _given(values, residual, wire, scratch)
         for kernel in _kernels(
             ("examine<{feedback}, {number}>", "draw<{feedback}>"), values.dtype, residual is not None
         ):
@@ -72,8 +72,7 @@ class SparseKernels:
         if values.numel() > 0:
             (kernel,) = _kernels(("encode_chunk<{feedback}, {number}>",), values.dtype, residual is not None)
             parameters = _parameters(values, wire, k, residual=residual)
-            touched = [values, wire] if residual is None else [values, wire, residual]
-            self._launch("sparse", kernel, -(-values.numel() // CHUNK), parameters, touched)
+            self._launch("sparse", kernel, -(-values.numel() // CHUNK), parameters, _given(values, residual, wire))
 
     def chunktopk_decode(self, wire: Tensor, out: Tensor, k: int, add: bool, scale: float) -> None:
         self._scatter("scatter_chunks", wire, out, add, k, -(-out.numel() // CHUNK) * k, scale)
@@ -113,7 +112,7 @@ class SparseKernels:
             slots=_slots(k + slack),
             decay=decay,
         )
-        touched = [each for each in (values, wire, residual, momentum, tau, scratch, marks) if each is not None]
+        touched = _given(values, residual, momentum, tau, wire, scratch, marks)
         first = _ACCUMULATE if tau is None else _REACH
         for kernel in _kernels((*first, *_SELECT), values.dtype, residual is not None, momentum is not None):
             self._launch("sparse", kernel, blocks, parameters, touched)
@@ -193,6 +192,10 @@ def _parameters(
     tensors = (numbers, residual, momentum, tau, wire, scratch, marks)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     return _SELECTION.pack(*addresses, numbers.numel(), k, slack, chunks, header, slots, decay, seed, scale)
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _slots(entries: int) -> int:
