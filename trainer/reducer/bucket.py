@@ -190,7 +190,11 @@ class Bucket:
 
     def _part_here(self, slot: int, gradient: Tensor) -> Tensor:
         """Return this rank's part of the gradient of a sharded parameter."""
-        return held_here(placed_like(gradient, self.parameters[slot]))
+        part = held_here(placed_like(gradient, self.parameters[slot]))
+        if part.is_cpu and torch.cuda.is_initialized() and part.is_pinned():
+            # With CPUOffloadPolicy(), some versions of torch call hooks while the gradient is still on its way from the GPU.
+            torch.cuda.current_stream().synchronize()
+        return part
 
     def _lies_there(self, slot: int, gradient: Tensor) -> bool:
         """Return whether a gradient is in the slot's memory: a program may have given the slot's tensor other memory."""

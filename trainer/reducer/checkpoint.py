@@ -35,7 +35,9 @@ VERSION = 2
 
 def state_of(reducer: Reducer) -> dict[str, Any]:
     """Return the state of the optimizer, and with codecs that of the exchange: dicts, lists, tensors, numbers and strings.
-    Raises RuntimeError while gradients are exchanged, and while residuals wait for the next exchange in no buffer."""
+    Raises RuntimeError while gradients are exchanged, and while residuals wait for the next exchange in no buffer. Raises the
+    error of Reducer.check_last()."""
+    reducer.check_last()
     state = reducer.setup.optimizer.state_dict()
     if not reducer.planner.is_encoded:
         return state

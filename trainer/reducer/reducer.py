@@ -526,7 +526,6 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the next exchanges need, beside the parameters and the optimizer."""
-        self.check_last()
         return {
             "step": self.step,
             "parameters": self.planner.described(),
