@@ -65,6 +65,12 @@ class OperationChain:
         while self._work is not None:
             self.wait()
 
+    def finish(self) -> None:
+        """After complete(), wait on the host until GPUs have finished the last exchange too. Raises its error, if it has failed
+        since."""
+        for work in self._last:
+            work.wait(math.inf)
+
     @property
     def exchange_s(self) -> float:
         """Return how long the operations of the last exchange ran; until a GPU has finished it, of the one before."""

@@ -59,8 +59,10 @@ class Presence:
 
     def read(self) -> list[int]:
         """Set Bucket.present of all buckets, and return the parameters whose gradients stay sparse on a rank, the same on all
-        ranks. On GPUs, the host waits for copy()."""
+        ranks. On GPUs, the host waits for the exchange and for copy(); raises the error of an exchange that has failed there."""
         is_sparse_somewhere = False
+        if self.is_on_gpu:
+            (self.buffers or [bucket.buffer for bucket in self._buckets])[-1].finish()
         for copy in self._copies:
             copy.end()
         for bucket in self._buckets:

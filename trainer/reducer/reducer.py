@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.collectives import CollectiveError
 from gradwire.collectives.diagnostics.timeline import now_ns
 from gradwire.collectives.torch_internals import (
     OUTSIDE_BACKWARD,
@@ -155,7 +157,8 @@ class Reducer:
             hook.remove()
         if self._background is not None:
             self._background.close()
-        self.check_last()
+        with suppress(CollectiveError):  # of an exchange that has failed since
+            self.check_last()
 
     def _hook_parameters(self) -> None:
         """Hook every parameter that requires a gradient and has no hook. (Torch refuses hooks on the others.)"""
