@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -257,12 +258,18 @@ class World:
 class Worlds:
     """worlds(size): a world shared by all who ask, started when first asked for and again after it has failed.
 
-    environment: what is set in all their processes.
+    environment: what is set in all their processes. arrive: what each of them calls first, with its rank and the world's folder.
     """
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        environment: Mapping[str, str],
+        arrive: Callable[[int, Path], None] | None = None,
+    ) -> None:
         self._directory = directory
         self._environment = environment
+        self._arrive = arrive
         self._shared: dict[int, World] = {}
         self._started = 0
 
@@ -276,7 +283,7 @@ class Worlds:
         self._started += 1
         directory = self._directory / f"world-{self._started}"
         directory.mkdir()
-        return World(size, directory, self._environment)
+        return World(size, directory, self._environment, self._arrive and partial(self._arrive, folder=directory))
 
     def close(self) -> None:
         """Close all shared worlds and raise RanksFailedError if a process outlives that."""

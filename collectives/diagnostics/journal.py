@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import socket
 import threading
@@ -15,7 +16,7 @@ from uuid import uuid4
 
 import torch
 
-from gradwire.collectives.schedules.topology import Machine
+from gradwire.collectives.schedules.topology import processor_name
 
 _log = logging.getLogger("gradwire")
 
@@ -70,7 +71,7 @@ class OperationTally:
             "size": size,
             "routes": routes,
             "host": socket.gethostname(),
-            "device": torch.cuda.get_device_name() if is_on_gpu else Machine.here().description,
+            "device": torch.cuda.get_device_name() if is_on_gpu else f"{processor_name()}, {os.cpu_count()} cores",
             "threads": torch.get_num_threads(),
             "versions": [f"torch {torch.__version__}", f"Python {platform.python_version()}"],
         }

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwire.collectives.cores import available
 from gradwire.collectives.environment import HOST_ID
 
 
@@ -42,7 +41,7 @@ def processor_name() -> str:
 class Machine:
     """The machine on which a rank runs. name: machine_id() without the network namespace; ranks that share cores have the same
     name. description: the processor and the number of cores that the rank may use, which a reboot does not change. cores: the
-    number of ranks that can compute at the same time, at least 1."""
+    number of cores."""
 
     name: str
     description: str
@@ -51,8 +50,8 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return the Machine of this process."""
-        cores = available()
-        return cls(machine_id().partition("/")[0], f"{processor_name()}, {cores:g} cores", max(1, int(cores)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(machine_id().partition("/")[0], f"{processor_name()}, {cores} cores", cores)
 
 
 @dataclass(frozen=True)

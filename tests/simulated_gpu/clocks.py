@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,12 @@ def pass_gates(clock: Mapping[Timeline, int]) -> None:
         gate.pass_through()
 
 
+def launched() -> Clock:
+    """Return all work that has been launched on any stream."""
+    with LOCK:
+        return {each: each.count for each in TIMELINES}
+
+
 # What a thread of the host knows
 
 
@@ -179,18 +185,30 @@ def learn(clock: Mapping[Timeline, int]) -> None:
         _host.known = merged(_host.known, clock)
 
 
-def where() -> str:
-    """Return the line of the program that is running: the innermost one of gradwire, or else the innermost outside of torch."""
+def where(lines: int = 1) -> str:
+    """Return the line of the program that is running, and its callers: the innermost ones of gradwire, or else the innermost one
+    outside of torch."""
     frame: Any = sys._getframe(1)
+    found: list[str] = []
     outside = ""
-    while frame is not None:
+    while frame is not None and len(found) < lines:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("gradwire."):
-            return _line(frame)
-        if not outside and not module.startswith(("torch", _PACKAGE, "threading", "contextlib")):
+            found.append(_line(frame))
+        elif not outside and not module.startswith(("torch", _PACKAGE, "threading", "contextlib", "concurrent")):
             outside = _line(frame)
         frame = frame.f_back
-    return outside
+    return " < ".join(found) or outside
+
+
+def calls(modules: Sequence[str]) -> bool:
+    """Return whether a function of one of the modules has called this one."""
+    frame: Any = sys._getframe(1) if modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "") in modules:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _line(frame: Any) -> str:

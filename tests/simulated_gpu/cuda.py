@@ -68,20 +68,23 @@ class Event:
     ) -> None:
         self.clock: Clock = {}
         self.device: torch.device | None = None
-        self.asked_by: Counter[int] = Counter()  # how often it was asked, and not done, by the thread
+        self.asked_by: Counter[int] = Counter()  # how often each thread has asked for it
         self._timed = enable_timing
         self._recorded_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = current_stream() if stream is None else stream
+        self.asked_by.clear()
         self.clock, self.device, self._recorded_s = merged(stream.clock, known()), stream.device, time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         (current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
-        if closed_gates(self.clock):
-            queries(self)
+        if not self.clock:  # not recorded
+            return True
+        is_early = queries(self)  # as from a device that is slow
+        if is_early or closed_gates(self.clock):
             return False
         learn(self.clock)
         return True
@@ -92,14 +95,14 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         if not (self._timed and end._timed):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if not (self.query() and end.query()):
+        if closed_gates(merged(self.clock, end.clock)):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return (end._recorded_s - self._recorded_s) * 1e3
 
 
 def synchronize_with(clock: Clock, what: str) -> None:
     """Let the calling thread wait for all work before a time."""
-    waits(what)
+    waits(what, clock)
     pass_gates(clock)
     learn(clock)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.simulated_gpu.operators import OperatorMode
 _TRANSPORTS = ("shared_memory.transport", "tcp", "process_group", "routing", "compiled")
 
 
-def install(rank: int, folder: str, *, nccl: bool = False) -> None:
+def install(rank: int, folder: Path, *, nccl: bool = False) -> None:
     """Give this process, in all threads that it starts from now on, the simulated GPU, which stays. rank: as World gives it.
     folder: for the messages of the simulated NCCL, the same on all ranks. nccl: whether torch has NCCL, and groups over gloo
     carry CUDA tensors over it."""
@@ -35,8 +35,8 @@ def install(rank: int, folder: str, *, nccl: bool = False) -> None:
     _in_all_threads()
     torch_internals.current_stream_handle = lambda device: cuda.current_stream(device).cuda_stream
     if nccl:
-        mail.FOLDER = Path(folder)
-        torch_internals.nccl_backend = SimulatedNccl
+        mail.FOLDER = folder
+        torch_internals.nccl_backend = partial(SimulatedNccl, blocks=True)
         torch_internals.nccl_group = SimulatedNccl  # type: ignore[assignment]
         dist.is_nccl_available = lambda: True
         dist.get_backend_config = lambda group=None: "cpu:gloo,cuda:nccl"

@@ -9,7 +9,8 @@ import torch
 
 from gradwire.collectives.kernels.cuda import kernels
 from gradwire.collectives.kernels.cuda.kernels import CudaKernels
-from gradwire.collectives.kernels.reference import quantize, sparse
+from gradwire.collectives.kernels.reference import matrices, quantize, sparse
+from tests.simulated_gpu.clocks import pass_gates
 from tests.simulated_gpu.cuda import current_stream
 from tests.simulated_gpu.memory import device_of
 from tests.simulated_gpu.operators import collecting, run_on, tensors_in
@@ -35,6 +36,7 @@ class SimulatedKernels:
         def run(*args: Any) -> None:
             launch = SimulatedLaunch()
             given = list(tensors_in(args))
+            pass_gates(current_stream(device_of(given[0])).clock)
             with collecting():
                 before = [each.clone() for each in given]
             getattr(CudaKernels(launch), name)(*args)
@@ -57,7 +59,7 @@ class SimulatedKernels:
                 each.copy_(content)
             reads.clear()
             writes.clear()
-            getattr(quantize if hasattr(quantize, name) else sparse, name)(*args)
+            next(getattr(each, name) for each in (quantize, sparse, matrices) if hasattr(each, name))(*args)
         device = device_of(given[0])
         for kernel, tensors in launch.launches:
             temporary = [each for each in tensors if each.untyped_storage()._cdata not in own]

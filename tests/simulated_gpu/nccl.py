@@ -57,6 +57,8 @@ class NcclWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.synchronize()
+        if self._backend.blocks:
+            self._finished.synchronize()
         return True
 
     def synchronize(self) -> None:
@@ -82,11 +84,14 @@ class NcclWork(dist.Work):
 
 
 class SimulatedNccl:
-    """Stands in for dist.ProcessGroupNCCL, and for a ProcessGroup with this backend."""
+    """Stands in for dist.ProcessGroupNCCL, and for a ProcessGroup with this backend. blocks: as with TORCH_NCCL_BLOCKING_WAIT."""
 
     supports_coalescing = True
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta | None = None, *, blocks: bool = False
+    ) -> None:
+        self.blocks = blocks
         self._rank, self._size = rank, size
         self._mail = Mail(store, rank, size)
         self._streams: dict[torch.device, Stream] = {}

@@ -31,29 +31,10 @@ _READS = (
 )
 
 #: Operators that use no contents of memory.
-_USES_NOTHING = (
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
-    "set_",
-    "resize_",
-    "detach",
-    "alias",
-)
+_USES_NOTHING = ("new_empty", "new_empty_strided", "set_", "resize_", "is_set_to", "is_same_size", "detach", "alias")
 
 #: Operators that take tensors of the host beside those of a GPU.
-_MIXES = (
-    "copy_",
-    "_to_copy",
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "set_",
-    "_has_compatible_shallow_copy_type",
-)
+_MIXES = ("index", "index_put", "index_put_", "_index_put_impl_", "set_")
 
 
 class _Thread(threading.local):
@@ -98,7 +79,7 @@ def run_on(stream: Stream, what: str, reads: Sequence[torch.Tensor], writes: Seq
 def wait_for(stream: Stream, what: str) -> None:
     """Let the host wait for a stream."""
     if thread.collected is None:
-        waits(what)
+        waits(what, stream.clock)
         pass_gates(stream.clock)
         learn(stream.clock)
 
@@ -152,8 +133,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_devices(func, name, given, target or devices[0])
     device = device_of(writes[0]) if writes else None
     stream = current_stream(device or devices[0])
-    if not is_view:
-        run_on(stream, name, reads, writes)
+    # An operator on lists of tensors, for which torch makes a list for each device.
+    for each in () if is_view else dict.fromkeys(devices) if name.startswith("_f") else (stream.device,):
+        here = [[tensor for tensor in some if device_of(tensor) in (None, each)] for some in (reads, writes)]
+        run_on(current_stream(each), name, *here if name.startswith("_f") else (reads, writes))
     if name in _READS or (name.startswith("index") and _has_mask(args)):
         wait_for(stream, name)
     outputs = func(*args, **kwargs)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
-from tests.simulated_gpu.cuda import current_stream, index_of
+from tests.simulated_gpu.cuda import DeviceContext, current_stream, index_of
 from tests.simulated_gpu.memory import device_of, put, record_host, shadow
 from tests.simulated_gpu.operators import HOST, making, place_of
 
 _T: Any = torch.Tensor
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _own: dict[str, Any] = {
     name: getattr(_T, name)
-    for name in ("is_cpu", "to", "numpy", "__array__", "tolist", "__repr__", "__format__", "__deepcopy__")
+    for name in ("is_cpu", "to", "numpy", "__array__", "tolist", "__repr__", "__format__", "__deepcopy__", *_HOOKS)
 }
 _device_of_cpu, _tensor = _T.device, torch.tensor
 
@@ -68,8 +70,23 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _moved(tensor: torch.Tensor, target: torch.device, **options: Any) -> torch.Tensor:
     if (device_of(tensor) or HOST) != target:
         options["copy"] = True
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Move.apply(tensor, target, options)  # type: ignore[no-any-return,no-untyped-call]
     with making(target):
         return _own["to"](tensor, HOST, **options)  # type: ignore[no-any-return]
+
+
+class _Move(torch.autograd.Function):
+    """A copy to another device, whose gradient returns to the first one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, target: torch.device, options: dict[str, Any]) -> torch.Tensor:
+        ctx.back = device_of(tensor) or HOST, tensor.dtype
+        return _moved(tensor, target, **options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.to(*ctx.back), None, None
 
 
 def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> torch.Tensor:
@@ -101,6 +118,24 @@ def _reads(name: str) -> Callable[..., Any]:
         return _own[name](tensor, *args, **kwargs)
 
     return read
+
+
+def _registers(name: str) -> Callable[..., Any]:
+    """Return what stands in for a method that registers a hook. On a GPU, autograd calls hooks on a thread of the device, which
+    is the current one there."""
+
+    def register(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if (device := device_of(self)) is None:
+            return _own[name](self, hook)
+
+        @wraps(hook)
+        def on_device(*args: Any) -> Any:
+            with DeviceContext(device):
+                return hook(*args)
+
+        return _own[name](self, on_device)
+
+    return register
 
 
 def _deepcopy(self: torch.Tensor, memo: Any) -> Any:
@@ -143,6 +178,7 @@ def install() -> None:
         "new_tensor": _new_tensor,
         "__deepcopy__": _deepcopy,
         **{name: _to_numpy(name) for name in ("numpy", "__array__")},
+        **{name: _registers(name) for name in _HOOKS},
         **{name: _reads(name) for name in ("tolist", "__repr__", "__format__")},
     }.items():
         setattr(_T, name, method)
