@@ -229,6 +229,28 @@ def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert shown["gpu_goals"].count("| at ") == len(meta["goals"])
 
 
+ON_A_SIMULATED_GPU = """
+import os, sys
+from pathlib import Path
+from gradwire.bench.gpu import run, scale
+from tests.simulated_gpu import check, install
+
+install(int(os.environ["RANK"]), Path("no NCCL"))
+scale.SCALES["cuda"] = scale.SCALES["cpu"]
+code = run.main(["--device", "cuda", "--parts", "step,call"])
+check()
+sys.exit(code)
+"""
+
+
+@pytest.mark.wide
+def test_the_benchmark_of_gpus_on_a_simulated_gpu(tmp_path: Path) -> None:
+    """The program that a GPU runs, whose results are checked; its figures mean nothing."""
+    said = launch_text(ON_A_SIMULATED_GPU, tmp_path)
+    assert "gradwire+powersgd" in said
+    assert "# WRONG" not in said
+
+
 @pytest.mark.parametrize("programs", ["pipeline", *wide("ddp,ddp+views,fsdp2,tensor-parallel")])
 def test_ways_to_train_give_the_same_over_both_backends(programs: str, tmp_path: Path) -> None:
     flags = ["--programs", programs, "--width", "16", "--layers", "2", "--steps", "2", "--rounds", "1"]
