@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from gradwire.collectives.schedules.topology import processor_name
+from gradwire.collectives.schedules.topology import Machine
 
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor_name()}, {os.cpu_count()} cores"
+    return Machine.here().description
 
 
 def commit() -> str | None:

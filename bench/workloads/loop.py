@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 import gradwire as hvd
+from gradwire.collectives.cores import available
 
 BLOCK_S = 0.5
 """The approximate duration of one model's turn. After a turn of each, ranks agree on losses and time."""
@@ -230,4 +231,4 @@ def choose_device(name: str) -> torch.device:
 def share_cores() -> None:
     """Divide the cores among the ranks of this host, unless OMP_NUM_THREADS sets the number of threads."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))
+        torch.set_num_threads(max(1, int(min(torch.get_num_threads(), available())) // hvd.local_size()))

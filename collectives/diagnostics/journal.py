@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import socket
 import threading
@@ -16,7 +15,7 @@ from uuid import uuid4
 
 import torch
 
-from gradwire.collectives.schedules.topology import processor_name
+from gradwire.collectives.schedules.topology import Machine
 
 _log = logging.getLogger("gradwire")
 
@@ -71,7 +70,7 @@ class OperationTally:
             "size": size,
             "routes": routes,
             "host": socket.gethostname(),
-            "device": torch.cuda.get_device_name() if is_on_gpu else f"{processor_name()}, {os.cpu_count()} cores",
+            "device": torch.cuda.get_device_name() if is_on_gpu else Machine.here().description,
             "threads": torch.get_num_threads(),
             "versions": [f"torch {torch.__version__}", f"Python {platform.python_version()}"],
         }

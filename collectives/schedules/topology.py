@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.collectives.cores import available
 from gradwire.collectives.environment import HOST_ID
 
 
@@ -41,7 +42,7 @@ def processor_name() -> str:
 class Machine:
     """The machine on which a rank runs. name: machine_id() without the network namespace; ranks that share cores have the same
     name. description: the processor and the number of cores that the rank may use, which a reboot does not change. cores: the
-    number of cores."""
+    number of ranks that can compute at the same time, at least 1."""
 
     name: str
     description: str
@@ -50,8 +51,8 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """Return the Machine of this process."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(machine_id().partition("/")[0], f"{processor_name()}, {cores} cores", cores)
+        cores = available()
+        return cls(machine_id().partition("/")[0], f"{processor_name()}, {cores:g} cores", max(1, int(cores)))
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def auto(membership: Membership, timeout_s: float) -> Transport:
                 made.enter_context(closing(near))
             compiled: CompiledLoop | None = None
             if not without:
-                connections = far if isinstance(far, Table) else TcpTransport(rank, size, {})
+                connections = far if isinstance(far, Table) else TcpTransport(rank, size, {}, len(neighbours))
                 compiled = CompiledLoop(connections, near, neighbours)
             if near is not None or far is not group:
                 transport = RoutingTransport(group, far, near, neighbours, compiled)

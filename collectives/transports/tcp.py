@@ -16,6 +16,7 @@ import numpy as np
 
 from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.control.paths import lossy_paths
+from gradwire.collectives.cores import quota_is_short
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.kernels import cpu_sockets
 from gradwire.collectives.transports.base import KIND_BITS, Capabilities, Operation, Run, Transport
@@ -25,8 +26,9 @@ from gradwire.collectives.transports.requests import Table
 #: The longest call of the kernel next_sender, so that Ctrl-C takes effect.
 _SLICE_S = 0.05
 
-#: How often a wait polls before it sleeps: about 300 us, but not at all beside work that needs the core.
-_TRIES, _TRIES_BESIDE_WORK = 600, 0
+#: How often a wait polls before it sleeps: about 300 us, but about 10 us where the quota of a container is less than its ranks
+#: need for this, and not at all beside work that needs the core.
+_TRIES, _TRIES_IN_QUOTA, _TRIES_BESIDE_WORK = 600, 20, 0
 
 #: How long close() waits for a kernel to return. After an abort, it returns within 50 ms.
 _LEAVE_S = 1.0
@@ -43,26 +45,29 @@ def tcp(membership: Membership, timeout_s: float, *, but: Collection[int] = ()) 
     rank, channel = membership.rank, membership.channel
     peers = [peer for peer in range(membership.size) if peer != rank and peer not in but]
     connections = channel.connect(peers, time.monotonic() + timeout_s) if peers else {}
-    transport = TcpTransport(rank, membership.size, connections)
+    local_size = next(len(host) for host in membership.hosts if rank in host)
+    transport = TcpTransport(rank, membership.size, connections, local_size)
     transport.routes = (f"{ranks_text(peers)}: TCP, from {membership.address}",)
     return transport
 
 
 class TcpTransport(Table):
-    """A Transport over TCP. connections: nonblocking sockets, by rank; the TcpTransport closes them.
+    """A Transport over TCP. connections: nonblocking sockets, by rank; the TcpTransport closes them. local_size: the number of
+    ranks of this host, which share its cores.
 
     A wait for any message moves all messages that this rank has posted.
     """
 
     capabilities = Capabilities(quick=True, eager=True, interruptible=True, receives_from_any=True, waits_again=True)
 
-    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket], local_size: int = 1) -> None:
         kernels = cpu_sockets()
         assert not isinstance(kernels, str)
         super().__init__(kernels, np.zeros(kernels.TCP_FIELDS, dtype=np.int64), threading.Lock())
         self.rank = rank
         self.size = size
         self._sockets = dict(connections)
+        self._local_size = local_size
         self._closed = False
         self._connections = np.zeros((size, kernels.CONNECTION_FIELDS), dtype=np.int64)
         self._stages = np.empty((size, kernels.STAGE_BYTES), dtype=np.uint8)
@@ -161,7 +166,9 @@ class TcpTransport(Table):
         if (thread := get_ident()) != self._waiting_thread:
             self._waiting_thread = thread
             # The main thread waits in place of its own work. Another one leaves the core to the work of the main thread.
-            tries = _TRIES if thread == threading.main_thread().ident else _TRIES_BESIDE_WORK
+            tries = _TRIES_IN_QUOTA if quota_is_short(self._local_size) else _TRIES
+            if thread != threading.main_thread().ident:
+                tries = _TRIES_BESIDE_WORK
             self.context[[self.kernels.MOST_TRIES, self.kernels.TRIES]] = tries
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.collectives import cores
 from gradwire.collectives.control.membership import Membership
 from gradwire.collectives.errors import LinkError, ranks_text
 from gradwire.collectives.transports.base import KIND_BITS
@@ -54,8 +55,9 @@ _BROKEN, _GONE = 1, 2
 _SPINS, _SPINS_SHARING = 1000, 20
 
 #: How long a wait yields the core before it sleeps: only briefly if other threads or ranks may have work, because
-#: yielding still takes half a core from them.
-_YIELD_NS, _YIELD_NS_BESIDE_THREADS = 10_000_000, 20_000
+#: yielding still takes half a core from them. Where yielding uses up the quota of a container, it lasts about as long as the
+#: shortest sleep with its wake-up, so that a wait costs about twice the better choice at worst.
+_YIELD_NS, _YIELD_NS_IN_QUOTA, _YIELD_NS_BESIDE_THREADS = 10_000_000, 200_000, 20_000
 
 
 def _power_of_two(wanted: int, least: int, most: int) -> int:
@@ -150,10 +152,11 @@ class LocalGroup:
         to the work of the main thread."""
         self._waiting_thread = thread
         beside_work = thread != threading.main_thread().ident
-        a_core_each = self.size <= len(os.sched_getaffinity(0)) and not beside_work
+        a_core_each = self.size <= cores.available() and not beside_work
         alone = self._everyone and not beside_work
+        yield_ns = _YIELD_NS_IN_QUOTA if cores.quota_is_short(self.size) else _YIELD_NS
         self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
-        self.context[self.kernels.YIELD_NS] = _YIELD_NS if alone else _YIELD_NS_BESIDE_THREADS
+        self.context[self.kernels.YIELD_NS] = yield_ns if alone else _YIELD_NS_BESIDE_THREADS
 
     def move_beside(self, move: Callable[[], None]) -> None:
         """Call a method after every 50 ms of a kernel's wait, to move messages for which other ranks may wait. The
