@@ -279,6 +279,19 @@ def _nccl_library() -> ctypes.CDLL | None:
     return nccl
 
 
+def allow_captures() -> None:
+    """Let the calling thread ask for events while other threads capture CUDA graphs, which would otherwise become invalid."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:  # no CUDA in this process
+        return
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+#: CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: a capture of another thread is no reason to refuse a call.
+_THREAD_LOCAL = 1
+
+
 def begin_coalescing(backend: Backend) -> None:
     """Let NCCL gather the sends and receives from now on into one group of calls."""
     backend._start_coalescing()

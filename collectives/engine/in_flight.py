@@ -7,6 +7,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
+from gradwire.collectives import torch_internals
 from gradwire.collectives.engine.failure_monitor import FailureMonitor
 from gradwire.collectives.engine.streams import DeviceOperation
 from gradwire.collectives.errors import LinkError
@@ -43,12 +44,17 @@ class InFlight:
             return self._operations[0].sequence, self._operations[0].text
         return None
 
+    @property
+    def is_broken(self) -> bool:
+        """Return whether no operation in flight can be done any more."""
+        return self._monitor.failure is not None or self._monitor.interrupted or self._monitor.exiting
+
     def look(self) -> bool:
         """Drop the operations that are done. If one cannot be done any more, break the Communicator, and end all of them with its
         error. Return whether any is left."""
         with self._lock:
             while self._operations:
-                first, monitor = self._operations[0], self._monitor
+                first = self._operations[0]
                 trouble: LinkError | None = None
                 is_done = False
                 try:
@@ -56,7 +62,7 @@ class InFlight:
                 except RuntimeError as error:  # the device has failed
                     trouble = LinkError(None, timed_out=False, detail=str(error).partition("\n")[0])
                 # After this look: what NCCL leaves off ends too, with results that are not those of the operation.
-                if monitor.failure is not None or monitor.interrupted or monitor.exiting:
+                if self.is_broken:
                     self._fail(LinkError(None, timed_out=False, detail=ENDED))
                 elif is_done:
                     self._operations.popleft().end()
@@ -122,6 +128,7 @@ class _Watchdog:
             self._changed.notify()
 
     def _serve(self) -> None:
+        torch_internals.allow_captures()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._watched)

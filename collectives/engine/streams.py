@@ -106,17 +106,19 @@ class DeviceOperation:
 
     def is_over(self) -> bool:
         """Return whether the devices have finished the operation, or it has failed."""
-        if (among := self._among) is not None:
-            among.look()
-            return self._among is None
-        return self._error is not None or self.has_finished
+        has_finished = self.has_finished
+        self._learn()  # after that look: what was aborted ends on the devices, too
+        return has_finished or self._error is not None
 
     def check(self) -> None:
         """Raise the operation's error if it has failed."""
-        if (among := self._among) is not None:
-            among.look()
+        self._learn()
         if self._error is not None:
             raise self._error
+
+    def _learn(self) -> None:
+        if (among := self._among) is not None and among.is_broken:
+            among.look()
 
     @property
     def has_finished(self) -> bool:

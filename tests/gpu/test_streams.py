@@ -72,10 +72,10 @@ def dropped(comm: Communicator) -> None:
 
 def of_16_bits(comm: Communicator) -> None:
     """Codes of bfloat16 and float16 are those of the same numbers in float32, and so are results, rounded."""
-    generator = torch.Generator(device="cuda").manual_seed(comm.rank)
+    generator = torch.Generator().manual_seed(comm.rank)
     for codec in ("int8", "onebit", "topk", "bf16"):
         for dtype in (torch.bfloat16, torch.float16):
-            narrow = torch.randn(100_001, device="cuda", generator=generator).to(dtype)
+            narrow = torch.randn(100_001, generator=generator).cuda().to(dtype)
             wide = narrow.float()
             feedbacks = [comm.new_feedback(codec, narrow.numel(), device=narrow.device) for _ in range(2)]
             for _ in range(3):
