@@ -52,6 +52,10 @@ def without_waits(
     return asynchronous(threads=False, earlier=earlier, but=(*SHORTLY, *EXCHANGING))
 
 
+def communicator() -> Communicator:
+    return Communicator(dist.new_group(), timeout_s=EXCHANGE_TIMEOUT_S)
+
+
 def checked(function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns. Raises AssertionError with what the simulated GPU has found in it."""
     reports()
@@ -255,7 +259,7 @@ def results_of_verbs(device: str, async_op: bool) -> dict[str, list[Tensor]]:
     the end, on another stream."""
     side = torch.cuda.Stream()
     results: dict[str, list[Tensor]] = {}
-    with Communicator(dist.new_group(), timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+    with communicator() as comm:
         for again in range(2):
             running = []
             with torch.cuda.stream(side):
@@ -287,7 +291,7 @@ def test_every_verb(gpus: Worlds, async_op: bool) -> None:
 
 def messages(device: str) -> list[Tensor]:
     """Exchange messages with the other rank, in both directions at once."""
-    with Communicator(dist.new_group(), timeout_s=EXCHANGE_TIMEOUT_S) as comm:
+    with communicator() as comm:
         other = 1 - comm.rank
         comm.allreduce(numbers(0, 1, device))  # connects all ranks
         for again in range(2):
