@@ -52,6 +52,8 @@ TURNS_SHARE = 0.2
 LAST_PARTS_S = 70.0
 """What the parts after `hosts` may take."""
 TIMEOUT_S = 60.0
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+"""The backends of torch.distributed, by what moves CUDA tensors."""
 LAUNCHED = ("TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_")
 """How the variables begin with which a launcher describes this process, not those that it starts."""
 
@@ -77,7 +79,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=tuple(SCALES), default="cuda", help="where to train (default cuda)")
-    add("--backend", choices=("gloo", "nccl"), default="gloo", help="what moves CUDA tensors for torch (default gloo)")
+    add("--backend", choices=tuple(BACKENDS), default="gloo", help="what moves CUDA tensors for torch (default gloo)")
     add(
         "--parts",
         type=partial(names_of, tuple(PARTS)),
@@ -95,7 +97,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def start(backend: str) -> None:
     """Join the ranks: over gloo, also for CUDA tensors, so that ranks can share a GPU; or over NCCL, also as a rank alone."""
     if "RANK" in os.environ:
-        dist.init_process_group({"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}[backend])
+        dist.init_process_group(BACKENDS[backend])
     hvd.init(timeout_s=TIMEOUT_S)
 
 

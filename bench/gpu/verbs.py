@@ -131,9 +131,9 @@ def cases(comm: Communicator, device: torch.device) -> dict[str, Case]:
 
     def around(later: bool) -> tuple[Tensor, Tensor]:
         out = torch.zeros_like(mine)
-        sent = comm.isend(mine, (rank + 1) % size)
-        comm.irecv(out, (rank - 1) % size).wait()
-        sent.wait()
+        begin = [partial(comm.isend, mine, (rank + 1) % size), partial(comm.irecv, out, (rank - 1) % size)]
+        for work in [each() for each in begin[:: -1 if rank % 2 else 1]]:  # over NCCL, messages wait for each other
+            work.wait()
         return out, each[(rank - 1) % size]
 
     def coded(codec: str, later: bool) -> tuple[Tensor, Tensor]:

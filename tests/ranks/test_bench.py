@@ -232,21 +232,26 @@ def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
 ON_A_SIMULATED_GPU = """
 import os, sys
 from pathlib import Path
+import torch
 from gradwire.bench.gpu import run, scale
 from tests.simulated_gpu import check, install
 
-install(int(os.environ["RANK"]), Path("no NCCL"))
+backend, parts = {given}
+install(int(os.environ["RANK"]), Path("."), nccl=backend == "nccl")
+run.BACKENDS["nccl"] = "gloo"  # beside which the simulated NCCL is
+run.choose_device = lambda name: torch.device("cuda", 0)  # each process has simulated GPUs of its own
 scale.SCALES["cuda"] = scale.SCALES["cpu"]
-code = run.main(["--device", "cuda", "--parts", "step,call"])
+code = run.main(["--device", "cuda", "--backend", backend, "--parts", parts])
 check()
 sys.exit(code)
 """
 
 
 @pytest.mark.wide
-def test_the_benchmark_of_gpus_on_a_simulated_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [("gloo", "step,call"), ("nccl", "step,call,nccl")])
+def test_the_benchmark_of_gpus_on_a_simulated_gpu(given: tuple[str, str], tmp_path: Path) -> None:
     """The program that a GPU runs, whose results are checked; its figures mean nothing."""
-    said = launch_text(ON_A_SIMULATED_GPU, tmp_path)
+    said = launch_text(ON_A_SIMULATED_GPU.format(given=given), tmp_path)
     assert "gradwire+powersgd" in said
     assert "# WRONG" not in said
 
