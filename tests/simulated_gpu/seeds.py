@@ -52,7 +52,8 @@ def _without(kind: Any, name: str, file: str, function: str) -> Iterator[None]:
 def instead(target: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Seed:
     """Replace a function or method. target: 'module Class.method' or 'module function', below gradwire. change: returns what
     replaces it."""
-    return partial(_instead, *target.split(), change)
+    module, path = target.split()
+    return partial(_instead, module, path, change)
 
 
 @contextmanager
