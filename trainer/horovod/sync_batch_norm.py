@@ -99,15 +99,15 @@ class SyncBatchNorm(_BatchNorm):
 
 class _Normalize(torch.autograd.Function):
     """Maps (input, weight, bias, eps, communicator) to the output; and the mean, the variance (divided by the count)
-    and the count of all ranks' values, float64 and without gradient."""
+    and the count of all ranks' values, float64 and without gradient. The count is a tensor if the host need not read it."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, communicator: Communicator
-    ) -> tuple[Tensor, Tensor, Tensor, float]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         mean, var, count = _statistics(communicator, values)
-        if count < 2:
+        if not isinstance(count, Tensor) and count < 2:
             raise ValueError(
                 f"rank {communicator.rank}: SyncBatchNorm needs two values of each channel in training, over all ranks; "
                 f"there is {count:g}"
@@ -121,7 +121,7 @@ class _Normalize(torch.autograd.Function):
             output = output * _wide(weight.to(values.dtype), values)
         if bias is not None:
             output = output + _wide(bias.to(values.dtype), values)
-        ctx.mark_non_differentiable(mean, var)
+        ctx.mark_non_differentiable(mean, var, *([count] if isinstance(count, Tensor) else []))
         return output.to(input.dtype), mean, var, count
 
     @staticmethod
@@ -147,22 +147,24 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _statistics(communicator: Communicator, values: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return mean, variance and count of all ranks' values, by channel, combined as Chan et al. 1979 do."""
+def _statistics(communicator: Communicator, values: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Return mean, variance and count of all ranks' values, by channel, combined as Chan et al. 1979 do. The count is a number
+    on the CPU, and where this rank has less than two values, so that all ranks together may have."""
     over, count = _all_but_channels(values), values.numel() // max(1, values.shape[1])
     mine = torch.zeros(2, values.shape[1], dtype=torch.float64, device=values.device)
     if count:
         var, mean = torch.var_mean(values, over, correction=0)
         mine[0], mine[1] = mean, var
-    mine = torch.cat([mine.view(-1), mine.new_tensor([count])])
+    mine = torch.cat([mine.view(-1), mine.new_full((1,), count)])
     everyones = mine.new_empty(communicator.size, mine.numel())
     communicator.allgather(everyones, mine)
     counts = everyones[:, -1]
-    total = float(counts.sum())
+    total = counts.sum()
     means, variances = everyones[:, :-1].view(communicator.size, 2, -1).unbind(1)
-    shares = (counts / max(total, 1.0)).unsqueeze(1)
+    shares = (counts / total.clamp(min=1.0)).unsqueeze(1)
     mean = (shares * means).sum(0)
-    return mean, (shares * (variances + (means - mean).square())).sum(0), total
+    var = (shares * (variances + (means - mean).square())).sum(0)
+    return mean, var, total if values.is_cuda and count > 1 else float(total)
 
 
 def _all_but_channels(tensor: Tensor) -> list[int]:
