@@ -158,12 +158,12 @@ class World:
         self.size = size
         self._directory = directory
         self._connections: list[Connection] = []
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(size):
             arguments = (rank, size, directory, dict(environment), arrive)
             process, connection = connected(_serve, *arguments, name=f"rank {rank} of {size}")
             self._connections.append(connection)
-            self._processes.append(process)
+            self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call function(*args, **kwargs) on every rank; results by rank, or RanksFailedError with all tracebacks.
@@ -209,37 +209,37 @@ class World:
         return [outcomes[rank] for rank in ranks]
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        pid = self._processes[rank].pid
+        pid = self.processes[rank].pid
         assert pid is not None
         os.kill(pid, number)
 
     def is_alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return all(process.is_alive() for process in self.processes)
 
     def close(self) -> None:
         """Let every rank leave by itself; one that does not is killed, and RanksFailedError says so."""
         for connection in self._connections:
             connection.close()
         deadline = time.monotonic() + GRACE_S
-        for process in self._processes:
+        for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        exit_codes = {process.name: process.exitcode for process in self._processes}
+        exit_codes = {process.name: process.exitcode for process in self.processes}
         self.kill()
         if any(exit_code != 0 for exit_code in exit_codes.values()):
             raise RanksFailedError(f"exit codes within {GRACE_S} s of being told to leave: {exit_codes}")
 
     def kill(self) -> None:
-        for process, connection in zip(self._processes, self._connections, strict=True):
+        for process, connection in zip(self.processes, self._connections, strict=True):
             process.kill()
             connection.close()
-        for process in self._processes:
+        for process in self.processes:
             process.join()
 
     def _receive(self, rank: int) -> Outcome:
         try:
             status, value = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            process = self._processes[rank]
+            process = self.processes[rank]
             process.join(GRACE_S)
             detail = f"exit code {process.exitcode}\n{self._stacks(rank)}"
             return Outcome(rank, "died", detail=detail, exit_code=process.exitcode)
@@ -248,7 +248,7 @@ class World:
     def _abort(self, rank: int) -> Outcome:
         self.signal(rank, signal.SIGABRT)
         self.signal(rank, signal.SIGCONT)
-        self._processes[rank].join(GRACE_S)
+        self.processes[rank].join(GRACE_S)
         return Outcome(rank, "hung", detail=self._stacks(rank))
 
     def _stacks(self, rank: int) -> str:
@@ -271,7 +271,7 @@ class Worlds:
         self._environment = environment
         self._arrive = arrive
         self._shared: dict[int, World] = {}
-        self._started = 0
+        self._made: list[World] = []
 
     def __call__(self, size: int) -> World:
         if size not in self._shared or not self._shared[size].is_alive():
@@ -280,17 +280,18 @@ class Worlds:
 
     def fresh(self, size: int) -> World:
         """A world of its own, which the caller must kill or close."""
-        self._started += 1
-        directory = self._directory / f"world-{self._started}"
+        directory = self._directory / f"world-{len(self._made) + 1}"
         directory.mkdir()
-        return World(size, directory, self._environment, self._arrive and partial(self._arrive, folder=directory))
+        arrive = self._arrive and partial(self._arrive, folder=directory)
+        self._made.append(World(size, directory, self._environment, arrive))
+        return self._made[-1]
 
     def close(self) -> None:
-        """Close all shared worlds and raise RanksFailedError if a process outlives that."""
+        """Close all shared worlds and raise RanksFailedError if a process of any world made here outlives that."""
         for world in self._shared.values():
             if world.is_alive():
                 world.close()
-        if left_over := [process for process in multiprocessing.active_children() if process.name != "python"]:
+        if left_over := [each for world in self._made for each in world.processes if each.is_alive()]:
             raise RanksFailedError(f"processes left over: {left_over}")
 
 
