@@ -25,7 +25,8 @@ from gradwire.trainer.reducer.dtensors import shard_of
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 
-Pair = tuple[int, int]
+Pairs = tuple[slice, slice]
+"""The places of the vectors that are combined: of the first ones, which become the results, and of the second ones."""
 
 
 @dataclass(frozen=True)
@@ -163,32 +164,29 @@ def _adasum_fused(communicator: Communicator, tensors: Sequence[Tensor], prescal
         tensor.detach().copy_(values.view(tensor.shape))
 
 
-def _add_pairs(communicator: Communicator, vectors: Tensor, parts: list[int], pairs: Sequence[Pair]) -> None:
+def _add_pairs(communicator: Communicator, vectors: Tensor, parts: list[int], pairs: Pairs) -> None:
     """Replace the first vector of each pair by the Adasum of both. parts: the number of elements of each tensor in a vector."""
 
     def sums(products: Tensor) -> Tensor:
         return torch.stack([part.sum(-1) for part in products.split(parts, dim=1)], dim=-1)
 
-    firsts = [first for first, _ in pairs]
-    a, b = vectors[firsts], vectors[[second for _, second in pairs]]
+    a, b = vectors[pairs[0]], vectors[pairs[1]]
     dots = torch.stack([sums(a * b), sums(a * a), sums(b * b)])
     communicator.allreduce(dots)
-    lengths = torch.tensor(parts, device=vectors.device, dtype=torch.int64)
-    of_a, of_b = (
-        torch.where(squares > 0, 1 - dots[0] / (2 * squares), 1.0).repeat_interleave(lengths, dim=1)
-        for squares in dots[1:]
-    )
-    vectors[firsts] = of_a * a + of_b * b
+    factors = torch.where(dots[1:] > 0, 1 - dots[:1] / (2 * dots[1:]), 1.0)
+    each = [factor.expand(-1, -1, length) for factor, length in zip(factors.split(1, dim=2), parts, strict=True)]
+    of_a, of_b = torch.cat(each, dim=2)
+    a.copy_(of_a * a + of_b * b)
 
 
-def tree(size: int) -> Iterator[list[Pair]]:
-    """Yield, from the leaves up, the pairs of vectors to combine: (place of first and result, place of second)."""
+def tree(size: int) -> Iterator[Pairs]:
+    """Yield, from the leaves up, the pairs of vectors to combine."""
     power = 1 << (size.bit_length() - 1)
     if rest := size - power:
-        yield [(power - rest + i, power + i) for i in range(rest)]
+        yield slice(power - rest, power), slice(power, size)
     distance = 1
     while distance < power:
-        yield [(first, first + distance) for first in range(0, power, 2 * distance)]
+        yield slice(0, power, 2 * distance), slice(distance, power, 2 * distance)
         distance *= 2
 
 
