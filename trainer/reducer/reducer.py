@@ -449,11 +449,10 @@ class Reducer:
                 each.complete()
         if layout.presence.is_on_gpu:
             layout.presence.copy()
-        if layout.presence.is_on_gpu and not self._is_incomplete:
-            self._unread = layout.presence
-        elif (
-            found := layout.presence.read()
-        ):  # also if they are dense here, since this rank must take part in what others do
+            if not self._is_incomplete:
+                self._unread = layout.presence
+        # Also if all gradients are dense here, since this rank must take part in what the others do.
+        if self._unread is None and (found := layout.presence.read()):
             self._exchange_found(found, was_dense=False)
         if layout.sparse.found_dense:
             self.planner.learn_sparse((), layout.sparse.found_dense)
