@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire as hvd
+from gradwire.collectives.torch_internals import when_backward_ends
 from gradwire.trainer.reducer import bucket
 from gradwire.trainer.reducer.streams import Background, WritingStreams
 from gradwire.trainer.rules.next_forward import DeferredSteps
@@ -51,11 +52,38 @@ class OnStream(torch.autograd.Function):
         return gradient, None, None
 
 
-class Branches(nn.Module):
-    """Two layers that a GPU computes on two streams, and one after both. spare: whether there is a fourth layer."""
+class Assigned(torch.autograd.Function):
+    """Multiplies by a weight, and gives it its gradient as fully_shard does: on a stream of its own, which the caller's stream
+    follows when backward() ends, with its hooks called by hand."""
 
-    def __init__(self, *, spare: bool) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, side: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.side = weight, side
+        return x @ weight.detach().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (x,), weight, main, side = ctx.saved_tensors, ctx.weight, torch.cuda.current_stream(), ctx.side
+        if side is not None:
+            when_backward_ends(lambda: main.wait_stream(side))
+            side.wait_stream(main)
+            for tensor in (x, gradient):
+                tensor.record_stream(side)
+        with nullcontext() if side is None else torch.cuda.stream(side):
+            weight.grad = gradient.t() @ x
+            for hook in weight._post_accumulate_grad_hooks.values():
+                hook(weight)
+        return gradient @ weight.detach(), None, None
+
+
+class Branches(nn.Module):
+    """Two layers that a GPU computes on two streams, and one after both. spare: whether there is a fourth layer. assigned:
+    whether the last one is Assigned."""
+
+    def __init__(self, *, spare: bool, assigned: bool) -> None:
         super().__init__()
+        self.assigned = assigned
         torch.manual_seed(0)
         self.near, self.far, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.spare = nn.Linear(WIDTH, WIDTH) if spare else None
@@ -74,7 +102,7 @@ class Branches(nn.Module):
             for tensor, stream in ((far, main), (x, self.side)):
                 tensor.record_stream(stream)
             both = near + far
-        out = self.last(both)
+        out = Assigned.apply(both, self.last.weight, self.side) + self.last.bias if self.assigned else self.last(both)
         return (out if self.spare is None or not spare else out + self.spare(x)).square().mean()
 
 
@@ -85,6 +113,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded": {"rule": hvd.rules.Sharded()},
     "absent": {},
     "in parts": {"backward_passes_per_step": 2},
+    "assigned": {},
 }
 
 
@@ -93,7 +122,7 @@ def trained(way: str, device: str, wrong: AbstractContextManager[Any]) -> list[T
     reports()
     main = torch.cuda.Stream()
     torch.cuda.set_stream(main)
-    model, options = Branches(spare=way == "absent").to(device), dict(WAYS[way])
+    model, options = Branches(spare=way == "absent", assigned=way == "assigned").to(device), dict(WAYS[way])
     if way == "next forward":
         options["rule"] = hvd.rules.NextForward(model)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, foreach=False)
@@ -131,6 +160,12 @@ def test_gradients_of_two_streams(gpus: Worlds, way: str) -> None:
 #: Wrong orders, each with a way that must show it.
 SEEDS: dict[str, tuple[str, Any, str, Any]] = {
     "a launch waits for no other stream": ("dense", WritingStreams, "join", lambda self: None),
+    "a launch does not wait for the stream of an assigned gradient": (
+        "assigned",
+        WritingStreams,
+        "join",
+        lambda self: None,
+    ),
     "memory of other streams is not kept": ("int8", bucket, "keep_for", lambda stream, tensors: None),
     "a forward follows no update": ("next forward", DeferredSteps, "_follow_updates", lambda self, module: None),
     "a thread runs on its own streams": ("absent", Background, "streams", lambda self, devices: []),
@@ -190,3 +225,44 @@ def refused(way: str) -> None:
 @pytest.mark.parametrize("way", LATE)
 def test_a_gradient_that_is_sparse_on_another_rank(gpus: Worlds, way: str) -> None:
     gpus(2).run(refused, way)
+
+
+@in_world
+def captured() -> None:
+    """A graph cannot contain an exchange. What follows the capture is as if it had not been tried."""
+    weight = nn.Parameter(torch.ones(8, 8, device="cuda"))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5))
+    for _ in range(3):
+        with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True), pytest.raises(RuntimeError):
+            weight.sum().backward()
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+    optimizer.close()
+    assert torch.equal(weight.detach().cpu(), torch.full((8, 8), -0.5))
+
+
+def test_no_graph_contains_an_exchange(gpus: Worlds) -> None:
+    gpus(2).run(captured)
+
+
+@in_world
+def timed() -> list[float]:
+    """Return the seconds of exchanges that on_step was given."""
+    weight = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    found: list[Any] = []
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), on_step=found.append)
+    for _ in range(6):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+    optimizer.close()
+    return [each.exchange_s for each in found if each.exchange_s is not None]
+
+
+def test_the_gpu_times_its_exchanges(gpus: Worlds) -> None:
+    """They are known when the simulated GPU, which answers late, has said that the exchange is done."""
+    for seconds in gpus(2).run(timed):
+        assert seconds
+        assert all(each > 0 for each in seconds)
