@@ -37,10 +37,24 @@ class Feedback:
             [codec.new_state(span.length, device) if span.length else None for span in chunk]
             for chunk in partition.chunks
         ]
+        self._joined: set[torch.cuda.Stream] = set()
+        self._made = torch.cuda.current_stream(self.device).record_event() if self.worker.is_cuda else None
 
     @property
     def shard(self) -> Span:
         return self.partition.shard
+
+    def join(self) -> None:
+        """On a GPU, let the current stream continue after what made the tensors, and keep their memory until it has used them."""
+        if not self.worker.is_cuda:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream not in self._joined:
+            if self._made is not None:
+                stream.wait_event(self._made)
+            for tensor in self.tensors().values():
+                tensor.record_stream(stream)
+            self._joined.add(stream)
 
     def unsent_error(self, inputs: int) -> torch.Tensor:
         """Return this rank's part of all errors: float32, (numel,), in the units of its input. inputs: for an average, the

@@ -74,15 +74,16 @@ class Closing:
         """Finish the queued operations and the sent messages, but not beyond the deadline (time.monotonic()). Report the end to
         the other ranks."""
         monitor = self._monitor
-        queued_s = max(0.0, deadline - time.monotonic())
-        in_flight = self._operations.in_flight
-        if monitor.failure is not None or not (self._queue.close(queued_s) and in_flight.drain(deadline)):
+        queued_s, in_flight = max(0.0, deadline - time.monotonic()), self._operations.in_flight
+        # GPUs may be behind, and the program has gone on as if it had waited: what they run has its own deadline.
+        if monitor.failure is not None or not (self._queue.close(queued_s) and in_flight.drain()):
             if monitor.failure is None:
                 monitor.break_off("close", "the end of the time for what was queued", monitor.unfinished)
             self._transport.abort()
             self._queue.close(_LET_GO_S)
         else:
             self._messages.drain(deadline)
+            in_flight.drain()
         self._channel.report_done()
 
     def part(self, deadline: float) -> None:
@@ -132,6 +133,7 @@ class Closing:
 
         A thread that is still inside the backend when the interpreter has ended would abort the process.
         """
+        self._operations.in_flight.drain()  # the program has gone on as if it had waited
         self._monitor.exiting = True
         self._channel.report_leaving(self._monitor.unfinished)
         if self._queue.busy() or self._operations.in_flight.oldest() is not None:

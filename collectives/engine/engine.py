@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,12 +22,13 @@ from gradwire.collectives.diagnostics.timeline import Lane, now_ns
 from gradwire.collectives.engine.buffers import Buffer, kept
 from gradwire.collectives.engine.closing import Closing
 from gradwire.collectives.engine.failure_monitor import weakly
-from gradwire.collectives.engine.host_copies import Crossing, HostCopies
+from gradwire.collectives.engine.gpu_calls import GpuCalls
+from gradwire.collectives.engine.host_copies import HostCopies
 from gradwire.collectives.engine.operations import Operations
 from gradwire.collectives.engine.point_to_point import Messages
 from gradwire.collectives.engine.prepared import PreparedCall
 from gradwire.collectives.engine.schedule_cache import ScheduleCache
-from gradwire.collectives.engine.streams import DeviceOperation, Streams, devices_of, on_gpus, wait_on_host
+from gradwire.collectives.engine.streams import DeviceOperation, devices_of, wait_on_host
 from gradwire.collectives.engine.work import Work
 from gradwire.collectives.reduction import carried, finish
 from gradwire.collectives.schedules.algorithms import PLANNERS
@@ -39,6 +39,7 @@ from gradwire.collectives.schedules.spans import Layout, Span, consecutive
 from gradwire.collectives.torch_internals import plain
 from gradwire.collectives.transports.base import GroupRun, Operation, Run, Transport
 from gradwire.collectives.transports.codes import CodedNumbers, Codes
+from gradwire.collectives.transports.crossing import Crossed
 from gradwire.collectives.transports.loop import Payload, Scratch
 
 _KEPT_CALLS = 256
@@ -88,8 +89,7 @@ class Engine:
         self._tally: OperationTally | None = None
         self._records = False
         self._transport = transport
-        self._streams = Streams(transport.copy_streams)
-        self._crossings: list[Crossing] = []  # those that are issued and have not ended
+        self._gpu_calls = GpuCalls(self.operations, self.rank, via_host=self.via_host)
         self._scratch = Scratch()
         self._summed = Scratch()  # in use together with _scratch: codes that are added undecoded, or sums of codes
         self._rehearsed: set[tuple[Codec, torch.device, torch.dtype, bool]] = set()
@@ -190,76 +190,12 @@ class Engine:
         if async_op and run is call.run:
             run = partial(self._alive, run)
         if call.devices:
-            return self._run_on_gpus(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
-        if self._records:
-            run = partial(self._record_run, run, call, now_ns())
+            recorded = partial(self._recorded, call, now_ns())
+            return self._gpu_calls.run(
+                call, run, source, destination, async_op=async_op, timeout_s=timeout_s, recorded=recorded
+            )
+        run = self._recorded(call, now_ns(), run) if self._records else run
         return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
-
-    def _run_on_gpus(
-        self,
-        call: PreparedCall,
-        run: Callable[[Any, Any, int, float], None],
-        source: Any,
-        destination: Any,
-        *,
-        async_op: bool,
-        timeout_s: float | None,
-    ) -> Work:
-        """Run a call with CUDA tensors on the communication streams. With async_op=False, the current streams continue after
-        it."""
-        operation = DeviceOperation(self._streams, call.devices, self.rank, call.text)
-        operation.uses(on_gpus(source, destination))
-        body = partial(self._enqueue, operation, run)
-        if self.via_host:
-            crossing = Crossing(operation, call, source, destination)
-            if not crossing.reads_results_of(tuple(self._crossings)):
-                crossing.start()
-            self._crossings.append(crossing)
-            body = partial(self._cross, crossing, run)
-        if self._records:
-            body = partial(self._record_run, body, call, now_ns())
-        work = self.operations.run(
-            call,
-            body,
-            source,
-            destination,
-            async_op=async_op,
-            timeout_s=timeout_s,
-            device=operation,
-            waits=self.via_host,
-        )
-        if not async_op:
-            operation.order()
-        return work
-
-    def _cross(
-        self,
-        crossing: Crossing,
-        run: Callable[[Any, Any, int, float], None],
-        _source: Any,
-        _destination: Any,
-        tag: int,
-        deadline: float,
-    ) -> None:
-        """Exchange CUDA tensors through the host's memory."""
-        try:
-            crossing.run(run, tag, deadline)
-        finally:
-            with suppress(ValueError):
-                self._crossings.remove(crossing)
-
-    def _enqueue(
-        self,
-        operation: DeviceOperation,
-        run: Callable[[Any, Any, int, float], None],
-        source: Any,
-        destination: Any,
-        tag: int,
-        deadline: float,
-    ) -> None:
-        """Give GPUs a call that the transport runs on their streams."""
-        operation.run(run, source, destination, tag, deadline)
-        self.operations.in_flight.add(operation, max(0.0, deadline - time.monotonic()))
 
     def _alive(self, run: Callable[[Any, Any, int, float], None], *given: Any) -> None:
         """Run a queued call; its caller may have dropped the Communicator, to which what is prepared refers weakly."""
@@ -285,6 +221,10 @@ class Engine:
                 self._lane.span(verb, begin_ns, call=text, **of_lane, **notes)
             if self._tally is not None:
                 self._tally.add(verb, now_ns() - begin_ns, notes)
+
+    def _recorded(self, call: PreparedCall, issued_ns: int, run: Callable[..., None]) -> Callable[..., None]:
+        """Return a call's run with a record of it, if calls are recorded."""
+        return partial(self._record_run, run, call, issued_ns) if self._records else run
 
     def _record_run(self, run: Callable[..., None], call: PreparedCall, issued_ns: int, *given: Any) -> None:
         """Run a call's run with what it is given, and record the call and how long it was queued."""
@@ -409,6 +349,8 @@ class Engine:
 
             def rest(tag: int, deadline: float) -> None:
                 nonlocal numbers
+                if feedback is not None:
+                    feedback.join()
                 if first is not None:
                     first(flat, flat, tag, deadline)
                 if codes is not None:  # else this rank has no part of the buffer
@@ -425,10 +367,17 @@ class Engine:
 
     def _crossing_early(self, numbers: CodedNumbers) -> Payload:
         """Encode numbers on a GPU, and begin to copy the codes to the host, before the turn of their exchange."""
-        crossed = self._transport.crossed(numbers)
+        crossed = Crossed(numbers, self._transport.copy_streams)
         for send in numbers.encode_first():
-            crossed.outgoing(send.offset, send.length, send.scratch)
+            crossed.stage(send.offset, send.length, send.scratch, self._gpu_calls.streams.early_copies)
+        for memory in numbers.memory:
+            self.keep_for_rest(memory)
         return crossed
+
+    def keep_for_rest(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a tensor that precedes the first message of a call until the rest has used it."""
+        if tensor.is_cuda:
+            tensor.record_stream(self._gpu_calls.streams.communication(tensor.device))
 
     def _program_of_codes(
         self, codec: Codec, used: Codec, partition: Partition, numel: int, algorithm: str, device: torch.device
@@ -492,18 +441,16 @@ class Engine:
         CPU tensor. is_written: whether the message fills the tensor."""
         if not tensor.is_cuda:
             return None, None
-        operation = DeviceOperation(self._streams, (tensor.device,), self.rank, text)
-        operation.uses([tensor])
+        operation = self._gpu_calls.operation(text, [tensor], (tensor.device,))
         if not self.via_host:
             return operation, None
-        source, streams = [] if is_written else [tensor], self._transport.copy_streams
-        return operation, HostCopies(streams, source, tensor)
+        return operation, HostCopies(self._gpu_calls.streams.early_copies, [] if is_written else [tensor], tensor)
 
     def on_host(self, tensor: torch.Tensor) -> HostCopies | None:
         """Begin to copy a tensor to the host, if the transport cannot move it."""
         if tensor.device.type in self.can.device_types:
             return None
-        copies = HostCopies(self._transport.copy_streams, tensor, tensor)
+        copies = HostCopies(self._gpu_calls.streams.early_copies, tensor, tensor)
         copies.copy_out()
         return copies
 
@@ -512,7 +459,7 @@ class Engine:
         token = torch.zeros(1, dtype=torch.uint8, device=self.control_device)
         self.prepare("barrier", "recursive_doubling", token, 1, "max")(token, token, tag, deadline)
         if token.is_cuda:
-            wait_on_host(deadline)
+            wait_on_host(deadline, lambda: self.operations.monitor.is_broken)
 
     def table(self, row: Sequence[int], tag: int, deadline: float) -> list[list[int]]:
         """Return every rank's row of integers, by rank. Rows have the same length on all ranks."""
@@ -522,7 +469,7 @@ class Engine:
         gather = self.prepare("allgather", "rsag", mine, len(row), layout=layout)
         gather(mine, everything.view(-1), tag, deadline)
         if everything.is_cuda:
-            wait_on_host(deadline)
+            wait_on_host(deadline, lambda: self.operations.monitor.is_broken)
         rows: list[list[int]] = everything.tolist()
         return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -56,8 +57,8 @@ class FailureMonitor:
     Attributes that a turn writes, and the Monitor's thread reads: sequence, the number of the last operation that began; running,
     its number while it runs, else -1; calls, the last operations by number modulo COMPARED_CALLS, as number and text; unagreed,
     the number of an operation while ranks still compare its call, else -1; where, the place of the running call in the user's
-    code, or its thread; message, the running message and its other ranks. in_flight returns the number of the first operation
-    that was given to GPUs and is not done there (below 0 for a message), or None.
+    code, or its thread; message, the running message and its other ranks. in_flight returns the number and the call of the
+    first operation that was given to GPUs and is not done there (below 0 for a message), or None.
 
     Attributes for reading: failure, the error that has broken the Communicator; interrupted, whether the running operation was
     ended; joined, the ranks that have joined; agreement, which knows the calls on which all ranks have agreed. exiting: whether
@@ -77,6 +78,7 @@ class FailureMonitor:
         self._transport = transport
         self._rank = transport.rank
         self._channel = channel
+        self._explaining = threading.Lock()
         self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
         self._vain_since = math.inf
         channel.on_news(weakly(self.on_news))
@@ -97,6 +99,17 @@ class FailureMonitor:
         if first is None or first[0] < 0:
             return self.running, calls
         return first[0], calls | dict([first])
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether operations end without their results."""
+        return self.interrupted or self.exiting or self.failure is not None
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether the next operation cannot finish, as far as it is known."""
+        channel = self._channel
+        return self.is_broken or bool(channel.reports or channel.lost or channel.failure)
 
     def last_begun(self) -> int:
         """Return the number of the last turn in which an operation began."""
@@ -239,9 +252,23 @@ class FailureMonitor:
         """Break the Communicator, report the failed operation to the other ranks, and return the error that says which rank
         caused it. timeout_s: the seconds from the start of the turn to the deadline. peers: the other ranks of a message.
         sequence: the number of an operation on GPUs, whose turn has ended; None: the last one that began."""
-        if self.exiting:
-            self.failure = CollectiveError("this process is exiting", rank=self._rank, operation=call)
-            return self.failure
+        with self._explaining:  # the watchdog and a turn may find the same failure
+            if self.failure is not None:
+                return self.failure.again(f"the Communicator broke in an earlier operation ({self.failure})", call)
+            if self.exiting:
+                self.failure = CollectiveError("this process is exiting", rank=self._rank, operation=call)
+                return self.failure
+            return self._explain(error, call, timeout_s, deadline, peers, sequence)
+
+    def _explain(
+        self,
+        error: LinkError,
+        call: str,
+        timeout_s: float,
+        deadline: float,
+        peers: frozenset[int],
+        sequence: int | None,
+    ) -> CollectiveError:
         is_overdue = isinstance(error, OverdueError)
         others = self._channel.others if not isinstance(error, InVainError) else frozenset()
         awaited = frozenset() if is_overdue else error.awaited or peers or others
@@ -261,6 +288,7 @@ class FailureMonitor:
             lossy=tuple(self._transport.lossy_paths().items()),
         )
         self._channel.report_failure(report.to_news())
+        self.interrupted = True  # before what is aborted ends
         self._transport.abort()
         asked_at = self._stalls.ask()
         findings = inquire(self._channel, report, self.agreement)

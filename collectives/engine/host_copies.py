@@ -1,59 +1,15 @@
-"""Copies in pinned memory of a call's CUDA tensors, for transports that move CPU tensors only."""
+"""Copies in pinned memory of CUDA tensors, for transports that move CPU tensors only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gradwire.collectives.engine.prepared import PreparedCall
-from gradwire.collectives.engine.streams import DeviceOperation, on_gpus
+from gradwire.collectives.engine.streams import on_gpus
 from gradwire.collectives.torch_internals import plain
-from gradwire.collectives.transports.crossing import CopyStreams, event_after
-
-
-class Crossing:
-    """One call whose CUDA tensors, or codes of them, cross the host's memory, because the transport moves CPU tensors only.
-
-    start() enqueues what precedes the first message; run() exchanges, in the call's turn, and enqueues the rest. The host waits
-    in run() only.
-    """
-
-    def __init__(self, operation: DeviceOperation, call: PreparedCall, source: Any, destination: Any) -> None:
-        self._operation = operation
-        self._begin = None if call.begin is None else partial(call.begin, source, destination)
-        self._copies = HostCopies(operation.streams.copies, source, destination) if call.begin is None else None
-        self._rest: Callable[[int, float], None] | None = None
-        self._has_started = False
-        self._reads = {_memory(tensor) for tensor in on_gpus(source)}
-        self._writes = {_memory(tensor) for tensor in on_gpus(destination if call.begin is None else source)}
-
-    def reads_results_of(self, others: Iterable[Crossing]) -> bool:
-        """Return whether this call reads memory to which others will yet bring results."""
-        return any(self._reads & other._writes for other in others)
-
-    def start(self) -> None:
-        """Enqueue what precedes the first message."""
-        self._has_started = True
-        if self._begin is not None:
-            self._rest = self._operation.run(self._begin)
-        elif self._copies is not None:
-            self._operation.run(self._copies.copy_out)
-
-    def run(self, run: Callable[[Any, Any, int, float], None], tag: int, deadline: float) -> None:
-        """Exchange, in the turn of the call. run: of the call, on CPU tensors."""
-        if not self._has_started:
-            self.start()
-        if self._rest is not None:
-            self._operation.run(self._rest, tag, deadline)
-        elif self._copies is not None:
-            copies = self._copies
-            copies.await_out()
-            run(copies.source, copies.destination, tag, deadline)
-            self._operation.run(copies.copy_back)
-        self._rest = self._copies = None  # they keep memory
+from gradwire.collectives.transports.crossing import SideStreams, await_copies, event_after
 
 
 class HostCopies:
@@ -63,7 +19,7 @@ class HostCopies:
     source, destination: what the call is given, with CPU tensors in place of CUDA tensors; the same object if it is in place.
     """
 
-    def __init__(self, streams: CopyStreams, source: Any, destination: Any) -> None:
+    def __init__(self, streams: SideStreams, source: Any, destination: Any) -> None:
         self._streams = streams
         self._out = [_Copy(part) for part in _alike(on_gpus(source))]
         given = {id(tensor) for copy in self._out for tensor in copy.given}
@@ -83,7 +39,7 @@ class HostCopies:
         return given
 
     def copy_out(self) -> None:
-        """Enqueue the copies of the source on the copy streams, after what is on the current streams."""
+        """Enqueue the copies of the source, after what is on the current streams."""
         for copy in self._out:
             device = copy.tensors[0].device
             stream = self._streams.of(device)
@@ -94,10 +50,9 @@ class HostCopies:
                 tensor.record_stream(stream)
             self._events.append(event_after(stream))
 
-    def await_out(self) -> None:
-        """Let the host wait until the source has been copied."""
-        for event in self._events:
-            event.synchronize()
+    def await_out(self, deadline: float) -> None:
+        """Let the host wait until the source has been copied. Raises LinkError at the deadline (time.monotonic() seconds)."""
+        await_copies(self._events, deadline)
 
     def copy_back(self) -> None:
         """Enqueue the copies of the results on the current streams."""
@@ -120,10 +75,12 @@ class _Copy:
         self.views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def out(self) -> None:
-        if len(self.tensors) == 1:
-            self.views[0].copy_(self.tensors[0], non_blocking=True)
+        # torch would negate or conjugate the copy at once, on the host, before it arrives.
+        resolved = [tensor.resolve_conj().resolve_neg() for tensor in self.tensors]
+        if len(resolved) == 1:
+            self.views[0].copy_(resolved[0], non_blocking=True)
         else:  # one copy from the device is quicker than many
-            self._pinned.copy_(torch.cat([tensor.reshape(-1) for tensor in self.tensors]), non_blocking=True)
+            self._pinned.copy_(torch.cat([tensor.reshape(-1) for tensor in resolved]), non_blocking=True)
 
     def back(self) -> None:
         if len(self.tensors) == 1:
@@ -140,7 +97,3 @@ def _alike(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(found.values())
-
-
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 
 from gradwire.collectives import torch_internals
-from gradwire.collectives.engine.failure_monitor import FailureMonitor
+from gradwire.collectives.engine.failure_monitor import LAST_WORDS_S, FailureMonitor
 from gradwire.collectives.engine.streams import DeviceOperation
-from gradwire.collectives.errors import LinkError
+from gradwire.collectives.errors import LinkError, PeerJoined
 from gradwire.collectives.forks import in_forked_child
 from gradwire.collectives.transports.base import Transport
 
 #: How often the watchdog looks at operations in flight.
 _LOOK_S = 0.05
+
+_log = logging.getLogger("gradwire")
 
 ENDED = "the wait was ended, because another rank no longer takes part"
 
@@ -30,6 +33,7 @@ class InFlight:
         self._monitor, self._transport = monitor, transport
         self._operations: deque[DeviceOperation] = deque()
         self._lock = threading.RLock()
+        in_forked_child(self, InFlight.forget)
 
     def add(self, operation: DeviceOperation, timeout_s: float, peers: frozenset[int] = frozenset()) -> None:
         """Watch over an operation, in whose turn this is called. timeout_s: seconds that it may take once the devices have
@@ -40,14 +44,16 @@ class InFlight:
 
     def oldest(self) -> tuple[int, str] | None:
         """Return the number and the call of the first operation in flight, with -1 for a message; None if none is."""
-        with suppress(IndexError):
-            return self._operations[0].sequence, self._operations[0].text
-        return None
+        try:
+            first = self._operations[0]
+        except IndexError:
+            return None
+        return first.sequence, first.text
 
     @property
     def is_broken(self) -> bool:
         """Return whether no operation in flight can be done any more."""
-        return self._monitor.failure is not None or self._monitor.interrupted or self._monitor.exiting
+        return self._monitor.is_broken
 
     def look(self) -> bool:
         """Drop the operations that are done. If one cannot be done any more, break the Communicator, and end all of them with its
@@ -55,37 +61,48 @@ class InFlight:
         with self._lock:
             while self._operations:
                 first = self._operations[0]
-                trouble: LinkError | None = None
-                is_done = False
                 try:
-                    is_done = first.has_finished
-                except RuntimeError as error:  # the device has failed
-                    trouble = LinkError(None, timed_out=False, detail=str(error).partition("\n")[0])
-                # After this look: what NCCL leaves off ends too, with results that are not those of the operation.
+                    is_done = first.look()
+                    error = None if is_done else self._error_of(first)
+                except RuntimeError as failure:  # of the device
+                    is_done, detail = False, str(failure).partition("\n")[0]
+                    error = LinkError(None, timed_out=False, detail=detail)
+                # After this look: what is aborted ends too, with results that are not those of the operation.
                 if self.is_broken:
                     self._fail(LinkError(None, timed_out=False, detail=ENDED))
+                elif error is not None:
+                    self._fail(error)
                 elif is_done:
-                    self._operations.popleft().end()
-                elif (trouble := trouble or self._error_of(first)) is not None:
-                    self._fail(trouble)
+                    self._finish(self._operations.popleft())
                 else:
                     break
             return bool(self._operations)
+
+    def _finish(self, operation: DeviceOperation) -> None:
+        """End an operation that is done."""
+        monitor = self._monitor
+        if operation.peers or monitor.joined.refused != operation.sequence:
+            operation.end()
+            return
+        # Its caller may have gone on with a result in which the joined ranks have no part.
+        operation.end(PeerJoined(monitor.joined.absent, rank=self._transport.rank, operation=operation.text))
+        monitor.break_off(operation.text, "a rank that has joined", operation.sequence + 1)
 
     def _error_of(self, operation: DeviceOperation) -> LinkError | None:
         """Return why an operation cannot be done; None if it may be."""
         if (detail := self._transport.trouble()) is not None:
             return LinkError(None, timed_out=False, detail=detail)
-        if operation.peers and self._monitor.all_gone(operation.peers):
-            return LinkError(None, timed_out=False, detail=ENDED)
-        if (ends := operation.deadline()) is not None and time.monotonic() >= ends:
-            return LinkError(None, timed_out=True, detail="no completion from NCCL")
-        return None
+        if operation.ends is None:
+            return None
+        now = time.monotonic()
+        if operation.peers and self._monitor.all_gone(operation.peers):  # their last messages may have arrived
+            operation.ends = min(operation.ends, now + LAST_WORDS_S)
+        return LinkError(None, timed_out=True, detail="no completion from NCCL") if now >= operation.ends else None
 
     def _fail(self, error: LinkError) -> None:
         """End all operations with the error that has broken the Communicator, or with this one, which breaks it."""
         first = self._operations[0]
-        ends = first.deadline() or time.monotonic() + first.timeout_s
+        ends = time.monotonic() + first.timeout_s if first.ends is None else first.ends
         failure = self._monitor.failure or self._monitor.explain(
             error, first.text, first.timeout_s, ends, first.peers, None if first.peers else first.sequence
         )
@@ -94,13 +111,22 @@ class InFlight:
             operation = self._operations.popleft()
             operation.end(failure.again(f"not finished, the Communicator broke before ({failure})", operation.text))
 
-    def drain(self, deadline: float) -> bool:
-        """Wait until no operation is in flight, but not beyond the deadline (time.monotonic()); return whether none is."""
+    def drain(self) -> bool:
+        """Wait until no operation is in flight, at their deadlines at the latest. Return False if the devices do not reach one of
+        them in that time."""
+        began_s = time.monotonic()
         while self.look():
-            if time.monotonic() >= deadline:
-                return False
+            with suppress(IndexError):
+                first = self._operations[0]
+                if first.ends is None and time.monotonic() >= began_s + first.timeout_s:
+                    return False
             time.sleep(_LOOK_S / 10)
         return True
+
+    def forget(self) -> None:
+        """Give up what is in flight, in a forked child, whose lock a thread of the parent may have held."""
+        self._lock = threading.RLock()
+        self._operations.clear()
 
 
 class _Watchdog:
@@ -136,7 +162,12 @@ class _Watchdog:
             for each in tuple(self._watched):
                 with self._changed:
                     self._watched.discard(each)  # before the look, so that what is added meanwhile is watched
-                if each.look():
+                try:
+                    is_left = each.look()
+                except Exception:  # the thread must look at those of other Communicators
+                    _log.exception("gradwire: the watchdog cannot look at operations in flight")
+                    continue
+                if is_left:
                     with self._changed:
                         self._watched.add(each)
                 del each  # it keeps a Communicator's connections

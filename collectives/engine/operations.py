@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import zlib
@@ -88,7 +87,7 @@ class Operations:
     def settle(self) -> None:
         """Wait until all issued operations have ended, with or without an error."""
         self._enqueue("join", lambda: None, async_op=False, counted=False)
-        self.in_flight.drain(math.inf)
+        self.in_flight.drain()
 
     def run(
         self,
@@ -100,31 +99,33 @@ class Operations:
         async_op: bool = False,
         timeout_s: float | None = None,
         device: DeviceOperation | None = None,
-        waits: bool = False,
+        enqueues: bool = False,
+        around: Callable[[Callable[[], None]], None] | None = None,
     ) -> Work:
         """Run a call in its turn: run(source, destination, tag, deadline). Return its Work, which is done unless async_op is
         True. Turns are numbered in the order of issue, which is arbitrary for calls from several threads. timeout_s: seconds that
         this operation may take from its start; None: the attribute timeout_s.
 
-        device: orders the call on GPUs. A run that only enqueues runs in the calling thread if it can. waits: whether the run
-        waits for other ranks on the host; it begins when the tensors have been computed."""
+        device: orders the call on GPUs. enqueues: whether the run only gives them work; then the calling thread makes it, if no
+        other one has a turn. around: calls the turn, on its thread, with what precedes and follows it."""
         if (comparing := self._comparing) is not None:
             self._compare = comparing()  # which compiles what it needs before any deadline starts
             self._comparing = None
-        if not async_op or (device is not None and not waits):
-            if waits and device is not None:
-                device.await_producers()
-            queue, turn = self.queue, (get_ident(),)
+        if around is not None:
+            where = whereabouts.of_call(sys._getframe())
+            turn = partial(self._take_turn, call, run, source, destination, timeout_s, where)
+            body = partial(around, turn)
+            return self._enqueue(call.text, body, async_op=async_op, timeout_s=timeout_s, device=device)
+        if not async_op or enqueues:
+            queue, mine = self.queue, (get_ident(),)
             try:
-                if queue.enter(turn):
-                    self._take_turn(call, run, source, destination, timeout_s, turn[0])
+                if queue.enter(mine):
+                    self._take_turn(call, run, source, destination, timeout_s, mine[0])
                     return DONE if device is None else Work.launched(self._rank, call.text, device)
             finally:
-                queue.leave(turn, self.monitor.sequence)
+                queue.leave(mine, self.monitor.sequence)
         where = whereabouts.of_call(sys._getframe())
         body = partial(self._take_turn, call, run, source, destination, timeout_s, where)
-        if waits and device is not None:
-            body = partial(_after, device.await_producers, body)
         return self._enqueue(call.text, body, async_op=async_op, timeout_s=timeout_s, device=device)
 
     def run_message(
@@ -258,11 +259,6 @@ class Operations:
         if was_queued:
             message = f"not run, the Communicator broke before ({failure})"
         raise failure.again(message, text) from failure
-
-
-def _after(first: Callable[[], None], then: Callable[[], None]) -> None:
-    first()
-    then()
 
 
 def _last(part: Part) -> Callable[[Any, Any, int, float], None]:

@@ -90,8 +90,8 @@ class MessageWork:
     def _order(self) -> None:
         """Let the current stream continue after a message that GPUs have been given."""
         if self._device is not None:
-            self._device.check()
             self._device.order()
+            self._device.check()
 
     def is_completed(self) -> bool:
         """Return True once wait() would return or raise at once. The call also advances this rank's messages."""
@@ -146,8 +146,8 @@ class MessageWork:
             self._device.run(self._post)
         else:
             if self._sends:
-                self._device.run(self._copies.copy_out)
-                self._copies.await_out()
+                self._device.start(self._copies.copy_out, follows=True)
+                self._copies.await_out(deadline)
             self._post()
 
     def _post(self) -> None:
@@ -165,8 +165,7 @@ class MessageWork:
             self._land(deadline)
         elif copies is None:
             device.run(self._land, deadline)
-            timeout_s = max(0.0, deadline - time.monotonic())
-            self._operations.in_flight.add(device, timeout_s, self._peers)
+            self._operations.in_flight.add(device, self._operations.timeout_s, self._peers)
         else:
             self._land(deadline)
             if not self._sends:
@@ -231,7 +230,9 @@ class Messages:
             work.run()
             return work
         work.start()
-        if sends:
+        if sends or (
+            device is not None and copies is None
+        ):  # torch keeps the memory of NCCL's messages while their handles live
             with self._lock:
                 self._sent.append(work)
                 if len(self._sent) >= self._check_at:

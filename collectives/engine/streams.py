@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from gradwire.collectives.errors import CollectiveError, LinkError
-from gradwire.collectives.transports.base import DONE_POLL_S
-from gradwire.collectives.transports.crossing import PRIORITY, CopyStreams, event_after
+from gradwire.collectives.transports.crossing import SideStreams, event_after, wait_for
 
 if TYPE_CHECKING:
     from gradwire.collectives.engine.in_flight import InFlight
@@ -19,25 +18,22 @@ _Result = TypeVar("_Result")
 
 
 class Streams:
-    """One Communicator's streams: on each device, the *communication stream*, on which its operations run in their order, and the
-    *copy stream* (copies), on which tensors are copied to pinned memory beside them. They are made when they are first used."""
+    """One Communicator's streams on each device: the *communication stream*, on which its operations run in their order; the
+    *early stream*, on which what precedes the first message of an operation runs, beside the operations before it; and the
+    stream of early_copies, on which that is copied to pinned memory. They are made when they are first used."""
 
-    def __init__(self, copies: CopyStreams) -> None:
-        self.copies = copies
-        self._communication: dict[torch.device, torch.cuda.Stream] = {}
-
-    def communication(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the communication stream of a device."""
-        found = self._communication.get(device)
-        return found or self._communication.setdefault(device, torch.cuda.Stream(device, priority=PRIORITY))
+    def __init__(self) -> None:
+        self.early_copies = SideStreams()
+        self.communication: Callable[[torch.device], torch.cuda.Stream] = SideStreams().of
+        self.early: Callable[[torch.device], torch.cuda.Stream] = SideStreams().of
 
 
 class DeviceOperation:
     """Orders one operation on GPUs: it begins after what is on the current streams when this object is made (the *producers*),
     and order() lets other streams continue after it. The host waits for nothing.
 
-    devices: those of the operation's tensors. text: the call. sequence, timeout_s, peers: see watch(). Raises RuntimeError
-    while a CUDA graph is captured, in which the operation would not be replayed.
+    devices: those of the operation's tensors. text: the call. Attributes sequence, timeout_s, peers: see watch(). Raises
+    RuntimeError while a CUDA graph is captured, in which the operation would not be replayed.
     """
 
     def __init__(self, streams: Streams, devices: Sequence[torch.device], rank: int, text: str) -> None:
@@ -49,56 +45,93 @@ class DeviceOperation:
         self.devices, self.text = devices, text
         self.streams = streams
         self.sequence, self.timeout_s, self.peers = -1, 0.0, frozenset[int]()
+        self.is_watched = False
+        self.ends: float | None = None
+        """When it must be done, in time.monotonic() seconds; None before the devices are known to have reached it."""
         self._among: InFlight | None = None  # while the watchdog looks at it
-        self._deadline: float | None = None
         self._error: CollectiveError | None = None
         self._issued = [event_after(torch.cuda.current_stream(device)) for device in devices]
+        self._before = self._issued
         self._waits = True
         self._began: torch.cuda.Event | None = None
         self._finished: list[torch.cuda.Event] = []
 
     def run(self, function: Callable[..., _Result], *given: Any) -> _Result:
-        """Call a function with the communication streams current. The first call lets them wait for the producers. What the last
-        call has enqueued ends the operation."""
-        return self._within(0, function, given)
+        """Call a function with the communication streams current. The first call lets them wait for the producers, and for what
+        start() has enqueued. What the last call has enqueued ends the operation."""
+        self._finished = []
+        return self._within(self.streams.communication, self._waits, self._finished, function, given)
 
-    def _within(self, index: int, function: Callable[..., _Result], given: tuple[Any, ...]) -> _Result:
-        stream = self.streams.communication(self.devices[index])
-        with torch.cuda.stream(stream):
-            if self._waits:
-                stream.wait_event(self._issued[index])
-            if index + 1 < len(self.devices):
-                result = self._within(index + 1, function, given)
-            else:
-                self._waits = False
-                if self._began is None:
-                    self._began = event_after(stream, timed=True)
-                self._finished = []
-                result = function(*given)
-            self._finished.append(event_after(stream, timed=index + 1 == len(self.devices)))
+    def start(self, function: Callable[..., _Result], *, follows: bool) -> _Result:
+        """Call a function with the early streams current, which wait for the producers, before run(). follows: whether they also
+        wait for all earlier operations."""
+
+        def started() -> _Result:
+            if follows:
+                for device in self.devices:
+                    self.streams.early(device).wait_stream(self.streams.communication(device))
+            return function()
+
+        ended: list[torch.cuda.Event] = []
+        result = self._within(self.streams.early, True, ended, started, ())
+        self._before = ended[::-1]
         return result
 
-    def uses(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep the memory of tensors of any streams until the communication streams have used it, also if the tensors are
-        deleted before."""
+    def _within(
+        self,
+        stream_of: Callable[[torch.device], torch.cuda.Stream],
+        waits: bool,
+        ended: list[torch.cuda.Event],
+        function: Callable[..., _Result],
+        given: tuple[Any, ...],
+        index: int = 0,
+    ) -> _Result:
+        """Call a function with a stream of each device current. ended: gets an event after it for each device, the last first."""
+        stream = stream_of(self.devices[index])
+        is_last = index + 1 == len(self.devices)
+        with torch.cuda.stream(stream):
+            if waits:
+                stream.wait_event(self._before[index])
+            try:
+                if not is_last:
+                    return self._within(stream_of, waits, ended, function, given, index + 1)
+                if ended is self._finished:
+                    self._waits = False
+                    if self._began is None:
+                        self._began = event_after(stream, timed=True)
+                return function(*given)
+            finally:
+                ended.append(event_after(stream, timed=is_last))
+
+    def uses(self, tensors: Iterable[torch.Tensor], *, early: bool) -> None:
+        """Keep the memory of tensors of any streams until this operation has used it, also if the tensors are deleted before.
+        early: whether start() uses them."""
         for tensor in tensors:
             tensor.record_stream(self.streams.communication(tensor.device))
+            if early:
+                tensor.record_stream(self.streams.early(tensor.device))
 
-    def await_producers(self) -> None:
-        """Let the host wait until the tensors have been computed: a wait for this rank's own work, not for other ranks."""
+    def await_producers(self, until: Callable[[], bool]) -> None:
+        """Let the host wait until the tensors have been computed, or until() returns True: a wait for this rank's own work.
+        Others that wait for it meanwhile end at their deadline, which lets until() return True."""
         for event in self._issued:
-            event.synchronize()
+            if not wait_for(event, until):
+                return
 
     def watch(self, among: InFlight, sequence: int, timeout_s: float, peers: frozenset[int]) -> None:
         """Note that the operation is in flight. sequence: its number. timeout_s: seconds that it may take once the devices have
         reached it. peers: the other ranks of a message; empty for an operation of all ranks."""
         self._among, self.sequence, self.timeout_s, self.peers = among, sequence, timeout_s, peers
+        self.is_watched = True
 
-    def deadline(self) -> float | None:
-        """Return when the operation must be done, in time.monotonic() seconds; None before the devices have reached it."""
-        if self._deadline is None and self._began is not None and self._began.query():
-            self._deadline = time.monotonic() + self.timeout_s
-        return self._deadline
+    def look(self) -> bool:
+        """Return whether the devices have done what was enqueued. Note when they have reached the operation. Raises RuntimeError
+        once a device has failed."""
+        if self.has_finished:
+            return True
+        if self.ends is None and self._began is not None and self._began.query():
+            self.ends = time.monotonic() + self.timeout_s
+        return False
 
     def end(self, error: CollectiveError | None = None) -> None:
         """Note that the operation in flight is over, with an error or without."""
@@ -127,15 +160,15 @@ class DeviceOperation:
 
     @property
     def seconds(self) -> float | None:
-        """Return how long the operation ran on the first device; None until it has finished."""
+        """Return how long the operation ran on the last device; None until it has finished."""
         if self._began is None or not self._finished or not self.has_finished:
             return None
         milliseconds: float = self._began.elapsed_time(self._finished[0])
         return milliseconds / 1e3
 
     def order(self) -> None:
-        """Let the current stream of each device continue after the operation."""
-        for device, event in zip(reversed(self.devices), self._finished, strict=True):
+        """Let the current stream of each device continue after what was enqueued of the operation."""
+        for device, event in zip(reversed(self.devices), self._finished, strict=False):
             torch.cuda.current_stream(device).wait_event(event)
 
 
@@ -154,11 +187,17 @@ def on_gpus(*given: Any) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def wait_on_host(deadline: float) -> None:
+def cpu_tensors(*given: Any) -> bool:
+    """Return whether there are CPU tensors among tensors, or lists of tensors."""
+    every = (tensor for each in given for tensor in (each if isinstance(each, list) else (each,)))
+    return any(isinstance(tensor, torch.Tensor) and tensor.is_cpu for tensor in every)
+
+
+def wait_on_host(deadline: float, is_broken: Callable[[], bool]) -> None:
     """Let the host wait until the current stream has done what is on it, as an operation whose result the host reads. Raises
-    LinkError once the deadline (time.monotonic() seconds) passes."""
+    LinkError once the deadline (time.monotonic() seconds) passes, or the operation was aborted."""
     event = event_after(torch.cuda.current_stream())
-    while not event.query():
-        if time.monotonic() >= deadline:
-            raise LinkError(None, timed_out=True, detail="no completion from NCCL")
-        time.sleep(DONE_POLL_S)
+    if not wait_for(event, lambda: time.monotonic() >= deadline):
+        raise LinkError(None, timed_out=True, detail="no completion from NCCL")
+    if is_broken():  # what is aborted ends, too
+        raise LinkError(None, timed_out=False, detail="the wait was ended")

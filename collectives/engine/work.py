@@ -54,8 +54,8 @@ class Work:
 
     @property
     def seconds(self) -> float | None:
-        """How long the operation ran, including waits for other ranks; on GPUs, None until it has finished there."""
-        return self._host_s if self._device is None else self._device.seconds
+        """How long the operation ran, including waits for other ranks; if GPUs run it, None until it has finished there."""
+        return self._device.seconds if self._device is not None and self._device.is_watched else self._host_s
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Block until the operation is done; other Python threads run meanwhile. If the operation is the next one in the queue,
@@ -79,6 +79,8 @@ class Work:
                 assert seconds is not None
                 raise CollectiveTimeout(seconds, (), rank=self.rank, operation=self.operation)
         if self._error is not None:
+            if self._device is not None:
+                self._device.order()  # what was enqueued may still use the tensors
             raise self._error
         if self._device is not None:
             if until is not None:
@@ -87,8 +89,8 @@ class Work:
                     if time.monotonic() >= until:
                         raise CollectiveTimeout(seconds, (), rank=self.rank, operation=self.operation)
                     time.sleep(DONE_POLL_S)
-            self._device.check()
             self._device.order()
+            self._device.check()
 
     def is_completed(self) -> bool:
         """Return whether wait() would return or raise without waiting; on GPUs, whether they have finished the operation."""

@@ -15,7 +15,7 @@ from gradwire.collectives.kernels.layout import KIND_BITS as KIND_BITS  # links 
 from gradwire.collectives.kernels.layout import Coding as Coding
 from gradwire.collectives.schedules.program import Program
 from gradwire.collectives.transports import loop
-from gradwire.collectives.transports.crossing import CopyStreams, Crossed
+from gradwire.collectives.transports.crossing import Crossed, SideStreams
 
 #: Seconds between two checks whether a message is done, where nothing wakes the thread that waits for it.
 DONE_POLL_S = 0.0005
@@ -206,9 +206,9 @@ class Transport(ABC):
         return Crossed(payload, self.copy_streams)
 
     @cached_property
-    def copy_streams(self) -> CopyStreams:
+    def copy_streams(self) -> SideStreams:
         """The streams on which tensors of GPUs are copied to the host's memory."""
-        return CopyStreams()
+        return SideStreams()
 
     @cached_property
     def scratch(self) -> loop.Scratch:

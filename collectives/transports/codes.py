@@ -62,13 +62,13 @@ class Codes:
 
 class CodedNumbers(Payload):
     """The numbers of one run. See Codes; flat: 1-D, replaced with the sum; it may be bfloat16 or float16 if the program adds
-    elsewhere. feedback, step, seed: see Communicator.allreduce."""
+    elsewhere. feedback, step, seed: see Communicator.allreduce. Attribute memory: what the run uses beside them."""
 
     def __init__(self, codes: Codes, flat: torch.Tensor, feedback: Feedback | None, step: int, seed: int) -> None:
         self.wire_bytes = codes.wire_bytes
         self._plan = codes
         self._flat, self._feedback, self._step, self._seed = flat, feedback, step, seed
-        self._codes, self._sum = codes.memory()
+        self._codes, self._sum = self.memory = codes.memory()
         self._owner_start = codes.partition.shard.start
         self._has_sum = False
         self._encoded: set[int] = set()

@@ -65,7 +65,7 @@ def execute(program: Program, payload: Payload, transport: Transport, *, tag: in
             received_numbers.append(number)
             arriving[number] = instruction
         elif kind == Kind.POST:
-            payload.before_post()
+            payload.before_post(deadline)
             sent, received = transport.post(sends, receives, tag + segment)
             in_flight.update(zip(sent_numbers, sent, strict=True))
             in_flight.update(zip(received_numbers, received, strict=True))
@@ -117,8 +117,8 @@ class Payload(ABC):
     def work(self, instruction: Instruction) -> None:
         """Execute an instruction that moves no message."""
 
-    def before_post(self) -> None:  # noqa: B027  # most have nothing to do here
-        """Make the tensors of outgoing() ready: messages are about to be posted."""
+    def before_post(self, deadline: float) -> None:  # noqa: B027  # most have nothing to do here
+        """Make the tensors of outgoing() ready: messages are about to be posted. Raises LinkError at the deadline."""
 
     def arrived(self, receive: Instruction) -> None:  # noqa: B027
         """Note that the tensor of landing() is filled."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -38,6 +38,9 @@ from gradwire.collectives.transports.native import (
 )
 
 _POLL_S = 0.05
+
+#: How many kinds of operations are remembered as launched.
+_KEPT = 4096
 
 #: How long close() waits for NCCL to end.
 _END_S = 5.0
@@ -127,9 +130,9 @@ class Nccl:
         self._once = threading.Lock()  # for the first to set _ending
         self._in_use = threading.Lock()  # of the communicators, which end in a call of _ending
         self._connections = NcclConnections(self._backend, lambda: self._ending is not None)
-        self._met: set[tuple[torch.device, int | None, bool]] = (
-            set()
-        )  # the ranks to (True) and from which messages went
+        self._launched: dict[Hashable, set[torch.device]] = {}  # by operation, the devices on which it has run
+        # The ranks to (True) and from which messages went.
+        self._met: set[tuple[torch.device, int | None, bool]] = set()
 
     def prepare(self, operation: Operation) -> Run:
         """Return what enqueues an operation of NCCL's own."""
@@ -137,7 +140,7 @@ class Nccl:
             return self._prepare_half(operation)
         if operation.verb == "barrier":  # that of torch would block the host
             operation = replace(operation, verb="allreduce")
-        backend, options, launched = self._backend, options_of(operation), set[torch.device]()
+        backend, options, launched = self._backend, options_of(operation), self._devices_of(operation)
         options.asyncOp = False  # so that it runs on the current stream
         enqueue = partial(start, operation, options, backend)
 
@@ -155,7 +158,7 @@ class Nccl:
     def _prepare_half(self, operation: Operation) -> Run:
         """Return what enqueues reduce_shares or gather_shares, in place: NCCL's verb for equal parts, and in the same group one
         for the elements that only the share of the last rank has."""
-        backend, launched = self._backend, set[torch.device]()
+        backend, launched = self._backend, self._devices_of(operation)
         rank, size, numel = backend.rank(), backend.size(), operation.numel
         reduces = operation.verb == "reduce_shares"
         equal = replace(operation, verb="reduce_scatter" if reduces else "allgather", outgoing=(), incoming=())
@@ -191,7 +194,7 @@ class Nccl:
 
     def prepare_group(self, operation: Operation) -> GroupRun:
         """Return what enqueues an allreduce on several tensors as one group."""
-        backend, op, launched = self._backend, operation.op, set[torch.device]()
+        backend, op, launched = self._backend, operation.op, self._devices_of(operation, grouped=True)
         options = torch_internals.AllreduceCoalescedOptions()
         options.reduceOp, options.asyncOp = options_of(operation).reduceOp, False
 
@@ -203,6 +206,15 @@ class Nccl:
             perform_group(op, backend, list(map(flat, tensors)), launch)
 
         return run
+
+    def _devices_of(self, operation: Operation, *, grouped: bool = False) -> set[torch.device]:
+        """Return the devices on which an operation like this one has run, to which _launch() adds."""
+        if len(self._launched) >= _KEPT:
+            self._launched.clear()
+        each = operation
+        lengths = each.outgoing, each.incoming
+        key = each.verb, each.dtype, each.op, each.root, each.numel, lengths, grouped
+        return self._launched.setdefault(key, set())
 
     def _launch(
         self, launched: set[torch.device], device: torch.device, call: Callable[[], _Result], deadline: float
@@ -224,6 +236,8 @@ class Nccl:
         tensor. Before all ranks are connected on its device, NCCL connects these two by themselves."""
         device = (receives or sends)[0][1].device
         of_two = is_message and device not in self._connections.communicators
+        if of_two and self._connections.communicators:
+            raise LinkError(None, timed_out=False, detail=f"a message on {device} needs a collective there before it")
         launch = partial(self._exchange, sends, receives, alone=of_two)
         peers = {(device, peer, True) for peer, _ in sends} | {(device, peer, False) for peer, _ in receives}
         if not peers <= self._met:

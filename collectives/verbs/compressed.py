@@ -100,7 +100,11 @@ def _prepare(
         flat = own.as_strided((own.numel(),), (1,)) if buffer is None else buffer.flat.to(torch.float32)
         if reduction.prescale != 1.0:
             reduction.begin(flat)
+        if (feedback := options[0]) is not None:
+            feedback.join()
         exchange = begin_exchange(flat, *options)
+        for made in () if buffer is None else (buffer.flat, flat):
+            engine.keep_for_rest(made)
         if buffer is None and reduction.postscale == 1.0:
             return exchange
 
@@ -152,6 +156,7 @@ def _adding_codes(engine: Engine, codec: Codec, numel: int, algorithm: str, like
         for tensor in scaled:
             tensor.mul_(shrink)
         wire = engine.memory_for_codes(nbytes, flat.device)
+        engine.keep_for_rest(wire)
         with engine.span("encode", elements=numel):
             codec.encode(flat, wire, residual=residual)
         for tensor in scaled[1:]:
@@ -163,7 +168,7 @@ def _adding_codes(engine: Engine, codec: Codec, numel: int, algorithm: str, like
                 codes = wire.view(codec.wire_dtype)
                 exchange(codes, codes, tag, deadline)
             else:
-                copies.await_out()
+                copies.await_out(deadline)
                 exchange(copies.source, copies.source, tag, deadline)
                 copies.copy_back()
             with engine.span("decode", elements=numel):

@@ -172,7 +172,7 @@ def barrier(engine: Engine, _: tuple[()], __: tuple[()], algorithm: str) -> Prep
     def run(_: object, __: object, tag: int, deadline: float) -> None:
         exchange(token, token, tag, deadline)
         if token.is_cuda:
-            wait_on_host(deadline)
+            wait_on_host(deadline, lambda: engine.operations.monitor.is_broken)
 
     return PreparedCall(text, text, run, devices=devices_of(token))
 

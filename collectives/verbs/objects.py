@@ -4,6 +4,7 @@ pickled."""
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -32,10 +33,10 @@ def broadcast_object(engine: Engine, obj: Any, src: int) -> Any:
     is_root = engine.rank == src
     mine = _tensor(engine, pickle.dumps(obj if is_root else None))
     length = _numbers(engine, mine.numel())
-    engine.call(movement.broadcast, length, length, src, "auto")
+    _read(engine, movement.broadcast, length, length, src, "auto")
     if not is_root:
         mine = mine.new_empty(int(length))
-    engine.call(movement.broadcast, mine, mine, src, "auto")
+    _read(engine, movement.broadcast, mine, mine, src, "auto")
     return obj if is_root else pickle.loads(_bytes(mine))
 
 
@@ -46,7 +47,7 @@ def gather_object(engine: Engine, obj: Any, dst: int) -> list[Any] | None:
     lengths = _lengths(engine, mine)
     padded = _padded(mine, max(lengths))
     parts = [torch.empty_like(padded) for _ in lengths] if engine.rank == dst else []
-    engine.call(movement.gather, padded, parts, dst, "auto")
+    _read(engine, movement.gather, padded, parts, dst, "auto")
     if engine.rank != dst:
         return None
     return [pickle.loads(_bytes(part[:length])) for part, length in zip(parts, lengths, strict=True)]
@@ -64,25 +65,32 @@ def scatter_object(engine: Engine, objs: Sequence[Any] | None, src: int) -> Any:
     pieces = [_tensor(engine, pickle.dumps(obj)) for obj in objs]
     longest = max((piece.numel() for piece in pieces), default=0)
     head = _numbers(engine, 0, 0)
-    engine.call(movement.scatter, [_numbers(engine, piece.numel(), longest) for piece in pieces], head, src, "auto")
+    _read(engine, movement.scatter, [_numbers(engine, piece.numel(), longest) for piece in pieces], head, src, "auto")
     length, longest = head.tolist()
     mine = torch.empty(longest, dtype=torch.uint8, device=head.device)
-    engine.call(movement.scatter, [_padded(piece, longest) for piece in pieces], mine, src, "auto")
+    _read(engine, movement.scatter, [_padded(piece, longest) for piece in pieces], mine, src, "auto")
     return pickle.loads(_bytes(mine[:length]))
+
+
+def _read(engine: Engine, *call: Any) -> None:
+    """Run a call of a verb whose result the host reads. On a GPU, it waits for the call itself, which may fail there."""
+    work = engine.call(*call)
+    if engine.control_device != "cpu":
+        work.wait(math.inf)  # until the call's own deadline
 
 
 def _allgather(engine: Engine, data: bytes) -> list[bytes]:
     """Return every rank's bytes, in rank order."""
     mine = _tensor(engine, data)
     parts = [mine.new_empty(length) for length in _lengths(engine, mine)]
-    engine.call(movement.allgather, mine, parts, "auto")
+    _read(engine, movement.allgather, mine, parts, "auto")
     return [_bytes(part) for part in parts]
 
 
 def _lengths(engine: Engine, mine: Tensor) -> list[int]:
     """Return the number of elements of every rank's tensor, in rank order."""
     lengths = _numbers(engine, *[0] * engine.size)
-    engine.call(movement.allgather, _numbers(engine, mine.numel()), lengths, "auto")
+    _read(engine, movement.allgather, _numbers(engine, mine.numel()), lengths, "auto")
     numbers: list[int] = lengths.tolist()
     return numbers
 

@@ -223,9 +223,6 @@ def with_shards(device: str) -> list[Tensor]:
     return [weight.to_local().detach().cpu() for weight in weights]
 
 
-@pytest.mark.xfail(
-    reason="buckets that the stream of a hook owns are given back while another one copies from them", strict=False
-)
 def test_fully_shard(gpus: Worlds) -> None:
     world = gpus(2)
     expected = world.run(with_shards, "cpu")

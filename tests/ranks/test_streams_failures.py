@@ -84,7 +84,6 @@ def passes_a_deadline() -> None:
     is_raised(CollectiveTimeout, comm.allreduce, numbers())
 
 
-@pytest.mark.xfail(reason="NCCL is aborted before the failure is known: wait() returns meanwhile", strict=False)
 def test_a_deadline(failing: World) -> None:
     failing.run(passes_a_deadline)
 

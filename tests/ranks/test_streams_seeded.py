@@ -140,6 +140,10 @@ def copies_back(own: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: self.copy_back()
 
 
+def does_nothing(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *given: None
+
+
 def blocks(own: Callable[..., Any]) -> Callable[..., Any]:
     """Change the wait for messages of NCCL: it waits as torch does by itself."""
     return lambda self, deadline: self.work.wait()
@@ -175,13 +179,13 @@ SEEDS: list[tuple[str, str, Callable[[], None], Seed]] = [
     ("copied before it is computed", HOST, verbs, without("wait_stream", "host_copies.py copy_out")),
     ("copied on the wrong stream", HOST, verbs, without("stream", "host_copies.py copy_out")),
     ("no event of a copy", HOST, verbs, without("record", "host_copies.py copy_out")),
-    ("sent before it is copied", HOST, verbs, without("synchronize", "host_copies.py await_out")),
+    ("sent before it is copied", HOST, verbs, instead(f"{COPIES} HostCopies.await_out", does_nothing)),
     ("copied back on another stream", HOST, verbs, instead(f"{COPIES} HostCopies.copy_back", on_default_stream)),
     ("copied back before the exchange", HOST, verbs, instead(f"{COPIES} HostCopies.copy_out", copies_back)),
-    ("codes copied before they are made", HOST, CODED, without("wait_stream", "crossing.py outgoing")),
-    ("codes sent before they are copied", HOST, CODED, without("synchronize", "crossing.py before_post")),
-    ("codes copied on the wrong stream", HOST, CODED, without("stream", "crossing.py outgoing")),
-    ("no event of the codes", HOST, CODED, without("record", "crossing.py outgoing")),
+    ("codes copied before they are made", HOST, CODED, without("wait_stream", "crossing.py stage")),
+    ("codes sent before they are copied", HOST, CODED, instead(f"{CROSSED} Crossed.before_post", does_nothing)),
+    ("codes copied on the wrong stream", HOST, CODED, without("stream", "crossing.py stage")),
+    ("no event of the codes", HOST, CODED, without("record", "crossing.py stage")),
     (
         "decoded on another stream",
         HOST,

@@ -342,20 +342,21 @@ def test_two_ranks_connect_by_themselves_before_all_ranks_do() -> None:
     assert nccl.calls == ["start", "send 0", "end"]
 
 
-def allreduce(transport: ProcessGroupTransport) -> Callable[[float], None]:
-    run = transport.prepare(Operation("allreduce", "native", torch.float32, "cuda", 2))
-    tensor = torch.ones(2)
+def allreduce(transport: ProcessGroupTransport, numel: int = 2) -> Callable[[float], None]:
+    run = transport.prepare(Operation("allreduce", "native", torch.float32, "cuda", numel))
+    tensor = torch.ones(numel)
     return lambda within_s: run(tensor, tensor, 0, time.monotonic() + within_s)
 
 
-def test_only_the_first_call_of_an_operation_runs_on_another_thread() -> None:
+def test_only_the_first_call_of_a_kind_of_operation_runs_on_another_thread() -> None:
     nccl, here = Nccl(), threading.get_ident()
     transport = over(nccl)
-    for run in (allreduce(transport), allreduce(transport)):
+    for numel, runs_here in ((2, False), (2, True), (3, False)):
+        run = allreduce(transport, numel)
         nccl.threads.clear()
         for _ in range(3):
             run(10)
-        assert [thread == here for thread in nccl.threads[-3:]] == [False, True, True]
+        assert [thread == here for thread in nccl.threads[-3:]] == [runs_here, True, True]
     assert sum("connect" in call for call in nccl.calls) == 1
 
 

@@ -243,7 +243,13 @@ class Bucket:
         """Copy in a parameter's gradient from another bucket, if it is there."""
         gradient = self.parameters[slot].grad
         if gradient is not None and gradient is other.gradients[other_slot]:
+            other._keep()
             self.copy_slots([slot])
+
+    def _keep(self) -> None:
+        """On a GPU, keep the memory until the current stream has used it."""
+        if self.streams is not None:
+            self.streams.keep((self.memory, self.buffer.values))
 
     def fill(self) -> dict[int, Tensor]:
         """Give zeros to the parameters that require gradients and have none; return these zeros by parameter."""
@@ -300,6 +306,7 @@ class Bucket:
 
     def finalize(self) -> None:
         """Assign the results, after found_sparse(). A parameter without a gradient on this rank gets one if any rank has it."""
+        self._keep()
         if self.memory is not self.buffer.values:
             self.memory.copy_(self.buffer.values)
         for slot in self.absent:

@@ -25,6 +25,15 @@ class WritingStreams:
         self._device = device
         self._made = torch.cuda.current_stream(device).record_event()  # the memory is zero from here on
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._users: set[int] = set()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of the bucket until the current stream has used it, also if it is deleted before: a layout may be
+        made in a hook, on a stream that others do not wait for. tensors: those of the bucket."""
+        handle = torch_internals.current_stream_handle(self._device)
+        if handle not in self._users:
+            self._users.add(handle)
+            keep_for(torch.cuda.current_stream(self._device), tensors)
 
     def note(self) -> None:
         """Note that the current stream has written a gradient."""
