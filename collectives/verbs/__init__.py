@@ -283,7 +283,8 @@ class Verbs:
 
         When send has returned, the caller can change the tensor, even if the message has not arrived yet. send may also wait
         until dst receives, as it does inside a host. So two ranks that both send before they receive must use isend.
-        Over NCCL, which has no tags, only tag 0 is allowed.
+        Over NCCL, which has no tags, only tag 0 is allowed, and messages follow each other on one stream: one of two ranks
+        must call isend before irecv, and the other irecv before isend.
         """
         if former:
             raise arguments.former(self._engine, "send", former, async_op="isend()")
