@@ -240,9 +240,9 @@ def gpu_goals(name: str) -> str:
     rows = (
         (
             goal["what"],
-            _number(goal["value"]),
+            "not measured" if goal["value"] is None else _number(goal["value"]),
             f"at {'least' if goal['at_least'] else 'most'} {goal['limit']:g}",
-            "yes" if goal["is_reached"] else "no",
+            goal["missing"] or ("yes" if goal["is_reached"] else "no"),
         )
         for goal in figures(name)["meta"]["goals"]
     )

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure, and what it is to be: at most `limit`, or at least, if it is a share that should be large."""
+    """A figure, and what it is to be: at most `limit`, or at least, if it should be large. value: None if it was not measured;
+    then `missing` says why."""
 
     what: str
-    value: float
+    value: float | None
     limit: float
     at_least: bool = False
+    missing: str = ""
 
     @property
     def is_reached(self) -> bool:
+        if self.value is None:
+            return False
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
     def __str__(self) -> str:
-        word = "least" if self.at_least else "most"
-        reached = "reached" if self.is_reached else "not reached"
-        return f"# {self.what}: {self.value:.2f} (goal: at {word} {self.limit:g}; {reached})"
+        goal = f"goal: at {'least' if self.at_least else 'most'} {self.limit:g}"
+        if self.value is None:
+            return f"# {self.what}: not measured: {self.missing} ({goal})"
+        return f"# {self.what}: {self.value:.2f} ({goal}; {'reached' if self.is_reached else 'not reached'})"
+
+
+def summary(goals: Sequence[Goal]) -> list[str]:
+    """Return the line that counts goals; none without goals."""
+    if not goals:
+        return []
+    reached, missing = sum(goal.is_reached for goal in goals), sum(goal.value is None for goal in goals)
+    return [f"# {reached} of {len(goals)} goals reached" + (f", {missing} not measured" if missing else "")]
 
 
 @dataclass

@@ -10,7 +10,7 @@ Parts (--parts):
 * nccl: every verb on CUDA tensors, and `call`, over NCCL, in a process that is one rank alone. On CPUs, the verbs run here.
 
 The figures are printed beside goals. Replicas, losses and the results of verbs are checked. `--device cpu` runs a small form
-in seconds, whose figures say nothing about a GPU. With `--backend nccl`, each rank needs a GPU of its own.
+in seconds without goals, since its figures say nothing about a GPU. With `--backend nccl`, each rank needs a GPU of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch.distributed as dist
 import gradwire as hvd
 from gradwire.bench import hosts
 from gradwire.bench.gpu.calls import measure_calls
-from gradwire.bench.gpu.outcome import Goal, Outcome
+from gradwire.bench.gpu.outcome import Goal, Outcome, summary
 from gradwire.bench.gpu.overlap import measure_overlap
 from gradwire.bench.gpu.scale import SCALES, Scale
 from gradwire.bench.gpu.steps import measure_steps
@@ -43,7 +43,7 @@ from gradwire.bench.gpu.verbs import measure_verbs
 from gradwire.bench.options import add_results, names_of, number_from
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import TURNS
-from gradwire.bench.workloads.loop import choose_device, share_cores
+from gradwire.bench.workloads.loop import choose_device, join_ranks, share_cores
 
 RATE = "10gbit"
 SECONDS = 300.0
@@ -89,16 +89,11 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seconds", type=partial(number_from, 1.0), default=SECONDS, help=f"when to end, about (default {SECONDS:g})")
     add_results(parser)
     chosen = parser.parse_args(arguments)
+    if (chosen.device, chosen.backend) == ("cpu", "nccl"):
+        parser.error("--backend nccl needs --device cuda: NCCL moves CUDA tensors only")
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA GPU; --device cpu runs a small form of the benchmark")
     return chosen
-
-
-def start(backend: str) -> None:
-    """Join the ranks: over gloo, also for CUDA tensors, so that ranks can share a GPU; or over NCCL, also as a rank alone."""
-    if "RANK" in os.environ:
-        dist.init_process_group(BACKENDS[backend])
-    hvd.init(timeout_s=TIMEOUT_S)
 
 
 def step(run: Run) -> Outcome:
@@ -180,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the parts. Return 1, on every rank, if a check of results has failed, or a process that a part has started."""
     chosen = parse_arguments(arguments)
     ends_s = time.monotonic() + chosen.seconds
-    start(chosen.backend)
+    join_ranks(chosen.device, BACKENDS[chosen.backend], timeout_s=TIMEOUT_S)
     share_cores()
     run = Run(chosen, SCALES[chosen.device], choose_device(chosen.device), ends_s)
     meta = {**software_and_machine(run.device), "world_size": hvd.size(), "time": TURNS}
@@ -189,6 +184,8 @@ def main(arguments: Sequence[str]) -> int:
         print("# The small form on CPUs: its figures say nothing about a GPU.", flush=True)
     for name in chosen.parts:
         outcome = PARTS[name](run)
+        if run.device.type == "cpu":
+            outcome.goals.clear()
         found.add(outcome)
         gc.collect()  # models and their optimizers hold each other
         if run.device.type == "cuda":
@@ -198,9 +195,8 @@ def main(arguments: Sequence[str]) -> int:
                 print("\n".join([*outcome.lines, *map(str, outcome.goals)]), flush=True)
             write(chosen.json, meta, found)  # so that a later part cannot take these results along
     if hvd.rank() == 0:
-        reached = sum(goal.is_reached for goal in found.goals)
-        wrong = [f"# WRONG: {line}" for line in found.wrong]
-        print("\n".join([*wrong, f"# {reached} of {len(found.goals)} goals reached"]), flush=True)
+        for line in [*(f"# WRONG: {each}" for each in found.wrong), *summary(found.goals)]:
+            print(line, flush=True)
     hvd.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -30,7 +30,7 @@ import gradwire as hvd
 from gradwire.bench.options import add_results, add_turns, count_from, names_of
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import TURNS, Times, format_interval, median_and_p99, speedup_interval, step_seconds
-from gradwire.bench.workloads.loop import share_cores, shares
+from gradwire.bench.workloads.loop import join_ranks, share_cores, shares
 
 GLOO, OURS, NOTHING, COMPUTE = "gloo", "gradwire", "no exchange", "compute"
 WITH_HOOK, OWN_MEMORY = "gradwire, its hook", "gradwire, its memory"
@@ -252,7 +252,7 @@ def format_table(rows: Sequence[BackendRow], meta: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark. Return 1, on every rank, if parameters differ from those over gloo by more than TOLERANCE."""
     chosen = parse_arguments(arguments)
-    hvd.init()
+    join_ranks("cpu")
     share_cores()
     if "pipeline" in chosen.programs and chosen.layers % hvd.size():
         raise SystemExit(

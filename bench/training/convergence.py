@@ -28,7 +28,7 @@ from gradwire.bench.training.convergence_report import (
     format_row,
 )
 from gradwire.bench.workloads import bytes_gpt, digits_cnn, strategies
-from gradwire.bench.workloads.loop import Training, Workload, choose_device, share_cores
+from gradwire.bench.workloads.loop import Training, Workload, choose_device, join_ranks, share_cores
 from gradwire.trainer.reducer.compression import NAMES
 
 #: The final training loss is the mean of this number of steps, since the losses of batches differ.
@@ -102,7 +102,7 @@ def train(name: str, codec: str, chosen: argparse.Namespace, before: Sequence[Co
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark. Return, on every rank, 1 if replicas differ, and 2 if there is only one rank."""
     chosen = parse_arguments(arguments)
-    hvd.init()
+    join_ranks(chosen.device)
     if hvd.size() == 1:
         print(
             "bench convergence: one rank exchanges nothing: run it under torchrun --nproc-per-node 2 or more",

@@ -24,7 +24,7 @@ from gradwire.bench.options import add_results, count_from, number_from
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.training.rules_report import RuleRow, draw, format_header, format_row
 from gradwire.bench.workloads import bytes_gpt, strategies
-from gradwire.bench.workloads.loop import Trainee, Training, Workload, share_cores
+from gradwire.bench.workloads.loop import Trainee, Training, Workload, join_ranks, share_cores
 from gradwire.collectives.compression.sparse import ChunkTopK
 from gradwire.trainer.reducer.compression import NAMES, Compressor
 
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark. Return, on every rank, 1 if replicas differ that should be equal, and 2 if the rank of --slow does not
     exist."""
     chosen = parse_arguments(arguments)
-    hvd.init()
+    join_ranks("cpu")
     if chosen.slow is not None and chosen.slow[0] >= hvd.size():
         print(
             f"bench rules: --slow names rank {chosen.slow[0]}, and there are ranks 0 to {hvd.size() - 1}",

@@ -32,7 +32,7 @@ from gradwire.bench.options import add_results, add_turns
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import TURNS, format_interval, median_and_p99, speedup_interval, step_seconds
 from gradwire.bench.workloads import bytes_gpt, strategies
-from gradwire.bench.workloads.loop import Trainee, Workload, choose_device, share_cores
+from gradwire.bench.workloads.loop import Trainee, Workload, choose_device, join_ranks, share_cores
 from gradwire.trainer.reducer.compression import AUTO, NAMES
 
 LR = 1e-3
@@ -119,7 +119,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def builders(chosen: argparse.Namespace) -> dict[str, Callable[[nn.Module], Trainee]]:
+def has_backend_for(device: torch.device) -> bool:
+    """Return whether our backend of torch.distributed can be used: it sends CUDA tensors by NCCL, which needs a GPU a rank."""
+    return device.type == "cpu" or "nccl" in dist.get_backend_config()
+
+
+def builders(chosen: argparse.Namespace, device: torch.device) -> dict[str, Callable[[nn.Module], Trainee]]:
     """Return the functions that make the competitors from models, by name."""
     named = [name for name in chosen.compression if name != AUTO]
     found: dict[str, Callable[[nn.Module], Trainee]] = {OURS: strategies.ours}
@@ -139,7 +144,9 @@ def builders(chosen: argparse.Namespace) -> dict[str, Callable[[nn.Module], Trai
         found[f"{OURS}+shards"] = partial(strategies.ours, rule=hvd.rules.Sharded())
         for name in (each for each in named if each not in ONE_WAY):
             found[f"{OURS}+shards+{name}"] = partial(strategies.ours, compression=name, rule=hvd.rules.Sharded(name))
-    found |= {OURS_DDP: partial(strategies.ddp, backend="gradwire"), DDP: strategies.ddp}
+    if has_backend_for(device):
+        found[OURS_DDP] = partial(strategies.ddp, backend="gradwire")
+    found[DDP] = strategies.ddp
     if chosen.compression:
         found[DDP_FP16] = partial(strategies.ddp, fp16=True)
     if chosen.shard_states:
@@ -149,7 +156,7 @@ def builders(chosen: argparse.Namespace) -> dict[str, Callable[[nn.Module], Trai
 
 def competitors_of(chosen: argparse.Namespace, workload: Workload, device: torch.device) -> dict[str, StepCompetitor]:
     competitors = {}
-    for name, build in builders(chosen).items():
+    for name, build in builders(chosen, device).items():
         trainee = build(workload.build().to(device))
         if chosen.overlap:
             trainee.clip_norm = None
@@ -204,7 +211,7 @@ def format_table(rows: Sequence[StepRow], speedups: Sequence[StepSpeedup], meta:
         *(
             f"  {row.competitor:{width}} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
             f" {row.as_ddp:8.2f} {row.as_compute:9.2f} {_times(row.beyond_compute_as_ddp):>15} {row.loss:9.4f}"
-            f"  {'identical' if row.replicas_identical else 'differ'}"
+            f"  {_replicas(row)}".rstrip()
             for row in rows
         ),
         *(
@@ -213,6 +220,12 @@ def format_table(rows: Sequence[StepRow], speedups: Sequence[StepSpeedup], meta:
             for speedup in speedups
         ),
     ]
+
+
+def _replicas(row: StepRow) -> str:
+    if row.competitor == COMPUTE:  # its ranks train alone
+        return ""
+    return "identical" if row.replicas_identical else "differ"
 
 
 def _times(speedup: float | None) -> str:
@@ -225,7 +238,7 @@ def main(arguments: Sequence[str]) -> int:
     if AUTO in chosen.compression:
         logging.basicConfig(format="# %(message)s")
         logging.getLogger("gradwire").setLevel(logging.INFO)
-    hvd.init()
+    join_ranks(chosen.device)
     share_cores()
     device, size = choose_device(chosen.device), bytes_gpt.size_of(chosen)
     workload = bytes_gpt.workload(size, chosen.batch * hvd.size())
@@ -254,6 +267,8 @@ def main(arguments: Sequence[str]) -> int:
             "time": TURNS,
         }
         print("\n".join(format_table(rows, speedups, meta)), flush=True)
+        if not has_backend_for(device):
+            print(f"# {OURS_DDP}: not measured: over NCCL, each rank needs a GPU of its own", flush=True)
         write_json(chosen.json, meta, rows)
     hvd.shutdown()
     return 0 if all(row.replicas_identical for row in rows if row.competitor != COMPUTE) else 1

@@ -23,7 +23,7 @@ import torch
 import gradwire as hvd
 from gradwire.bench.options import count_from, number_from
 from gradwire.bench.workloads import bytes_gpt, digits_cnn, strategies
-from gradwire.bench.workloads.loop import Trainee, Training, Workload, choose_device, share_cores
+from gradwire.bench.workloads.loop import Trainee, Training, Workload, choose_device, join_ranks, share_cores
 
 if missing := [package for package in ("matplotlib", "rich") if find_spec(package) is None]:
     raise ModuleNotFoundError(
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
     """Train to the end; return the exit status: 1 if replicas differ, INTERRUPTED after SIGINT, 2 if what is given does not fit
     together, or 0."""
     chosen = parse_arguments(arguments)
-    hvd.init()
+    join_ranks(chosen.device)
     try:
         return train(chosen)
     finally:

@@ -12,9 +12,11 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -217,6 +219,20 @@ def shares(batch: Sequence[Tensor]) -> list[Tensor]:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def join_ranks(device: str, backend: str | None = None, **settings: Any) -> None:
+    """Call hvd.init() with these settings. If a launcher has started the ranks, torch.distributed gets this backend before.
+
+    backend None: gloo for tensors on the CPU, and for ranks that share GPUs, which NCCL refuses; otherwise that of hvd.init().
+    device: as in choose_device().
+    """
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if backend is None and torch.cuda.is_available() and (device == "cpu" or torch.cuda.device_count() < local_size):
+        backend = "gloo"
+    if backend is not None and "RANK" in os.environ:
+        dist.init_process_group(backend)
+    hvd.init(**settings)
 
 
 def choose_device(name: str) -> torch.device:

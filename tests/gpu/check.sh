@@ -1,12 +1,27 @@
 #!/bin/sh
 # sh tests/gpu/check.sh FOLDER: run tests/gpu, then `bench gpu`, on a machine with a GPU, in less than nine minutes.
-# It installs nothing: PYTHON (default python3) must find torch, NumPy, Numba, CuPy, and pytest with the plugins timeout and
-# xdist and hypothesis. FOLDER gets machine.txt, tests.txt, bench.txt and gpu.json. The exit code is 0 if both have passed.
+# It installs nothing: PYTHON (default python3) must have a torch that sees a GPU, and what `pip install '.[test,cuda13]'` (or
+# cuda12) installs. FOLDER gets machine.txt, tests.txt, bench.txt and gpu.json. The exit code is 0 if both have passed, and 2,
+# before anything runs, if something is missing.
 
 folder=${1:?the folder for the output is missing: sh tests/gpu/check.sh FOLDER}
 mkdir -p "$folder" && folder=$(cd "$folder" && pwd) && cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+
+"$python" - <<'END' || exit 2
+import sys
+from importlib.util import find_spec
+
+needed = {"torch": "torch", "numpy": "numpy", "numba": "numba", "cupy": "cupy", "pytest": "pytest", "hypothesis": "hypothesis"}
+needed |= {"pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist"}
+if missing := [name for module, name in needed.items() if find_spec(module) is None]:
+    sys.exit(f"tests/gpu/check.sh: {sys.executable} lacks {', '.join(missing)}: pip install '.[test,cuda13]' (or cuda12)")
+import torch
+
+if not torch.cuda.is_available():
+    sys.exit(f"tests/gpu/check.sh: torch {torch.__version__} sees no GPU")
+END
 
 {
     git describe --always --dirty --abbrev=12

@@ -3,18 +3,24 @@
 import shutil
 import sys
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import gradwire as hvd
 from gradwire.bench.gpu import run
-from gradwire.bench.gpu.outcome import Goal
+from gradwire.bench.gpu.outcome import Goal, Outcome, summary
 from gradwire.bench.gpu.overlap import BACKWARD, STEP, overlap
 from gradwire.bench.gpu.scale import SCALES
 from gradwire.bench.gpu.steps import BUILDERS, goals_of, rounds_within, wrong_of
-from gradwire.bench.training.step import COMPUTE, DDP, StepRow
+from gradwire.bench.training.step import COMPUTE, DDP, OURS, StepRow
+from gradwire.bench.workloads.loop import join_ranks
 
+ROOT = Path(__file__).parents[2]
 MAIN, AUTOGRAD, QUEUE = 1, 2, 3
 COMPUTING, CODING, COPYING = 7, 20, 24
 
@@ -88,12 +94,65 @@ def test_what_is_wrong_and_what_is_reached() -> None:
     assert [(goal.value, goal.is_reached) for goal in goals_of(rows, "")] == [
         (0.8, True),  # without a codec, at most 0.9
         (0.8, False),  # int8, at most 0.6
-        (0.25, True),
-        (0.25, True),
+        (4.0, True),  # beyond computing, at least 2
+        (4.0, True),
     ]
     for change in ({"replicas_identical": False}, {"loss": float("nan")}, {"loss": 5.0}):
         assert len(wrong_of([replace(rows[0], **change), *rows[1:]])) == 1
     assert not Goal("a share", 0.7, 0.8, at_least=True).is_reached
+
+
+@pytest.mark.parametrize(("ours", "ddp", "without"), [(99.0, 110.0, OURS), (110.0, 99.0, DDP), (110.0, 100.0, DDP)])
+def test_a_step_without_time_beyond_computing_is_not_measured(
+    ours: float, ddp: float, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond = None if ours <= 100 else (ddp - 100) / (ours - 100)
+    row = StepRow(OURS, 2, ours, ours, 1.0, ddp / ours, 100 / ours, beyond, 4.0, True)
+    others = [
+        replace(row, competitor=name, step_ms=ms) for name, ms in ((f"{OURS}+int8", ours), (DDP, ddp), (COMPUTE, 100.0))
+    ]
+    goals = goals_of([row, *others], "")
+    assert [(goal.value, goal.is_reached) for goal in goals[2:]] == [(None, False)] * 2
+    for told in (goals[2].missing, str(goals[2])):
+        assert all(each in told for each in (without, f"{ours:.2f} ms", f"{ddp:.2f} ms", "100.00 ms"))
+    assert "not measured" in str(goals[2])
+    assert "2 not measured" in summary(goals)[0]
+    run.write(tmp_path / "out.json", {}, Outcome(goals=goals))
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    views = import_module("figure_views")
+    monkeypatch.setattr(views, "FOLDER", tmp_path)
+    assert views.VIEWS["gpu_goals"]("out").count("not measured") == 2
+
+
+def test_the_cpu_has_no_goals_and_no_nccl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert summary([]) == []
+    with pytest.raises(SystemExit):
+        run.parse_arguments(["--device", "cpu", "--backend", "nccl"])
+    assert "--device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "backend", "made"),
+    [
+        (0, "auto", None, []),
+        (1, "auto", None, ["gloo"]),  # shared by two ranks
+        (1, "cpu", None, ["gloo"]),
+        (2, "cuda", None, []),
+        (2, "cuda", "cpu:gloo,cuda:nccl", ["cpu:gloo,cuda:nccl"]),
+    ],
+)
+def test_ranks_that_share_a_gpu_meet_over_gloo(
+    gpus: int, device: str, backend: str | None, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "init_process_group", found.append)
+    monkeypatch.setattr(hvd, "init", lambda **settings: found.append("init"))
+    for name, value in (("RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    join_ranks(device, backend)
+    assert found == [*made, "init"]
 
 
 def test_a_part_that_dies_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib")
 
@@ -19,6 +20,8 @@ from gradwire.bench.training.step import StepRow, StepSpeedup
 from gradwire.bench.training.train_report import DDP, OURS, Record
 from gradwire.bench.workloads import bytes_gpt
 from gradwire.trainer.reducer.compression import NAMES
+
+CPU = torch.device("cpu")
 
 
 def test_defaults_and_what_goes_together() -> None:
@@ -58,7 +61,7 @@ def test_a_competitor_is_a_rule_with_a_codec_and_a_share() -> None:
     ],
 )
 def test_flags_of_a_step_add_competitors(flags: str, among: list[str]) -> None:
-    names = list(step.builders(step.parse_arguments(flags.split())))
+    names = list(step.builders(step.parse_arguments(flags.split()), CPU))
     assert {"gradwire", "gradwire+ddp", "ddp", "compute", *among} <= set(names)
     assert "gradwire+shards+dgc" not in names
     assert names[0] == "gradwire"
@@ -66,8 +69,15 @@ def test_flags_of_a_step_add_competitors(flags: str, among: list[str]) -> None:
     assert ("ddp+fp16" in names) == ("--compression" in flags)
 
 
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"])
+def test_our_backend_needs_nccl_on_a_gpu(backends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
+    names = step.builders(step.parse_arguments([]), torch.device("cuda"))
+    assert ("gradwire+ddp" in names) == ("nccl" in backends)
+
+
 def test_auto_chooses_among_the_others() -> None:
-    choosing = step.builders(step.parse_arguments(["--compression", "int8,auto,powersgd"]))["gradwire+auto"]
+    choosing = step.builders(step.parse_arguments(["--compression", "int8,auto,powersgd"]), CPU)["gradwire+auto"]
     assert isinstance(choosing, partial)
     assert choosing.keywords == {"compression": "auto", "allow": ["int8"]}
 

@@ -3,6 +3,7 @@
 import re
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -117,6 +118,16 @@ def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = machine.look_at_gpus()
     assert found.state == "note"
     assert "sees no GPU" in found.what
+
+
+def test_a_gpu_without_nccl_and_cupy_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(torch, "ones", lambda *shape, device, dtype: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert [found.state for found in machine.look_at_gpus()] == ["ok", "note", "note"]
 
 
 WELL = {"gloo": "ok", "TCP": "ok", "shared memory": "ok"}

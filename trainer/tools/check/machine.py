@@ -183,7 +183,7 @@ def look_at_gpus() -> list[Finding]:
     found = [Finding("ok", f"{len(names)} GPUs: {', '.join(names)}")]
     if not dist.is_nccl_available():
         found.append(
-            Finding("failed", "this torch has no NCCL, which joins GPUs", "install a build of torch that has it")
+            Finding("note", "this torch has no NCCL, so CUDA tensors are exchanged through the memory of the host")
         )
     return [*found, _cupy()]
 
@@ -197,7 +197,7 @@ def _cupy() -> Finding:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         return Finding(
             "note",
-            f"CuPy does not work, so codecs do not run on the GPU: {said}",
+            f"CuPy does not work, so codecs are run by PyTorch's operations on the GPU, slower: {said}",
             "pip install 'gradwire[cuda12]' or 'gradwire[cuda13]', according to torch.version.cuda",
         )
     return Finding("ok", f"CuPy {cupy.__version__}")
