@@ -39,6 +39,11 @@ from gradwire.collectives.transports.native import (
 
 _POLL_S = 0.05
 
+_SHARED = (
+    " (ranks that share a GPU exchange through the host's memory: make a group over gloo before, by "
+    "torch.distributed.init_process_group('gloo'))"
+)
+
 #: How many kinds of operations are remembered as launched.
 _KEPT = 4096
 
@@ -87,7 +92,8 @@ class NcclConnections:
                 why = "NCCL has not connected the ranks"
                 raise LinkError(None, timed_out=not self._is_over(), detail=why)
         if isinstance(error := launching.exception(), RuntimeError):
-            raise LinkError(None, timed_out=False, detail=f"NCCL cannot connect the ranks: {error}")
+            advice = _SHARED if "duplicate gpu" in str(error).lower() else ""
+            raise LinkError(None, timed_out=False, detail=f"NCCL cannot connect the ranks: {error}{advice}")
         return launching.result()
 
 
