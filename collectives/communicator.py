@@ -329,7 +329,8 @@ class Communicator(Verbs):
 
     def close(self) -> None:
         """Finish all operations, and close the connections. A collective call: it waits for the other ranks for a few seconds
-        at most, and does not wait after a failure. Further calls do nothing.
+        at most, for operations that GPUs have not finished until their deadlines, and not after a failure. Further calls do
+        nothing.
         """
         close_all([self])
 

@@ -31,7 +31,7 @@ from gradwire.trainer.reducer.compression import CASTS, Cast, Compressor, Encodi
 from gradwire.trainer.reducer.layout import packed
 from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Combination
-from gradwire.trainer.reducer.streams import Background, finish, gpus, on_streams, refuse_capture
+from gradwire.trainer.reducer.streams import Background, gpus, on_streams, refuse_capture, synchronize
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.world.world import names_rank
 
@@ -299,7 +299,7 @@ class CompressionHook:
             self._choice = Choice(self._open(), self._policy.auto, buffer.device.type)
         if index == 0:
             if not self._choice.settled:
-                finish(gpus([buffer.device]))  # only the steps that are measured wait
+                synchronize(gpus([buffer.device]))  # only the steps that are measured wait
             self._choice.follow(self._step, sum(each.exchange_s for each in self._exchanged))
             self._choice.sizes.clear()
             self._exchanged.clear()

@@ -4,6 +4,7 @@ exits or the object is deleted, and in a forked child."""
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
@@ -61,8 +62,8 @@ class Closing:
 
     def announce(self, error: BaseException | None = None) -> bool:
         """Report to the other ranks how many operations this one has issued, and that it issues no more. This is the first of
-        four steps to close (drain, part and join follow), which take a few seconds at most, even after a failure. Return False,
-        with nothing done, the second time. error: the exception that makes this rank leave."""
+        four steps to close (drain, part and join follow), which take a few seconds at most beside what GPUs have yet to do, even
+        after a failure. Return False, with nothing done, the second time. error: the exception that makes this rank leave."""
         if (promised := self._queue.seal()) is None:
             return False
         atexit.unregister(self._at_exit)
@@ -70,20 +71,21 @@ class Closing:
         self._channel.report_leaving(promised, "" if error is None else whereabouts.of_exception(error))
         return True
 
-    def drain(self, deadline: float) -> None:
-        """Finish the queued operations and the sent messages, but not beyond the deadline (time.monotonic()). Report the end to
-        the other ranks."""
+    def drain(self, deadline: float, *, is_failing: bool = False) -> None:
+        """Finish the queued operations and the sent messages, but not beyond the deadline (time.monotonic()). GPUs may be
+        behind, and the program has gone on as if it had waited for them: what they were given has its own deadlines, unless
+        is_failing. Report the end to the other ranks."""
         monitor = self._monitor
         queued_s, in_flight = max(0.0, deadline - time.monotonic()), self._operations.in_flight
-        # GPUs may be behind, and the program has gone on as if it had waited: what they run has its own deadline.
-        if monitor.failure is not None or not (self._queue.close(queued_s) and in_flight.drain()):
+        until = deadline if is_failing else math.inf
+        if monitor.failure is not None or not (self._queue.close(queued_s) and in_flight.drain(until)):
             if monitor.failure is None:
                 monitor.break_off("close", "the end of the time for what was queued", monitor.unfinished)
             self._transport.abort()
             self._queue.close(_LET_GO_S)
         else:
             self._messages.drain(deadline)
-            in_flight.drain()
+            in_flight.drain(until)
         self._channel.report_done()
 
     def part(self, deadline: float) -> None:
@@ -113,7 +115,7 @@ class Closing:
         for any rank. join() is the second step. Arguments and result: see announce()."""
         is_first = self.announce(error)
         if is_first:
-            self.drain(time.monotonic())
+            self.drain(time.monotonic(), is_failing=True)
             self._channel.close(after_failure=True)
         return is_first
 
@@ -136,7 +138,7 @@ class Closing:
         self._operations.in_flight.drain()  # the program has gone on as if it had waited
         self._monitor.exiting = True
         self._channel.report_leaving(self._monitor.unfinished)
-        if self._queue.busy() or self._operations.in_flight.oldest() is not None:
+        if self._queue.busy() or not self._operations.in_flight.is_empty:
             self._transport.abort()
             self._queue.close(_LET_GO_S)
         self._channel.close()
@@ -154,7 +156,7 @@ def close_all(closings: Iterable[Closing], error: BaseException | None = None) -
     drain_by = time.monotonic() + DRAIN_S
     try:
         for each in closings:
-            each.drain(drain_by)
+            each.drain(drain_by, is_failing=error is not None)
     finally:
         part_by = time.monotonic() + MEET_S
         for each in closings:

@@ -58,7 +58,7 @@ class FailureMonitor:
     its number while it runs, else -1; calls, the last operations by number modulo COMPARED_CALLS, as number and text; unagreed,
     the number of an operation while ranks still compare its call, else -1; where, the place of the running call in the user's
     code, or its thread; message, the running message and its other ranks. in_flight returns the number and the call of the
-    first operation that was given to GPUs and is not done there (below 0 for a message), or None.
+    first operation that was given to GPUs and is not done there, or None.
 
     Attributes for reading: failure, the error that has broken the Communicator; interrupted, whether the running operation was
     ended; joined, the ranks that have joined; agreement, which knows the calls on which all ranks have agreed. exiting: whether
@@ -78,7 +78,7 @@ class FailureMonitor:
         self._transport = transport
         self._rank = transport.rank
         self._channel = channel
-        self._explaining = threading.Lock()
+        self._explaining, self._is_explaining = threading.RLock(), False
         self._seen = (-1, 0.0)  # the operation that ran at the last check, and when a check first saw it
         self._vain_since = math.inf
         channel.on_news(weakly(self.on_news))
@@ -96,7 +96,7 @@ class FailureMonitor:
         with that operation's."""
         calls = {sequence: text for sequence, text in self.calls if sequence >= 0}
         first = self.in_flight()
-        if first is None or first[0] < 0:
+        if first is None:
             return self.running, calls
         return first[0], calls | dict([first])
 
@@ -255,10 +255,18 @@ class FailureMonitor:
         with self._explaining:  # the watchdog and a turn may find the same failure
             if self.failure is not None:
                 return self.failure.again(f"the Communicator broke in an earlier operation ({self.failure})", call)
+            if self._is_explaining:  # a signal handler has interrupted this thread
+                return CollectiveError(
+                    "the Communicator breaks in an earlier operation", rank=self._rank, operation=call
+                )
             if self.exiting:
                 self.failure = CollectiveError("this process is exiting", rank=self._rank, operation=call)
                 return self.failure
-            return self._explain(error, call, timeout_s, deadline, peers, sequence)
+            self._is_explaining = True
+            try:
+                return self._explain(error, call, timeout_s, deadline, peers, sequence)
+            finally:
+                self._is_explaining = False
 
     def _explain(
         self,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ class GpuCalls:
         self.streams = Streams()
         self._operations, self._rank, self._via_host = operations, rank, via_host
         self._crossings: list[Crossing] = []  # those that are issued and have not ended
+        self._threads: set[int] = set()
 
     def operation(
         self, text: str, tensors: Iterable[torch.Tensor], devices: tuple[torch.device, ...]
@@ -83,7 +87,8 @@ class GpuCalls:
         monitor = self._operations.monitor
         crossing = Crossing(operation, call, source, destination)
         # Before ranks have agreed on a call, nothing may change.
-        if call.signature in monitor.agreement.known and not crossing.reads_results_of(self._crossings):
+        is_agreed = self._operations.usable and call.signature in monitor.agreement.known
+        if is_agreed and not crossing.meets(self._crossings):
             crossing.start(follows=False)
         self._crossings.append(crossing)
 
@@ -93,8 +98,10 @@ class GpuCalls:
             crossing.end()
 
         def around(turn: Callable[[], None]) -> None:
+            self._allow_captures()
             try:
-                operation.await_producers(lambda: monitor.is_hopeless)
+                with suppress(RuntimeError):  # of the device, which the turn finds again
+                    operation.await_producers(lambda: monitor.is_hopeless)
                 turn()
             finally:
                 end()
@@ -113,12 +120,19 @@ class GpuCalls:
                 device=operation,
                 around=around,
             )
-        except BaseException:
+        except Exception:  # after an interrupt, the call is still queued
             end()
             raise
         finally:
             if not async_op:
                 operation.order()
+
+    def _allow_captures(self) -> None:
+        """Let a thread of ours wait for events while other threads capture CUDA graphs."""
+        thread = get_ident()
+        if thread not in self._threads and thread != threading.main_thread().ident:
+            self._threads.add(thread)
+            torch_internals.allow_captures()
 
 
 class Crossing:
@@ -137,9 +151,10 @@ class Crossing:
         self._reads = {_memory(tensor) for tensor in on_gpus(source)}
         self._writes = {_memory(tensor) for tensor in on_gpus(destination if call.begin is None else source)}
 
-    def reads_results_of(self, others: Iterable[Crossing]) -> bool:
-        """Return whether this call reads memory to which others will yet bring results."""
-        return any(self._reads & other._writes for other in tuple(others))
+    def meets(self, others: Iterable[Crossing]) -> bool:
+        """Return whether this call must follow one of the others, because one of both writes memory that the other uses."""
+        uses = self._reads | self._writes
+        return any(uses & other._writes or self._writes & other._reads for other in tuple(others))
 
     def start(self, *, follows: bool) -> None:
         """Enqueue what precedes the first message. follows: after all earlier operations."""
@@ -151,12 +166,14 @@ class Crossing:
 
     def run(self, run: _Body, tag: int, deadline: float) -> None:
         """Exchange, in the turn of the call. run: of the call, on CPU tensors."""
-        torch_internals.allow_captures()
         if not self._has_started:
             self.start(follows=True)
-        if self._rest is not None:
-            self._operation.run(self._rest, tag, deadline)
-        elif (copies := self._copies) is not None:
+        self._operation.turn_began_s = time.perf_counter()
+        if (rest := self._rest) is not None:
+            self._operation.run(rest, tag, deadline)
+        else:
+            copies = self._copies
+            assert copies is not None, "a call that has ended"
             copies.await_out(deadline)
             run(copies.source, copies.destination, tag, deadline)
             self._operation.run(copies.copy_back)

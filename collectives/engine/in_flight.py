@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+import weakref
 from collections import deque
 from contextlib import suppress
 
@@ -33,6 +35,7 @@ class InFlight:
         self._monitor, self._transport = monitor, transport
         self._operations: deque[DeviceOperation] = deque()
         self._lock = threading.RLock()
+        self._is_failing = False
         in_forked_child(self, InFlight.forget)
 
     def add(self, operation: DeviceOperation, timeout_s: float, peers: frozenset[int] = frozenset()) -> None:
@@ -43,12 +46,11 @@ class InFlight:
         _watchdog.watch(self)
 
     def oldest(self) -> tuple[int, str] | None:
-        """Return the number and the call of the first operation in flight, with -1 for a message; None if none is."""
-        try:
-            first = self._operations[0]
-        except IndexError:
-            return None
-        return first.sequence, first.text
+        """Return the number and the call of the first operation in flight; None if none is. Messages have no number."""
+        for operation in list(self._operations):
+            if operation.sequence >= 0:
+                return operation.sequence, operation.text
+        return None
 
     @property
     def is_broken(self) -> bool:
@@ -59,7 +61,7 @@ class InFlight:
         """Drop the operations that are done. If one cannot be done any more, break the Communicator, and end all of them with its
         error. Return whether any is left."""
         with self._lock:
-            while self._operations:
+            while self._operations and not self._is_failing:
                 first = self._operations[0]
                 try:
                     is_done = first.look()
@@ -100,22 +102,32 @@ class InFlight:
         return LinkError(None, timed_out=True, detail="no completion from NCCL") if now >= operation.ends else None
 
     def _fail(self, error: LinkError) -> None:
-        """End all operations with the error that has broken the Communicator, or with this one, which breaks it."""
+        """End all operations with the error that has broken the Communicator, or with this one, which breaks it. A signal handler
+        may call look() meanwhile."""
+        self._is_failing = True
         first = self._operations[0]
         ends = time.monotonic() + first.timeout_s if first.ends is None else first.ends
         failure = self._monitor.failure or self._monitor.explain(
             error, first.text, first.timeout_s, ends, first.peers, None if first.peers else first.sequence
         )
+        self._is_failing = False
         self._operations.popleft().end(failure)
         while self._operations:
             operation = self._operations.popleft()
             operation.end(failure.again(f"not finished, the Communicator broke before ({failure})", operation.text))
 
-    def drain(self) -> bool:
-        """Wait until no operation is in flight, at their deadlines at the latest. Return False if the devices do not reach one of
-        them in that time."""
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no operation, and no message, is in flight."""
+        return not self._operations
+
+    def drain(self, until: float = math.inf) -> bool:
+        """Wait until no operation is in flight, at their deadlines at the latest, nor beyond `until` (time.monotonic() seconds).
+        Return False if one is left, as when the devices do not reach it in its time."""
         began_s = time.monotonic()
         while self.look():
+            if self._is_failing or time.monotonic() >= until:
+                return False
             with suppress(IndexError):
                 first = self._operations[0]
                 if first.ends is None and time.monotonic() >= began_s + first.timeout_s:
@@ -138,6 +150,7 @@ class _Watchdog:
 
     def _restart(self) -> None:
         self._watched: set[InFlight] = set()
+        self._unseen: weakref.WeakSet[InFlight] = weakref.WeakSet()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -164,9 +177,11 @@ class _Watchdog:
                     self._watched.discard(each)  # before the look, so that what is added meanwhile is watched
                 try:
                     is_left = each.look()
-                except Exception:  # the thread must look at those of other Communicators
-                    _log.exception("gradwire: the watchdog cannot look at operations in flight")
-                    continue
+                except Exception:  # the thread must look at those of other Communicators, too
+                    if each not in self._unseen:
+                        _log.exception("gradwire: the watchdog cannot look at operations in flight")
+                        self._unseen.add(each)
+                    is_left = True
                 if is_left:
                     with self._changed:
                         self._watched.add(each)

@@ -46,6 +46,8 @@ class DeviceOperation:
         self.streams = streams
         self.sequence, self.timeout_s, self.peers = -1, 0.0, frozenset[int]()
         self.is_watched = False
+        self.turn_began_s: float | None = None
+        """When the host began to exchange, by time.perf_counter(), if it does so itself."""
         self.ends: float | None = None
         """When it must be done, in time.monotonic() seconds; None before the devices are known to have reached it."""
         self._among: InFlight | None = None  # while the watchdog looks at it
@@ -168,7 +170,8 @@ class DeviceOperation:
 
     def order(self) -> None:
         """Let the current stream of each device continue after what was enqueued of the operation."""
-        for device, event in zip(reversed(self.devices), self._finished, strict=False):
+        events = self._finished or self._before[::-1]
+        for device, event in zip(reversed(self.devices), events, strict=False):
             torch.cuda.current_stream(device).wait_event(event)
 
 

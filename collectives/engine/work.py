@@ -69,13 +69,14 @@ class Work:
         where the wait could never end: see WorkQueue.check_may_wait().
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        limit = None if seconds == math.inf else seconds
         until = None if seconds is None or self._device is None else time.monotonic() + seconds
         if not self._done.is_set():
             if self.queue is not None:
-                if seconds is None:
+                if limit is None:
                     self.queue.check_may_wait(self.rank, self.operation)
-                self.queue.hasten(self, may_run=seconds is None)
-            if not self._done.wait(seconds):
+                self.queue.hasten(self, may_run=limit is None)
+            if not self._done.wait(limit):
                 assert seconds is not None
                 raise CollectiveTimeout(seconds, (), rank=self.rank, operation=self.operation)
         if self._error is not None:
@@ -148,6 +149,8 @@ class Work:
         finally:
             del run
             self.ended_s = time.perf_counter()
+            if self._device is not None and self._device.turn_began_s is not None:
+                began = self._device.turn_began_s
             self._host_s = self.ended_s - began
             self._done.set()
 

@@ -230,7 +230,8 @@ class ProcessGroupTransport(Transport):
         return [posted(gloo.send, peer, tensor, kind) for peer, tensor in sends], received
 
     def trouble(self) -> str | None:
-        return None if self._nccl is None else self._nccl.trouble()
+        nccl = self._nccl  # close() on another thread may drop it
+        return None if nccl is None else nccl.trouble()
 
     def abort(self) -> None:
         """Let a gloo receive time out: gloo then closes every connection of the group, and the peers detect it at

@@ -435,7 +435,7 @@ class _Steps:
         self._steps.append(f"announce {self._name}, {error}")
         return True
 
-    def drain(self, deadline: float) -> None:
+    def drain(self, deadline: float, *, is_failing: bool = False) -> None:
         self._steps.append(f"drain {self._name}")
 
     def part(self, deadline: float) -> None:

@@ -15,7 +15,7 @@ from gradwire.collectives.engine.join import WantedOperation
 from gradwire.trainer.attachment import Attachment
 from gradwire.trainer.horovod.state import share_optimizer_state
 from gradwire.trainer.optimizers.wrapped import tensors_of
-from gradwire.trainer.reducer.streams import finish, gpus
+from gradwire.trainer.reducer.streams import gpus, synchronize
 from gradwire.trainer.world.joined import World
 from gradwire.trainer.world.world import current_world, names_rank
 
@@ -87,7 +87,7 @@ class _Join:
         self._threads: dict[Communicator, DaemonThread] = {}
 
     def run(self) -> int:
-        finish(self._gpus)  # other threads, with other streams, go on
+        synchronize(self._gpus)  # other threads, with other streams, go on
         for communicator in sorted(self._communicators, key=lambda each: each is self._everyone):
             communicator.absence.leave(self._changed.set)
         self._stand_in()
@@ -136,7 +136,7 @@ class _Join:
             optimizer = self._optimizers.get(communicator)
             if optimizer is None or not optimizer.rule.stand_in(wanted.verb, wanted.numel):
                 communicator.absence.stand_in(wanted, self._device)
-            finish(self._gpus)
+            synchronize(self._gpus)
         if communicator.absence.wanted() == wanted:
             raise RuntimeError(
                 f"rank {communicator.rank}: has joined, and cannot take part in an operation of the other ranks: {wanted.call}"

@@ -30,7 +30,7 @@ from gradwire.trainer.reducer.layout import (
 from gradwire.trainer.reducer.presence import Presence
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
-from gradwire.trainer.reducer.streams import finish, gpus
+from gradwire.trainer.reducer.streams import gpus, synchronize
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -180,7 +180,7 @@ class BucketPlanner:
         """Let compression="auto" correct its choice by the times of the last exchange. Collective in some steps. step, counts:
         see Choice.follow()."""
         assert self.choice is not None
-        finish(layout.gpus)  # only the steps that are measured wait
+        synchronize(layout.gpus)  # only the steps that are measured wait
         exchange_s = sum(bucket.buffer.exchange_s for bucket in layout.buckets)
         self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
 

@@ -61,8 +61,10 @@ class Presence:
         """Set Bucket.present of all buckets, and return the parameters whose gradients stay sparse on a rank, the same on all
         ranks. On GPUs, the host waits for the exchange and for copy(); raises the error of an exchange that has failed there."""
         is_sparse_somewhere = False
-        if self.is_on_gpu:
-            (self.buffers or [bucket.buffer for bucket in self._buckets])[-1].finish()
+        if self.is_on_gpu:  # the last message on each device ends after the others
+            every = [*(bucket.buffer for bucket in self._buckets), *self.buffers]
+            for buffer in {each.values.device: each for each in every}.values():
+                buffer.finish()
         for copy in self._copies:
             copy.end()
         for bucket in self._buckets:

@@ -488,9 +488,9 @@ class Reducer:
                 for bucket in layout.buckets:
                     bucket.record_versions()
             if layout.sparse.items:
-                layout.sparse.finish()
+                layout.sparse.assign()
             if self._found is not None:
-                self._found.finish()
+                self._found.assign()
         finally:
             self.wait_s += (time.perf_counter_ns() - begin_ns) / 1e9
             for bucket in layout.buckets:

@@ -89,7 +89,7 @@ class SparseGradients(OperationChain):
         self.in_flight = True
         self._begin(self._operations())
 
-    def finish(self) -> None:
+    def assign(self) -> None:
         """Assign the results: a parameter without a gradient on this rank gets one if any rank has it."""
         for item, parameter in zip(self.items, self._parameters, strict=True):
             if item in self._results:

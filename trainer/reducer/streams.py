@@ -59,7 +59,7 @@ def gpus(devices: Iterable[torch.device]) -> list[torch.device]:
     return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
-def finish(devices: Iterable[torch.device]) -> None:
+def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait on the host until GPUs have done what is on their current streams."""
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
