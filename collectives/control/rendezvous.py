@@ -189,12 +189,13 @@ class _Arrival:
             client.close()
 
     def _reason(self, error: BaseException, place: CoordinatorPlace) -> LinkError | None:
-        """Return the error of another rank because of which the Coordinator has ended before it admitted this process; None if
-        there is none."""
-        if not self._is_early(error):
+        """Return the error of another rank because of which the Coordinator has ended, perhaps before it could tell this process;
+        None if there is none."""
+        if not isinstance(error, LinkError) or error.timed_out or not (error.ended or self._is_early(error)):
             return None
-        with suppress(LinkError):  # the store has ended too
-            if (failure := self._notes.failure(place.key)) is not None:
+        ask = partial(self.asking.ask, deadline=time.monotonic() + _NOTE_S)
+        with suppress(Exception):  # the store has ended too
+            if (failure := Notes(self.store, ask, self.left, self.number).failure(place.key)) is not None:
                 return failure.as_link_error()
         return None
 
