@@ -54,78 +54,57 @@ class GpuCalls:
         """Run a call with CUDA tensors. With async_op=False, the current streams continue after it. recorded: returns what runs
         and records a call."""
         operation = self.operation(call.text, on_gpus(source, destination), call.devices)
-        if self._via_host:
-            return self._cross(operation, call, run, source, destination, async_op, timeout_s, recorded)
+        crossing = self._crossing(operation, call, source, destination) if self._via_host else None
         seconds = self._operations.timeout_s if timeout_s is None else timeout_s
 
         def enqueue(source: Any, destination: Any, tag: int, deadline: float) -> None:
             operation.run(run, source, destination, tag, deadline)
             self._operations.in_flight.add(operation, seconds)
 
-        enqueues = not cpu_tensors(source, destination)  # whose exchange the host waits for
-        given = recorded(enqueue), source, destination
-        try:
-            return self._operations.run(
-                call, *given, async_op=async_op, timeout_s=timeout_s, device=operation, enqueues=enqueues
-            )
-        finally:
-            if not async_op:
-                operation.order()
-
-    def _cross(
-        self,
-        operation: DeviceOperation,
-        call: PreparedCall,
-        run: _Body,
-        source: Any,
-        destination: Any,
-        async_op: bool,
-        timeout_s: float | None,
-        recorded: Callable[[_Body], _Body],
-    ) -> Work:
-        """Run a call of which the host moves copies, or codes."""
-        monitor = self._operations.monitor
-        crossing = Crossing(operation, call, source, destination)
-        # Before ranks have agreed on a call, nothing may change.
-        is_agreed = self._operations.usable and call.signature in monitor.agreement.known
-        if is_agreed and not crossing.meets(self._crossings):
-            crossing.start(follows=False)
-        self._crossings.append(crossing)
-
-        def end() -> None:
-            with suppress(ValueError):
-                self._crossings.remove(crossing)
-            crossing.end()
-
-        def around(turn: Callable[[], None]) -> None:
-            self._allow_captures()
-            try:
-                with suppress(RuntimeError):  # of the device, which the turn finds again
-                    operation.await_producers(lambda: monitor.is_hopeless)
-                turn()
-            finally:
-                end()
-
-        def body(_source: Any, _destination: Any, tag: int, deadline: float) -> None:
-            crossing.run(run, tag, deadline)
-
         try:
             return self._operations.run(
                 call,
-                recorded(body),
+                recorded(enqueue if crossing is None else partial(crossing.run, run)),
                 source,
                 destination,
                 async_op=async_op,
                 timeout_s=timeout_s,
                 device=operation,
-                around=around,
+                enqueues=crossing is None and not cpu_tensors(source, destination),  # whose exchange the host waits for
+                around=None if crossing is None else partial(self._around, operation, crossing),
             )
         except Exception:  # after an interrupt, the call is still queued
-            end()
+            if crossing is not None:
+                self._end(crossing)
             raise
         finally:
             if not async_op:
                 operation.order()
+
+    def _crossing(self, operation: DeviceOperation, call: PreparedCall, source: Any, destination: Any) -> Crossing:
+        """Begin a call of which the host moves copies, or codes."""
+        crossing = Crossing(operation, call, source, destination)
+        # Before ranks have agreed on a call, nothing may change.
+        is_agreed = self._operations.usable and call.signature in self._operations.monitor.agreement.known
+        if is_agreed and not crossing.meets(self._crossings):
+            crossing.start(follows=False)
+        self._crossings.append(crossing)
+        return crossing
+
+    def _around(self, operation: DeviceOperation, crossing: Crossing, turn: Callable[[], None]) -> None:
+        """Make the turn of a call of which the host moves copies, once its tensors have been computed."""
+        self._allow_captures()
+        try:
+            with suppress(RuntimeError):  # of the device, which the turn finds again
+                operation.await_producers(lambda: self._operations.monitor.is_hopeless)
+            turn()
+        finally:
+            self._end(crossing)
+
+    def _end(self, crossing: Crossing) -> None:
+        with suppress(ValueError):
+            self._crossings.remove(crossing)
+        crossing.end()
 
     def _allow_captures(self) -> None:
         """Let a thread of ours wait for events while other threads capture CUDA graphs."""
@@ -164,8 +143,8 @@ class Crossing:
         elif self._copies is not None:
             self._operation.start(self._copies.copy_out, follows=follows)
 
-    def run(self, run: _Body, tag: int, deadline: float) -> None:
-        """Exchange, in the turn of the call. run: of the call, on CPU tensors."""
+    def run(self, run: _Body, _source: Any, _destination: Any, tag: int, deadline: float) -> None:
+        """Exchange, in the turn of the call. run: of the call, on CPU tensors in place of those on GPUs."""
         if not self._has_started:
             self.start(follows=True)
         self._operation.turn_began_s = time.perf_counter()
