@@ -179,13 +179,16 @@ class Engine:
         direct: bool = False,
         async_op: bool = False,
         timeout_s: float | None = None,
+        wakes: bool = True,
     ) -> Work:
         """Run a call in its turn. direct: whether the tensors can be used as they are, see likes(). async_op: do not wait for
         it; the source and the destination must then keep their memory, see buffers.kept. timeout_s: of this call; None:
-        operations.timeout_s."""
+        operations.timeout_s. wakes: see WorkQueue.submit()."""
         if torch.is_inference_mode_enabled():  # tensors that the call makes and keeps must be usable in any mode
             with torch.inference_mode(False):
-                return self.run(call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s)
+                return self.run(
+                    call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s, wakes=wakes
+                )
         run = call.run if not direct or call.direct is None else call.direct
         if async_op and run is call.run:
             run = partial(self._alive, run)
@@ -195,7 +198,7 @@ class Engine:
                 call, run, source, destination, async_op=async_op, timeout_s=timeout_s, recorded=recorded
             )
         run = self._recorded(call, now_ns(), run) if self._records else run
-        return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s)
+        return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s, wakes=wakes)
 
     def _alive(self, run: Callable[[Any, Any, int, float], None], *given: Any) -> None:
         """Run a queued call; its caller may have dropped the Communicator, to which what is prepared refers weakly."""

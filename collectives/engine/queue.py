@@ -28,7 +28,7 @@ _LOOK_S, _MOST_LOOKS = 0.005, 20
 class _Callback:
     """A function in the queue, to be called when the works before it are done."""
 
-    counted = False
+    counted, wakes = False, True
 
     def __init__(self, operation: str, function: Callable[[], None]) -> None:
         self.call = partial(call_back, operation, function)
@@ -67,9 +67,10 @@ class WorkQueue:
         self._called_s = 0.0
         self._calling_thread = 0
 
-    def submit(self, work: Work) -> None:
-        """Run `work` on the queue's thread, after all earlier works; in a function of when_done(), run it now. Raises
-        CollectiveError once the queue is sealed."""
+    def submit(self, work: Work, *, wakes: bool = True) -> None:
+        """Run `work` on the queue's thread, after all earlier works; in a function of when_done(), run it now. wakes: False if
+        the caller waits for it before it does anything else: the thread is not woken up if it sleeps. Raises CollectiveError
+        once the queue is sealed."""
         with self._changed:
             if self.sealed:
                 raise CollectiveError("the Communicator is closed", rank=work.rank, operation=work.operation)
@@ -78,10 +79,10 @@ class WorkQueue:
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()  # raises RuntimeError if the system allows no more threads; nothing is queued then
                 self._thread = thread
-            work.queue, work.queued_s = self, time.monotonic()
+            work.queue, work.queued_s, work.wakes = self, time.monotonic(), wakes
             if not is_inner:
                 self._queue.append(work)
-                if self._at_once < _MANY:
+                if wakes and self._at_once < _MANY:
                     self._changed.notify_all()
         if is_inner:
             self._run_here(work, is_queued=False)
@@ -155,10 +156,11 @@ class WorkQueue:
                     return
                 if self._turn.setdefault("taken", turn) is not turn:
                     return
-                is_at_once = time.monotonic() - work.queued_s < _AT_ONCE_S
-                self._at_once, self._looks = (self._at_once + 1, 0) if is_at_once else (0, 0)
-                if self._at_once == _MANY:
-                    self._changed.notify_all()  # the thread begins to look for works
+                if work.wakes:
+                    is_at_once = time.monotonic() - work.queued_s < _AT_ONCE_S
+                    self._at_once, self._looks = (self._at_once + 1, 0) if is_at_once else (0, 0)
+                    if self._at_once == _MANY:
+                        self._changed.notify_all()  # the thread begins to look for works
                 self._queue.popleft()
                 self.number += work.counted
             # Tensors that the work keeps must be usable in any mode.
@@ -222,7 +224,8 @@ class WorkQueue:
             del self._turn["taken"]
             if self._queue or self.sealed:
                 with self._changed:
-                    self._changed.notify_all()
+                    if self.sealed or (self._queue and self._queue[0].wakes):
+                        self._changed.notify_all()
 
     @property
     def issued(self) -> int:

@@ -264,9 +264,9 @@ def spy(optimizer: hvd.DistributedOptimizer, look: Callable[[Tensor, dict[str, A
         operation = prepare_allreduce(tensor, *args, **options)
         start = operation.start
 
-        def looked_at_start() -> Any:
+        def looked_at_start(**how: Any) -> Any:
             look(tensor, options)
-            return start()
+            return start(**how)
 
         operation.start = looked_at_start  # type: ignore[method-assign]
         return operation

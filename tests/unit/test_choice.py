@@ -19,9 +19,10 @@ from gradwire.collectives.schedules.selection import default_table
 from gradwire.collectives.schedules.topology import Topology
 from gradwire.collectives.tuning.cost_model import CodecCost, Costs, LinkCost
 from gradwire.collectives.tuning.prediction import predict_auto, predict_coded
-from gradwire.trainer.reducer import choice
-from gradwire.trainer.reducer.choice import COUNTED, SKIPPED, WINDOW, Choice
+from gradwire.trainer.reducer import steps
+from gradwire.trainer.reducer.choice import Choice
 from gradwire.trainer.reducer.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted
+from gradwire.trainer.reducer.steps import COUNTED, SKIPPED, WINDOW
 
 SIZE = (3_125_000, torch.float32)
 HOSTS = ((0,), (1,))
@@ -98,7 +99,7 @@ def test_a_small_bucket_beside_a_large_one_may_travel_as_it_is() -> None:
 def corrected(made: Choice, monkeypatch: pytest.MonkeyPatch, step_s: dict[str, float], exchange_s: float) -> list[str]:
     """Take steps, of so many seconds each by what is chosen, until all is settled; return what was chosen in each window."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     seen = []
     for step in range(4 * WINDOW):
         made.sizes.clear()

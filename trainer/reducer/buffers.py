@@ -60,6 +60,11 @@ class OperationChain:
             if self._work is None:
                 self._last = self._waited
 
+    def begin(self) -> None:
+        """Let the operation that was started begin in the background, also if it was not to run beside the caller."""
+        if self._work is not None:
+            self._work.begin()
+
     def complete(self) -> None:
         """Wait for the remaining operations. Raises their error."""
         while self._work is not None:
@@ -111,8 +116,9 @@ class PlainBuffer(OperationChain):
         buffer.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return buffer
 
-    def start(self, step: int) -> None:
-        """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges."""
+    def start(self, step: int, *, beside: bool = True) -> None:
+        """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges. beside:
+        see PreparedOperation.start()."""
         self._following, self._waited = iter(()), []
         combination, traffic = self.combination, self.combination.traffic
         if self._wire_bytes is None:
@@ -125,7 +131,7 @@ class PlainBuffer(OperationChain):
         traffic.count(self._wire_bytes // 2 if combination.in_shares else self._wire_bytes, self._wire_bytes)
         if self._prepared is None:
             self._prepared = combination.prepare(self.values)
-        self._work = self._prepared.start()
+        self._work = self._prepared.start(beside=beside)
 
 
 class CodedBuffer(PlainBuffer):
@@ -162,12 +168,12 @@ class CodedBuffer(PlainBuffer):
         rehearse(encoding.codec, device, with_feedback=encoding.feedback, dtype=dtype)
         self.restart()
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, *, beside: bool = True) -> None:
         for gap in self._gaps:  # the last result's code may have changed them
             gap.zero_()
         warmup = self._encoding.warmup_steps
         if step < warmup:
-            super().start(step)
+            super().start(step, beside=beside)
             return
         traffic = self.combination.traffic
         traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))

@@ -4,9 +4,7 @@ steps."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from statistics import median
 from typing import TypeAlias
 
 import torch
@@ -14,15 +12,10 @@ import torch
 from gradwire.collectives.compression.codec import Codec, MatrixCodec
 from gradwire.trainer.reducer.compression import Auto, Cast, Compression, Encoding, encoding_for
 from gradwire.trainer.reducer.setup import Combination
+from gradwire.trainer.reducer.steps import StepTimer
 
 Size: TypeAlias = tuple[int, torch.dtype]
 """The number of elements of a bucket, and their dtype."""
-
-SKIPPED, COUNTED = 2, 7
-"""The number of first steps that are not timed, since they touch new memory and make plans, and of steps that are timed."""
-
-WINDOW = 1 + SKIPPED + COUNTED
-"""Steps from one change to the next."""
 
 _CLOSE = 0.1
 """Predictions with a relative error of at most this are not corrected."""
@@ -61,7 +54,7 @@ class Choice:
         self._rivals: list[Cast | Encoding] | None = None
         # For each choice tried: seconds of a step, the candidate (None: as predicted), and the seconds used for comparison.
         self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
-        self._step, self._now_s = -1, 0.0
+        self._timer = StepTimer(self._communicator)
         self.sizes: list[Size] = []
         """The sizes of all buckets whose candidate choose() has returned. Clear it when the buckets are laid out anew."""
         self._reported: Sequence[Size] = ()
@@ -70,8 +63,6 @@ class Choice:
     def restart(self) -> None:
         """Restart the measurement of steps."""
         self._sizes: list[Size] = []  # of the steps that are measured
-        self._due = 0
-        self._measured: list[tuple[float, float]] = []
 
     def choose(self, size: Size) -> Cast | Encoding:
         """Return the candidate of a new bucket, and record its size. Sends nothing."""
@@ -88,21 +79,14 @@ class Choice:
         step: the number of earlier exchanges. exchange_s: the seconds of the last exchanges of the chosen buckets on this rank.
         counts: False on a rank that has joined, whose steps are not measured.
         """
-        if self.settled or step == self._step or not self.sizes:
+        if self.settled or step == self._timer.step or not self.sizes:
             return False
-        now_s = time.perf_counter()
-        step_s, self._step, self._now_s = now_s - self._now_s, step, now_s
         if self.sizes != self._sizes:
-            self._sizes, self._measured = list(self.sizes), []
-            self._due = max(step, self._warmup_steps) + SKIPPED + COUNTED
+            self._sizes = list(self.sizes)
+            self._timer.restart(max(step, self._warmup_steps))
             self._report_predictions()
-        elif counts and step > self._due - COUNTED:
-            self._measured.append((step_s, exchange_s))
-        if step < self._due:
-            return False
-        mine = [median(column) for column in zip(*self._measured, strict=True)]  # empty if this rank has joined
-        steps, exchanges = zip(*filter(None, self._communicator.allgather_record(mine)), strict=True)
-        return self._judge(max(steps), min(exchanges))  # the rank that begins an exchange last does not wait
+        found = self._timer.record(step, exchange_s, counts=counts)
+        return found is not None and self._judge(*found)
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
         """Evaluate a measurement of steps and exchanges, and return whether the choices have changed."""

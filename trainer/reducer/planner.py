@@ -20,13 +20,14 @@ from gradwire.trainer.reducer.choice import Choice
 from gradwire.trainer.reducer.compression import AUTO, Cast, Encoding
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
 from gradwire.trainer.reducer.layout import (
+    FIRST_BUCKET_BYTES,
     LARGE_BUCKET_BYTES,
-    SMALL_BUCKET_BYTES,
     BucketPlan,
     Item,
     lay_out,
     plan_buckets,
 )
+from gradwire.trainer.reducer.plans import USUAL, Plan, PlanTrials, rivals
 from gradwire.trainer.reducer.presence import Presence
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
@@ -102,6 +103,8 @@ class BucketPlanner:
         self.is_learning = True
         """Whether learn() records the order in which gradients arrive in the next exchange."""
         self.choice: Choice | None = None
+        self.trials: PlanTrials | None = None
+        """The choice of a plan by measured steps; None before the first agreed layout."""
         self._setup = setup
         self._is_chosen: list[bool] = []
         self._is_stale = False
@@ -185,6 +188,26 @@ class BucketPlanner:
         self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
 
     @property
+    def plan(self) -> Plan:
+        """Return the plan of the next layout."""
+        return USUAL if self.trials is None else self.trials.plan
+
+    def follow_trials(self, layout: BucketLayout, step: int, *, counts: bool) -> None:
+        """Let the trials of plans measure a step. Collective in some steps. See PlanTrials.follow()."""
+        assert self.trials is not None
+        self._is_stale |= self.trials.follow(layout, step, counts=counts)
+
+    def _new_trials(self, order: Sequence[int]) -> PlanTrials:
+        """Return the trials of plans for parameters, none of which are made if the user or a rule decides."""
+        setup, parameters = self._setup, [held_here(self.parameters[index]) for index in order]
+        is_planned = all(each.is_cpu for each in parameters) and all(
+            isinstance(self.encodings[index], Cast) for index in order
+        )
+        is_fixed = setup.bucket_bytes is not None or setup.in_shares or setup.communicator.size == 1
+        nbytes = 0 if is_fixed or not is_planned else sum(each.nbytes for each in parameters)
+        return PlanTrials(setup.communicator, rivals(nbytes))
+
+    @property
     def is_due(self) -> bool:
         """Return whether agreed() would return another layout."""
         if self._is_stale or self._exchanges_removed:
@@ -254,6 +277,8 @@ class BucketPlanner:
             everyones = map(set, communicator.allgather_record(expected))
             self._known_sparse |= {index_of[name] for name in set.intersection(*everyones)}
         self._order = [index for index in agreed if index not in self._known_sparse]
+        if self.trials is None and self.choice is None:
+            self.trials = self._new_trials(self._order)
         return self.layout(self._made(self._order), [index for index in agreed if index in self._known_sparse])
 
     def release_removed(self) -> None:
@@ -282,8 +307,8 @@ class BucketPlanner:
         for parameter, code in zip(self.parameters, encodings, strict=True):
             held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
-            is_small = held.is_cpu and isinstance(code, Cast)
-            most = self._setup.bucket_bytes or (SMALL_BUCKET_BYTES if is_small else LARGE_BUCKET_BYTES)
+            is_planned = held.is_cpu and isinstance(code, Cast)
+            most = self._setup.bucket_bytes or (self.plan.bucket_bytes if is_planned else LARGE_BUCKET_BYTES)
             items.append(Item(held.numel(), held.element_size(), kind, most, grouped=group is not None))
         return items
 
@@ -291,7 +316,8 @@ class BucketPlanner:
         """Return new buckets for parameters in this order. beside: the other buckets of the layout, whose numbers differ, so that
         no two have the same seed of stochastic rounding."""
         self._choose(order)
-        plans = plan_buckets(self._items(self.encodings), order)
+        first_bytes = self.plan.bucket_bytes if self.plan.at_end else FIRST_BUCKET_BYTES
+        plans = plan_buckets(self._items(self.encodings), order, first_bucket_bytes=first_bytes)
         first = 1 + max((bucket.number for bucket in beside), default=-1)
         return [self._bucket(plan, number) for number, plan in enumerate(plans, first)]
 

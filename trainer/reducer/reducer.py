@@ -180,6 +180,8 @@ class Reducer:
         if self.planner.choice is not None and not self.planner.choice.settled:
             self.check_last()
             self.planner.follow_choice(self.layout, self.step, counts=counts)
+        if self.planner.trials is not None and not self.planner.trials.settled:
+            self.planner.follow_trials(self.layout, self.step, counts=counts)
         self.open_window()
 
     def _rebuild(self) -> None:
@@ -339,7 +341,7 @@ class Reducer:
         is due; without an exchange, copy its gradients in."""
         if self.deferral is not None:
             self.deferral.on_full(bucket)
-        if self.setup.passes.is_due():
+        if self.setup.passes.is_due() and not self.planner.plan.at_end:
             self._launch(only_full=True)
         else:
             bucket.copy_in()
@@ -405,7 +407,8 @@ class Reducer:
             if self._results:
                 self._prepare_results(bucket)
             self.times.bucket_ready(bucket.number, bucket.buffer.values.nbytes)
-            bucket.launch(self.step, self.residuals)
+            waits_next = self.planner.plan.at_end or self._launched + 1 == len(order)
+            bucket.launch(self.step, self.residuals, beside=not waits_next or self.deferral is not None)
             self._is_incomplete |= bool(bucket.absent)
             self._launched += 1
             if self._launched == len(order) and layout.presence.buffers:
@@ -429,9 +432,15 @@ class Reducer:
         if layout.sparse.items:
             layout.sparse.start(self.step)
         self._all_launched = True
+        _in_flight.add(self)
         if layout.is_chained or self._is_incomplete:  # other ranks may find sparse ones
             self._background = self._background or Background("gradwire-exchange")
             self._completing = self._background.submit(self.complete, layout.gpus)
+
+    def begin(self) -> None:
+        """Let all operations that were launched begin, before this thread waits for others."""
+        for each in self.layout.operations:
+            each.begin()
 
     @property
     def is_completing(self) -> bool:
@@ -477,6 +486,9 @@ class Reducer:
         """Wait for the exchange of all buckets, assign the gradients, and close the window."""
         layout = self.layout
         begin_ns = time.perf_counter_ns()
+        _in_flight.discard(self)
+        for other in _in_flight:
+            other.begin()
         try:
             if self._completing is None:
                 self.complete()
@@ -569,3 +581,9 @@ class Reducer:
         """Discard the measured steps, and measure anew."""
         if self.planner.choice is not None:
             self.planner.choice.restart()
+
+
+#: Those of this process that have launched all buckets, and have not waited for them. One backward() may reach the parameters of
+#: several Reducers, and ranks may wait for them in different orders. So before the thread waits for one, and runs its operations,
+#: it lets the operations of the others begin.
+_in_flight: weakref.WeakSet[Reducer] = weakref.WeakSet()
