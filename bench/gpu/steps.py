@@ -16,7 +16,8 @@ import gradwire as hvd
 from gradwire.bench.gpu.outcome import Goal, Outcome
 from gradwire.bench.gpu.scale import Scale
 from gradwire.bench.timing import Times, step_seconds
-from gradwire.bench.training.step import COMPUTE, DDP, DDP_FP16, OURS, StepCompetitor, StepRow, format_table, measure
+from gradwire.bench.training.step import DDP, DDP_FP16, OURS, StepCompetitor, measure
+from gradwire.bench.training.step_report import COMPUTE, StepRow, format_table
 from gradwire.bench.workloads import bytes_gpt, strategies
 from gradwire.bench.workloads.loop import Trainee, Workload, shares
 
@@ -75,10 +76,12 @@ def measure_steps(scale: Scale, device: torch.device, seconds: float) -> Outcome
     rows, speedups = measure(competitors, workload, device, rounds, scale.steps)
     network = os.environ.get("BENCH_NETWORK")
     meta = {
+        "model": "bytes_gpt",
         "preset": f"{scale.preset} in bfloat16",
         "parameters": sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters()),
         "batch": scale.batch,
         "context": scale.context,
+        "item": workload.item,
         "rounds": rounds,
         "steps": scale.steps,
         "backend": dist.get_backend(),

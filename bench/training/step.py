@@ -1,6 +1,6 @@
-"""`torchrun --nproc-per-node 2 -m gradwire.bench step`: a training step of bytes_gpt with our optimizer and with DDP.
+"""`torchrun --nproc-per-node 2 -m gradwire.bench step`: a training step with our optimizer and with DDP.
 
-All competitors train the same model from the same weights on the same data, in turns of a few steps (see
+All competitors train the same model (--model) from the same weights on the same data, in turns of a few steps (see
 `gradwire.bench.timing`). `gradwire+ddp` is torch's DDP over our backend of torch.distributed. `compute` exchanges
 nothing: its time is the least that a step takes, and its replicas diverge. Flags add variants of our optimizer (*ours*)
 and of DDP:
@@ -8,9 +8,12 @@ and of DDP:
 * --compression: ours with each codec, and DDP with torch's fp16 hook. `auto` chooses among the others, or int8.
 * --reports: ours with on_step, with a check of replicas after every step, and with a recorded timeline.
 * --commits: ours with a commit to the memory of its host after every step.
+* --hook: DDP with hvd.ddp_comm_hook("none").
 * --shard-states: ours with sharded states, also with codecs, and DDP with torch's ZeroRedundancyOptimizer.
 * --overlap: ours with rules.NextForward, also with codecs. Then no competitor clips gradients,
   since clipping waits for all of them.
+
+--bucket-view makes DDP, in all its variants, keep gradients in its buckets, as ours does.
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +32,24 @@ from torch import Tensor, nn
 import gradwire as hvd
 from gradwire.bench.options import add_results, add_turns
 from gradwire.bench.results import software_and_machine, write_json
-from gradwire.bench.timing import TURNS, format_interval, median_and_p99, speedup_interval, step_seconds
-from gradwire.bench.workloads import bytes_gpt, strategies
+from gradwire.bench.timing import TURNS, median_and_p99, speedup_interval, step_seconds
+from gradwire.bench.training.step_report import COMPUTE, StepRow, StepSpeedup, format_table
+from gradwire.bench.workloads import bytes_gpt, digits_cnn, mlp, strategies
 from gradwire.bench.workloads.loop import Trainee, Workload, choose_device, join_ranks, share_cores
 from gradwire.trainer.reducer.compression import AUTO, NAMES
 
 LR = 1e-3
-OURS, OURS_DDP, DDP, DDP_FP16, DDP_ZERO, COMPUTE = "gradwire", "gradwire+ddp", "ddp", "ddp+fp16", "ddp+zero", "compute"
+OURS, OURS_DDP, OURS_HOOK, DDP, DDP_FP16, DDP_ZERO = (
+    "gradwire",
+    "gradwire+ddp",
+    "gradwire+hook",
+    "ddp",
+    "ddp+fp16",
+    "ddp+zero",
+)
+GPT = "bytes_gpt"
+SMALL: dict[str, Callable[[int], Workload]] = {"digits_cnn": digits_cnn.workload, "mlp": mlp.workload}
+"""The workloads of one size, by name, each a function of the samples of a global batch."""
 ONE_WAY = {"dgc", "powersgd", "qsgd", "terngrad"}
 """Codecs that encode gradients only, not the parameters that rules.Sharded gathers."""
 AUTO_STEPS = 10
@@ -44,51 +57,19 @@ AUTO_STEPS = 10
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
 
 
-@dataclass(frozen=True)
-class StepRow:
-    """One competitor's result. step_ms, p99_ms: median and 99th percentile of the turns, per step, on the slowest rank.
-
-    as_ddp, as_compute: the speed as a multiple of theirs. beyond_compute_as_ddp: DDP's median time beyond `compute` in
-    the same round, over the competitor's; None if it takes no longer than `compute`. loss: of the last step, averaged
-    over the ranks. replicas_identical: whether the ranks' final weights are bitwise equal.
-    """
-
-    competitor: str
-    world_size: int
-    step_ms: float
-    p99_ms: float
-    tokens_per_s: float
-    as_ddp: float
-    as_compute: float
-    beyond_compute_as_ddp: float | None
-    loss: float
-    replicas_identical: bool
-
-
-@dataclass(frozen=True)
-class StepSpeedup:
-    """The speed of a competitor as a multiple of a peer's in this run. interval: of 95 %; None with too few turns."""
-
-    competitor: str
-    peer: str
-    times: float
-    interval: tuple[float, float] | None
-
-
 class StepCompetitor:
-    """A model in training. A call trains for one turn. train: takes one step, by its number, and returns the loss."""
+    """A model in training. A call trains for one turn. train: takes one step, by its number, and returns the loss. losses: of
+    the steps so far."""
 
     def __init__(self, trainee: Trainee, train: Callable[[int], float | Tensor], steps: int) -> None:
         self.trainee = trainee
-        self.loss: float | Tensor = 0.0
+        self.losses: list[float | Tensor] = []
         self._train = train
         self._steps = steps
-        self._done = 0
 
     def __call__(self) -> None:
-        for step in range(self._done, self._done + self._steps):
-            self.loss = self._train(step)
-        self._done += self._steps
+        for _ in range(self._steps):
+            self.losses.append(self._train(len(self.losses)))
         if isinstance(self.trainee.optimizer, hvd.DistributedOptimizer):
             self.trainee.optimizer.settle()  # the update belongs to this turn
 
@@ -104,19 +85,36 @@ def codecs(text: str) -> tuple[str, ...]:
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.bench step",
-        description="Time a training step of bytes_gpt: our optimizer, torch's DDP, and no exchange. Run under torchrun.",
+        description="Time a training step: our optimizer, torch's DDP, and no exchange. Run under torchrun.",
     )
     add = parser.add_argument
+    add("--model", choices=(GPT, *SMALL), default=GPT, help=f"what to train (default {GPT})")
     bytes_gpt.add_flags(parser)
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
     add("--reports", action="store_true", help="also measure steps with on_step, checks of replicas and a timeline")
     add("--commits", action="store_true", help="compare a commit of hvd.elastic after every step, too")
+    add(
+        "--hook", action="store_true", help="compare DDP with our hook, which averages its buckets without a codec, too"
+    )
+    add("--bucket-view", action="store_true", help="give DDP gradient_as_bucket_view=True, in all its variants")
     add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
     add("--overlap", action="store_true", help="compare waiting in the next forward, too, and clip no gradients")
     add_turns(parser, steps=5)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (default auto)")
     add_results(parser)
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.model != GPT and (chosen.preset != parser.get_default("preset") or chosen.context is not None):
+        parser.error(f"--preset and --context are sizes of {GPT}, and --model is {chosen.model}")
+    return chosen
+
+
+def workload_of(chosen: argparse.Namespace) -> Workload:
+    samples = chosen.batch * hvd.size()
+    return (
+        SMALL[chosen.model](samples)
+        if chosen.model in SMALL
+        else bytes_gpt.workload(bytes_gpt.size_of(chosen), samples)
+    )
 
 
 def has_backend_for(device: torch.device) -> bool:
@@ -127,6 +125,7 @@ def has_backend_for(device: torch.device) -> bool:
 def builders(chosen: argparse.Namespace, device: torch.device) -> dict[str, Callable[[nn.Module], Trainee]]:
     """Return the functions that make the competitors from models, by name."""
     named = [name for name in chosen.compression if name != AUTO]
+    ddp = partial(strategies.ddp, bucket_view=chosen.bucket_view)
     found: dict[str, Callable[[nn.Module], Trainee]] = {OURS: strategies.ours}
     for name in chosen.compression:
         allow = [each for each in named if each != "powersgd"] or None
@@ -145,12 +144,14 @@ def builders(chosen: argparse.Namespace, device: torch.device) -> dict[str, Call
         for name in (each for each in named if each not in ONE_WAY):
             found[f"{OURS}+shards+{name}"] = partial(strategies.ours, compression=name, rule=hvd.rules.Sharded(name))
     if has_backend_for(device):
-        found[OURS_DDP] = partial(strategies.ddp, backend="gradwire")
-    found[DDP] = strategies.ddp
+        found[OURS_DDP] = partial(ddp, backend="gradwire")
+    if chosen.hook:
+        found[OURS_HOOK] = partial(strategies.hooked, bucket_view=chosen.bucket_view)
+    found[DDP] = ddp
     if chosen.compression:
-        found[DDP_FP16] = partial(strategies.ddp, fp16=True)
+        found[DDP_FP16] = partial(ddp, fp16=True)
     if chosen.shard_states:
-        found[DDP_ZERO] = strategies.zero
+        found[DDP_ZERO] = partial(strategies.zero, bucket_view=chosen.bucket_view)
     return {**found, COMPUTE: strategies.alone}
 
 
@@ -171,16 +172,19 @@ def measure(
     seconds = step_seconds(competitors, device, rounds, steps)
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
     beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
+    last = min(len(competitor.losses) for competitor in competitors.values()) - 1
     rows: list[StepRow] = []
     for name, competitor in competitors.items():
-        loss = hvd.allreduce(torch.tensor(float(competitor.loss), dtype=torch.float64, device=device), op=hvd.Average)
+        loss = hvd.allreduce(
+            torch.tensor(float(competitor.losses[last]), dtype=torch.float64, device=device), op=hvd.Average
+        )
         rows.append(
             StepRow(
                 competitor=name,
                 world_size=hvd.size(),
                 step_ms=median[name] * 1e3,
                 p99_ms=median_and_p99(seconds[name])[1] * 1e3,
-                tokens_per_s=workload.items_per_step / median[name],
+                items_per_s=workload.items_per_step / median[name],
                 as_ddp=median[DDP] / median[name],
                 as_compute=median[COMPUTE] / median[name],
                 beyond_compute_as_ddp=beyond[DDP] / beyond[name] if beyond[name] > 0 else None,
@@ -198,40 +202,6 @@ def measure(
     return rows, speedups
 
 
-def format_table(rows: Sequence[StepRow], speedups: Sequence[StepSpeedup], meta: dict[str, Any]) -> list[str]:
-    width = max(8, *(len(row.competitor) for row in rows))
-    shape = f"{meta['batch']} sequences of {meta['context']} bytes a rank"
-    return [
-        f"# step of bytes_gpt {meta['preset']}: {meta['parameters'] / 1e6:.2f} M parameters, {shape},"
-        f" world size {rows[0].world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
-        *([f"# Network: {meta['network']}"] if meta["network"] else []),
-        "#",
-        f"# {'':{width}}     step      p99            times as fast as  beyond compute,",
-        f"# {'':{width}}     (ms)     (ms)  tokens/s      ddp   compute  as fast as ddp      loss  replicas",
-        *(
-            f"  {row.competitor:{width}} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.tokens_per_s:9.0f}"
-            f" {row.as_ddp:8.2f} {row.as_compute:9.2f} {_times(row.beyond_compute_as_ddp):>15} {row.loss:9.4f}"
-            f"  {_replicas(row)}".rstrip()
-            for row in rows
-        ),
-        *(
-            f"# {speedup.competitor} is {speedup.times:.2f} times as fast as {speedup.peer}"
-            f"  {format_interval(speedup.interval)}".rstrip()
-            for speedup in speedups
-        ),
-    ]
-
-
-def _replicas(row: StepRow) -> str:
-    if row.competitor == COMPUTE:  # its ranks train alone
-        return ""
-    return "identical" if row.replicas_identical else "differ"
-
-
-def _times(speedup: float | None) -> str:
-    return "-" if speedup is None else f"{speedup:.2f}"
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark. Return 1, on every rank, if replicas that exchange gradients are not identical."""
     chosen = parse_arguments(arguments)
@@ -240,8 +210,7 @@ def main(arguments: Sequence[str]) -> int:
         logging.getLogger("gradwire").setLevel(logging.INFO)
     join_ranks(chosen.device)
     share_cores()
-    device, size = choose_device(chosen.device), bytes_gpt.size_of(chosen)
-    workload = bytes_gpt.workload(size, chosen.batch * hvd.size())
+    device, workload = choose_device(chosen.device), workload_of(chosen)
     competitors = competitors_of(chosen, workload, device)
     if AUTO in chosen.compression:
         for _ in range(-(-AUTO_STEPS * (1 + len(chosen.compression)) // chosen.steps)):
@@ -254,13 +223,16 @@ def main(arguments: Sequence[str]) -> int:
     committed = [each.trainee.state for each in competitors.values() if each.trainee.state is not None]
     rows, speedups = hvd.elastic.run(measured)(committed[0]) if committed else timed()
     if hvd.rank() == 0:
+        context = bytes_gpt.size_of(chosen).context if chosen.model == GPT else None
         meta = {
             **software_and_machine(device),
             "backend": dist.get_backend(),
-            "preset": chosen.preset,
+            "model": chosen.model,
+            "preset": chosen.preset if context else None,
             "parameters": sum(parameter.numel() for parameter in competitors[OURS].trainee.module.parameters()),
             "batch": chosen.batch,
-            "context": size.context,
+            "context": context,
+            "item": workload.item,
             "steps": chosen.steps,
             "rounds": chosen.rounds,
             "speedups": [asdict(speedup) for speedup in speedups],

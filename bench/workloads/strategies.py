@@ -98,20 +98,29 @@ def hogwild(module: nn.Module) -> Trainee:
     return Trainee(module, optimizer, wait_s=lambda: 0.0, close=optimizer.close, in_step=False)
 
 
-def ddp(module: nn.Module, backend: str | None = None, *, fp16: bool = False) -> Trainee:
-    """Train under torch's DDP. backend: of torch.distributed; None for the default. fp16: use torch's fp16 hook."""
+def ddp(module: nn.Module, backend: str | None = None, *, fp16: bool = False, bucket_view: bool = False) -> Trainee:
+    """Train under torch's DDP. backend: of torch.distributed; None for the default. fp16: use torch's fp16 hook. bucket_view:
+    keep gradients in DDP's buckets."""
     group = dist.new_group(backend=backend) if backend else None
-    forward = DistributedDataParallel(module, process_group=group)
+    forward = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=bucket_view)
     if fp16:
         forward.register_comm_hook(None, fp16_compress_hook)
     sent = exchanged_bytes(module)
     return Trainee(module, adamw(module), forward, sent_bytes=lambda steps: sent * steps)
 
 
-def zero(module: nn.Module) -> Trainee:
-    """Train under torch's DDP, with an AdamW whose state is divided among the ranks."""
+def hooked(module: nn.Module, **options: Any) -> Trainee:
+    """Train under torch's DDP, whose buckets our hook averages without a codec. options: those of ddp()."""
+    trainee, hook = ddp(module, **options), hvd.ddp_comm_hook("none")
+    assert isinstance(trainee.forward, DistributedDataParallel)
+    trainee.forward.register_comm_hook(None, hook)
+    return replace(trainee, close=hook.close)
+
+
+def zero(module: nn.Module, **options: Any) -> Trainee:
+    """Train under torch's DDP, with an AdamW whose state is divided among the ranks. options: those of ddp()."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # a slow import
 
     groups = adamw(module).param_groups
     settings = [{name: group[name] for name in ("params", "weight_decay")} for group in groups]
-    return replace(ddp(module), optimizer=ZeroRedundancyOptimizer(settings, torch.optim.AdamW, betas=BETAS))
+    return replace(ddp(module, **options), optimizer=ZeroRedundancyOptimizer(settings, torch.optim.AdamW, betas=BETAS))

@@ -210,6 +210,31 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
+def test_a_training_step_of_many_small_parameters(tmp_path: Path) -> None:
+    flags = [
+        "--model",
+        "mlp",
+        "--batch",
+        "2",
+        "--steps",
+        "1",
+        "--rounds",
+        "2",
+        "--device",
+        "cpu",
+        "--hook",
+        "--bucket-view",
+    ]
+    bench("step", *flags, "--json", str(tmp_path / "out.json"))
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert (meta["model"], meta["item"], meta["preset"], meta["context"]) == ("mlp", "vector", None, None)
+    names = ["gradwire", "gradwire+ddp", "gradwire+hook", "ddp", "compute"]
+    assert [row["competitor"] for row in rows] == names
+    assert [row["replicas_identical"] for row in rows] == [True] * 4 + [False]
+    assert [row["loss"] for row in rows[:4]] == pytest.approx([rows[3]["loss"]] * 4, rel=1e-4)
+
+
+@pytest.mark.wide
 def test_the_benchmark_of_gpus_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = bench("gpu", "--device", "cpu", "--json", str(tmp_path / "out.json"))
     assert "goal" not in said  # figures of a CPU say nothing about them

@@ -17,7 +17,8 @@ from gradwire.bench.gpu.outcome import Goal, Outcome, summary
 from gradwire.bench.gpu.overlap import BACKWARD, STEP, overlap
 from gradwire.bench.gpu.scale import SCALES
 from gradwire.bench.gpu.steps import BUILDERS, goals_of, rounds_within, wrong_of
-from gradwire.bench.training.step import COMPUTE, DDP, OURS, StepRow
+from gradwire.bench.training.step import DDP, OURS
+from gradwire.bench.training.step_report import COMPUTE, StepRow
 from gradwire.bench.workloads.loop import join_ranks
 
 ROOT = Path(__file__).parents[2]

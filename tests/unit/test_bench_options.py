@@ -51,6 +51,7 @@ WRONG: list[tuple[Callable[[list[str]], object], str, str]] = [
     (codec.parse_arguments, "-n 1000|-n 0|--iters 0", ""),
     (convergence.parse_arguments, "--models gpt|--codecs int8,int9|--steps 0|--seed -1", ""),
     (step.parse_arguments, "--compression int8,none|--compression int8,int9|--compression int8,", ""),
+    (step.parse_arguments, "--model resnet|--model mlp --preset 13m|--model digits_cnn --context 64", "bytes_gpt"),
     (
         rules.parse_arguments,
         "--steps 0|--seconds 0|--seconds 1 --steps 1|--seed x|--slow 3|--slow x:1|--every 0|no",

@@ -12,11 +12,19 @@ import torch
 pytest.importorskip("matplotlib")
 
 from gradwire.bench import plots
-from gradwire.bench.training import convergence, convergence_report, rules, rules_report, step, train_report
+from gradwire.bench.training import (
+    convergence,
+    convergence_report,
+    rules,
+    rules_report,
+    step,
+    step_report,
+    train_report,
+)
 from gradwire.bench.training.convergence_report import ConvergenceRow
 from gradwire.bench.training.rules import CODED, RULES, UNLIKE, CompetitorSpec, Point, competitor_spec, reached
 from gradwire.bench.training.rules_report import RuleRow
-from gradwire.bench.training.step import StepRow, StepSpeedup
+from gradwire.bench.training.step_report import StepRow, StepSpeedup
 from gradwire.bench.training.train_report import DDP, OURS, Record
 from gradwire.bench.workloads import bytes_gpt
 from gradwire.trainer.reducer.compression import NAMES
@@ -56,6 +64,7 @@ def test_a_competitor_is_a_rule_with_a_codec_and_a_share() -> None:
         ("--compression int8,topk", ["gradwire+int8", "gradwire+topk", "ddp+fp16"]),
         ("--reports", ["gradwire+on_step", "gradwire+check", "gradwire+timeline"]),
         ("--commits", ["gradwire+commits"]),
+        ("--hook --bucket-view", ["gradwire+hook"]),
         ("--shard-states --compression int8,dgc", ["gradwire+shards", "gradwire+shards+int8", "ddp+zero"]),
         ("--overlap --compression int8", ["gradwire+next_forward", "gradwire+next_forward+int8"]),
     ],
@@ -86,11 +95,19 @@ def test_the_table_of_a_step() -> None:
     names = ["gradwire", "gradwire+threshold", "ddp"]
     rows = [StepRow(name, 4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, True) for name in names]
     speedups = [StepSpeedup("gradwire+threshold", "ddp", 3.333, (3.1, 3.52)), StepSpeedup("gradwire", "ddp", 1.0, None)]
-    shape = {"preset": "13m", "parameters": 12_900_000, "batch": 1, "context": 64, "rounds": 9, "steps": 2}
-    lines = step.format_table(rows, speedups, {**shape, "backend": "gloo", "network": None})
-    assert "12.90 M parameters, 1 sequences of 64 bytes a rank, world size 4 backend gloo, 9 turns of 2" in lines[0]
+    meta = {"model": "bytes_gpt", "preset": "13m", "parameters": 12_900_000, "batch": 1, "context": 64, "item": "token"}
+    meta |= {"rounds": 9, "steps": 2, "backend": "gloo", "network": None}
+    lines = step_report.format_table(rows, speedups, meta)
+    assert (
+        "bytes_gpt 13m: 12.90 M parameters, 1 sequences of 64 bytes a rank, world size 4 backend gloo, 9 turns of 2"
+        in lines[0]
+    )
     assert len({line.index("1.00 ") for line in lines[4:7]}) == 1
     assert lines[-2] == "# gradwire+threshold is 3.33 times as fast as ddp  [3.10, 3.52]"
+    others = {"model": "digits_cnn", "preset": None, "context": None, "item": "image"}
+    assert (
+        "digits_cnn: 12.90 M parameters, 1 images a rank" in step_report.format_table(rows, [], {**meta, **others})[0]
+    )
 
 
 def of_codec(codec: str, losses: list[float]) -> ConvergenceRow:
