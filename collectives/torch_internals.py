@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ Backend = Any
 #: The base class of a process group written in Python.
 ProcessGroup: Any = dist.ProcessGroup
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: The timeout of backends whose operations have gradwire's deadlines.
@@ -163,6 +164,38 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def profiling(name: str) -> AbstractContextManager[object]:
     """Return a context manager that shows profilers a range of this name; it does nothing if none records."""
     return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _NOT_PROFILED
+
+
+# The compiler
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that torch.compile, also of a backward(), neither traces nor compiles, nor anything that it calls. Return
+    it. The mark is in its code, so a call takes no longer, whereas torch.compiler.disable() adds 2 us to each."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    if not hasattr(dynamo, "set_code_exec_strategy"):
+        return _disabled(function)
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(
+        function.__code__, dynamo._FrameExecStrategy(skip, skip)
+    )  # its frame, and frames inside
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # so that a compiled caller calls it
+    return function
+
+
+def _disabled(function: Callable[P, T]) -> Callable[P, T]:
+    """Return torch.compiler.disable() of a function. It imports the compiler, which takes a second, so the first call does it: by
+    then an optimizer has imported it anyway."""
+    disabled: Callable[P, T] | None = None
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal disabled
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return run
 
 
 # Stores and backends

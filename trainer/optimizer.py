@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Communicator
-from gradwire.collectives.torch_internals import share_hooks
+from gradwire.collectives.torch_internals import share_hooks, uncompiled
 from gradwire.trainer.attachment import Attachment, names_of
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, shared, tensors_of, uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, shared, tensors_of
 from gradwire.trainer.reducer.arguments import (
     Adasum,
     Average,
@@ -257,7 +257,7 @@ class DistributedOptimizer(WrappingOptimizer):
                 "Write `with optimizer.skip_synchronize(): optimizer.step()`. After the backward() that completes "
                 "backward_passes_per_step, gradients are averaged already, and synchronize() can be left out",
                 UserWarning,
-                stacklevel=4,  # the caller's line: two frames of `uncompiled` lie between
+                stacklevel=2,
             )
         attached = self.attachment
         attached.was_synchronized = False

@@ -325,11 +325,15 @@ def test_hooks_run_once_each_and_see_the_gradients_that_a_step_uses() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("backend", "passes", "policy"),
-    [("eager", 1, {"*": "onebit"}), *wide_rows(("eager", 2, None), ("aot_eager", 1, None))],
+    ("backend", "passes", "policy", "autograd"),
+    [
+        ("eager", 1, {"*": "onebit"}, False),
+        *wide_rows(("eager", 2, None, False), ("aot_eager", 1, None, False), ("eager", 1, None, True)),
+    ],
 )
-def test_a_compiled_step(backend: str, passes: int, policy: dict[str, Any] | None) -> None:
-    """The whole of each step, from zero_grad() to step(), is the same compiled and as written, to the bit.
+def test_a_compiled_step(backend: str, passes: int, policy: dict[str, Any] | None, autograd: bool) -> None:
+    """The whole of each step, from zero_grad() to step(), is the same compiled and as written, to the bit. autograd: whether
+    torch compiles the graph of backward(), too, with the hooks in it.
 
     With two passes a step it is step() that exchanges. (aot_eager hands out gradients in another order, so buckets are others;
     where a codec rounds them together, that shows.)
@@ -350,9 +354,10 @@ def test_a_compiled_step(backend: str, passes: int, policy: dict[str, Any] | Non
             loss_of(model, (inputs, targets)).backward()
             optimizer.step()
 
-        run = torch.compile(train, backend=backend) if compiled else train
-        for step in range(3):
-            run(*share(step))
+        with torch._dynamo.config.patch(compiled_autograd=autograd):
+            run = torch.compile(train, backend=backend) if compiled else train
+            for step in range(3):
+                run(*share(step))
         assert_same_on_all_ranks(model.parameters())
         weights.append(copies(model.parameters()))
         optimizer.close()

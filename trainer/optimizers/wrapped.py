@@ -5,14 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def shared(name: str) -> Any:
@@ -79,20 +75,3 @@ class WrappingOptimizer(torch.optim.Optimizer):
 def tensors_of(param_groups: list[dict[str, Any]]) -> list[Tensor]:
     """Return all parameters, each once, in order."""
     return list(dict.fromkeys(parameter for group in param_groups for parameter in group["params"]))
-
-
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that torch.compile does not compile, nor anything that it calls.
-
-    Importing the compiler takes a second, so the first call does it: by then an optimizer has imported it anyway.
-    """
-    disabled: Callable[P, R] | None = None
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        nonlocal disabled
-        if disabled is None:
-            disabled = torch.compiler.disable(function)
-        return disabled(*args, **kwargs)
-
-    return run

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.collectives.torch_internals import map_only, plainly
-from gradwire.trainer.optimizers.wrapped import uncompiled
+from gradwire.collectives.torch_internals import map_only, plainly, uncompiled
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.planner import BucketLayout
 from gradwire.trainer.reducer.reducer import Reducer

@@ -11,7 +11,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -22,9 +21,9 @@ from gradwire.collectives.torch_internals import (
     graph_task,
     hook_runs_last,
     run_hook_last,
+    uncompiled,
     when_backward_ends,
 )
-from gradwire.trainer.optimizers.wrapped import uncompiled
 from gradwire.trainer.reducer.arguments import Sum
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.buffers import Exported
@@ -105,8 +104,6 @@ class Reducer:
         self.deferral: Deferral | None = None
         self._hooks: dict[int, RemovableHandle] = {}
         self._unhooked: dict[int, Tensor] = {}
-        # For torch.compile, which compiles hooks of a backward() that it compiles.
-        self._hook = torch.compiler.disable(Reducer._ready)
         self._lock = threading.Lock()  # autograd calls hooks from one thread per device
 
         self._graph_task = OUTSIDE_BACKWARD
@@ -166,7 +163,7 @@ class Reducer:
             return
         reducer = weakref.ref(self)
         for index in [index for index, parameter in self._unhooked.items() if parameter.requires_grad]:
-            hook = partial(self._hook, reducer, index)
+            hook = partial(Reducer._ready, reducer, index)
             self._hooks[index] = self._unhooked.pop(index).register_post_accumulate_grad_hook(hook)
 
     # Layouts
@@ -280,6 +277,7 @@ class Reducer:
     # While gradients arrive
 
     @staticmethod
+    @uncompiled
     def _ready(reducer: weakref.ref[Reducer], index: int, parameter: Tensor) -> None:
         """Take the gradient that autograd has just accumulated in parameter.grad. This is the hook of the parameter, and does
         not keep the Reducer alive."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.engine.buffers import refusal
-from gradwire.collectives.torch_internals import share_hooks
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of, uncompiled
+from gradwire.collectives.torch_internals import share_hooks, uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, tensors_of
 from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settings
 from gradwire.trainer.reducer.arguments import check_named_parameters, check_optimizer
 from gradwire.trainer.reducer.bucket import dense_strides

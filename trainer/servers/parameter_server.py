@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from gradwire.collectives import CollectiveError, Communicator
 from gradwire.collectives.compression.codec import MatrixCodec, rehearse
 from gradwire.collectives.compression.registry import CODECS
-from gradwire.collectives.torch_internals import share_hooks
+from gradwire.collectives.torch_internals import share_hooks, uncompiled
 from gradwire.trainer.checkpoint import agree, on_all_ranks, without
 from gradwire.trainer.optimizers.copies import copied_attributes, of_copies
-from gradwire.trainer.optimizers.wrapped import WrappingOptimizer, uncompiled
+from gradwire.trainer.optimizers.wrapped import WrappingOptimizer
 from gradwire.trainer.reducer.agreement import agree_on_parameters, check_settings
 from gradwire.trainer.reducer.arguments import check_named_parameters, check_optimizer
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, encoding_for

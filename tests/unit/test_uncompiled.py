@@ -1,0 +1,45 @@
+"""What torch.compile neither traces nor compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from gradwire.collectives.torch_internals import uncompiled
+
+
+@pytest.mark.parametrize("marks_code", [True, False], ids=["marked", "disabled"])
+def test_a_compiled_caller_leaves_out_a_function_and_what_it_calls(
+    marks_code: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a version of torch does not have the mark; and the second call compiles nothing."""
+    torch._dynamo.reset()
+
+    def inner(values: Tensor) -> Tensor:
+        return values * 3
+
+    def outer(values: Tensor) -> Tensor:
+        return inner(values) + 1
+
+    with monkeypatch.context() as patches:
+        if not marks_code:
+            patches.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+        called = uncompiled(outer)
+
+    compiled: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _inputs: object) -> Any:
+        compiled.extend(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def caller(values: Tensor) -> Tensor:
+        return called(values - 1) / 2
+
+    run = torch.compile(caller, backend=record)
+    for _ in range(2):
+        assert torch.equal(run(torch.ones(4)), torch.full((4,), 0.5))
+    assert compiled == ["sub", "truediv"]
