@@ -36,6 +36,11 @@ def available(process: Path = _PROCESS) -> float:
     return min(_affinity(), _recent_quota(process, int(time.monotonic() // _QUOTA_LASTS_S)))
 
 
+def suffice(ranks: int, threads: int) -> bool:
+    """Return whether there is a core for each of so many threads of each of `ranks` processes of this host."""
+    return available() >= ranks * threads
+
+
 def quota_is_short(ranks: int, process: Path = _PROCESS) -> bool:
     """Return whether `ranks` processes that never sleep use up the quota. Then a wait must soon sleep: a core that it yields
     counts as used, and when the quota is used up, the kernel stops all processes of the container for the rest of a period,

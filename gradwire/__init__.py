@@ -98,6 +98,7 @@ from gradwire.trainer.reducer.arguments import Product as Product
 from gradwire.trainer.reducer.arguments import Sum as Sum
 from gradwire.trainer.reducer.compression import Compression as Compression
 from gradwire.trainer.reducer.compression import ErrorFeedback as ErrorFeedback
+from gradwire.trainer.reducer.plans import ExchangePlan as ExchangePlan
 from gradwire.trainer.reports.timeline import start_timeline as start_timeline
 from gradwire.trainer.reports.timeline import stop_timeline as stop_timeline
 from gradwire.trainer.world.process_sets import ProcessSet as ProcessSet

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, count
 from operator import is_, itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,7 +244,8 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
         "gradient_predivide_factor": str(setup.predivide),
         "compression": compression,
         "policy": policy,
-        "bucket_bytes": str(setup.bucket_bytes),
+        "bucket_bytes": str(getattr(setup.plan, "bucket_bytes", None)),
+        "exchange_plan": "a file" if isinstance(setup.plan, Path) else str(setup.plan),
         "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
         "sparse_as_dense": str(setup.sparse_as_dense),
     }

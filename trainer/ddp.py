@@ -33,10 +33,14 @@ from gradwire.trainer.reducer.residuals import Residuals
 from gradwire.trainer.reducer.setup import Combination
 from gradwire.trainer.reducer.streams import Background, gpus, on_streams, refuse_capture, synchronize
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
+from gradwire.trainer.reducer.trials import PlanTrials
 from gradwire.trainer.world.world import names_rank
 
 UNSETTLED_STEPS = 2
 """DDP lays out its buckets anew after the first step, and residuals begin with those that stay."""
+
+_BESIDE, _AFTER = "beside backward()", "after backward()"
+"""When buckets are exchanged: in the background, or when backward() has computed all gradients, in the thread that called it."""
 
 _CLOSE_S = 5.0
 
@@ -100,6 +104,9 @@ class CompressionHook:
         self._chosen: set[int] = set()  # the parameters whose compression predictions choose
         self._choice: Choice | None = None
         self._exchanged: list[PlainBuffer] = []  # in the last step, if the times are wanted
+        self._trials: PlanTrials[str] | None = None
+        # Later sums of a matrix codec depend on the first. All ranks run them in the same order if one thread does so.
+        self._in_one_thread = any(isinstance(encoding.codec, MatrixCodec) for encoding in policy.encodings)
 
         self._coded: dict[tuple[int, ...], CodedBuffer] = {}
         self._plain: dict[int, PlainBuffer] = {}  # by the index of a bucket of DDP, of which it has the memory
@@ -148,6 +155,7 @@ class CompressionHook:
             coded_here = {number for each in buffers for number in each.items}
             if rest := {number: gradients[number] for number in numbers if number not in coded_here}:
                 buffers.append(PlainBuffer.packed(combination, rest))
+        beside = self._runs_beside(bucket)
         step = self._step
         if bucket.is_last():
             combination.traffic.count(exchanges=1)
@@ -161,7 +169,7 @@ class CompressionHook:
             for each in buffers:
                 for number, view in zip(each.items, each.views, strict=True):
                     view.copy_(gradients[number])
-                each.start(step)
+                each.start(step, beside=beside)
 
         def finish() -> None:
             for each in buffers:
@@ -169,8 +177,9 @@ class CompressionHook:
                 for number, view in zip(each.items, each.views, strict=True):
                     gradients[number].copy_(view)
 
-        # Later sums of a matrix codec depend on the first. All ranks run them in the same order if one thread does so.
-        if any(isinstance(encoding.codec, MatrixCodec) for encoding in self._policy.encodings):
+        if not beside:
+            return self._after_backward(buffer, begin, finish)
+        if self._in_one_thread:
             return self._in_background(buffer, begin, finish)
         begin()
         return self._in_background(buffer, finish)
@@ -380,7 +389,35 @@ class CompressionHook:
         self._plain[bucket.index()] = new
         return new
 
-    # The end of an exchange
+    # The exchange of a bucket
+
+    def _runs_beside(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> bool:
+        """Return whether a bucket is exchanged beside backward(). Before the first bucket of a step, when no exchange is running,
+        record the time of steps, which is collective in some steps."""
+        # In DDP's join(), there is no backward(). With static_graph=True, DDP comes with all buckets at the end of the first one.
+        if bucket.buffer().is_cuda or graph_task() == OUTSIDE_BACKWARD or not self._settled:
+            return True
+        if self._trials is None:
+            self._trials = PlanTrials(self._open().communicator, _BESIDE, [_AFTER])
+        if bucket.index() == 0 and (self._choice is None or self._choice.settled):
+            self._trials.follow(self, self._step)
+        return self._trials.plan == _BESIDE and (self._in_one_thread or not bucket.is_last())
+
+    def _after_backward(self, buffer: Tensor, *steps: Callable[[], None]) -> Future[Tensor]:
+        """Run the steps of an exchange when backward() has computed all gradients, before DDP waits for the future, which this
+        returns. backward() raises the error of the exchange."""
+        done: Future[Tensor] = Future()
+
+        def run() -> None:
+            for step in steps:
+                step()
+            done.set_result(buffer)
+
+        when_backward_ends(run)
+        return done
 
     def _in_background(self, buffer: Tensor, *steps: Callable[[], None]) -> Future[Tensor]:
         """Run the steps of an exchange in the background. Return the future of the averaged buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from gradwire.trainer.reducer.arguments import (
     warn_of_wrapped,
 )
 from gradwire.trainer.reducer.compression import Compression, Compressor, Policy, wanted
+from gradwire.trainer.reducer.plans import ExchangePlan, check_plan
 from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reducer.traffic import ExchangeStats
 from gradwire.trainer.reports.metrics import StepMetrics, WantedReports
@@ -103,9 +105,13 @@ class DistributedOptimizer(WrappingOptimizer):
     sparse and coalesced.
     process_set: a ProcessSet, a torch.distributed group, a dimension of a DeviceMesh (mesh["dp"]), or a Communicator that
     nothing else uses. On a rank outside of a ProcessSet, the optimizer steps without an exchange.
-    bucket_bytes: the maximum size of a bucket in bytes. A larger gradient has a bucket of its own, and the first bucket holds
-    at most 1 MB. None: the value of HOROVOD_FUSION_THRESHOLD. If that is not set, the default is 4 MB in two
-    cases, with rules.NextForward and for gradients on the CPU that no codec encodes, and otherwise 25 MB.
+    bucket_bytes: the maximum size of a bucket in bytes, for exchange_plan=ExchangePlan(bucket_bytes). None: the value of
+    HOROVOD_FUSION_THRESHOLD, if that is set.
+    exchange_plan: the sizes of buckets, and whether gradients are exchanged beside backward() or after it. None: if all gradients
+    are on the CPU and no codec encodes them, a few plans are tried in turns within the first hundred steps, and the one with the
+    fastest steps stays; with rules.NextForward buckets hold 4 MB, and otherwise 25 MB. The plan decides in which order numbers of
+    more than two ranks are added: give an ExchangePlan for the same bits in every run. A path: the plan in this JSON file,
+    which rank 0 reads; if there is no such file, rank 0 writes it when a plan has been chosen.
     rule: what the ranks exchange, and when: an object of gradwire.rules, such as hvd.rules.Sharded(); a class derived from Rule;
     or a function that makes a Rule from a Setup, which holds the arguments of this optimizer. None: gradients in every step, as
     this docstring describes.
@@ -141,6 +147,7 @@ class DistributedOptimizer(WrappingOptimizer):
         allow: Sequence[Compressor] | None = None,
         policy: Mapping[str, Compressor] | None = None,
         bucket_bytes: int | None = None,
+        exchange_plan: ExchangePlan | str | os.PathLike[str] | None = None,
         rule: Callable[[Setup], Rule] | None = None,
         on_step: Callable[[StepMetrics], object] | None = None,
         check_replicas_every: int | None = 0,
@@ -150,10 +157,9 @@ class DistributedOptimizer(WrappingOptimizer):
     ) -> None:
         for name in former:
             raise TypeError(_FORMER.get(name, f"DistributedOptimizer has no argument {name!r}"))
-        if bucket_bytes is None:
-            bucket_bytes = current_settings().fusion_bytes
+        plan = check_plan(exchange_plan, bucket_bytes, current_settings().fusion_bytes)
         reported = WantedReports(on_step, check_replicas_every, straggler_report_every)
-        check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor, bucket_bytes)
+        check_arguments(optimizer, backward_passes_per_step, op, gradient_predivide_factor)
         make_rule = _checked_rule(rule, op)
         if isinstance(optimizer, DistributedOptimizer):
             raise TypeError("optimizer is a DistributedOptimizer already")
@@ -174,7 +180,7 @@ class DistributedOptimizer(WrappingOptimizer):
             predivide=gradient_predivide_factor,
             optimizer=optimizer,
             policy=checked,
-            bucket_bytes=bucket_bytes,
+            plan=plan,
             passes=passes,
             groups=numbers,
             sparse_as_dense=sparse_as_dense,
@@ -222,6 +228,12 @@ class DistributedOptimizer(WrappingOptimizer):
         """Return how many bytes this rank has sent so far, and how many it would have sent uncompressed. Counts the bytes of
         gradients; with rules.Sharded also of parameters; with rules.LocalUpdates also of the changes of parameters."""
         return self.attachment.rule.stats
+
+    @property
+    def exchange_plan(self) -> ExchangePlan | None:
+        """Return the plan by which gradients are exchanged, once it stays, the same on all ranks. None while plans are tried, and
+        where they are not."""
+        return self.attachment.rule.exchange_plan
 
     def stragglers(self) -> Stragglers | None:
         """Return which rank made the others wait in the last straggler_report_every exchanges that all ranks have reported.

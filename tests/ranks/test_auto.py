@@ -15,7 +15,7 @@ from torch import Tensor
 import gradwire
 import gradwire as hvd
 from gradwire.collectives import Communicator
-from gradwire.trainer.reducer.steps import WINDOW
+from gradwire.trainer.reducer.choice import WINDOW
 from tests.harness import wide
 from tests.ranks.ladder import BUCKET_BYTES, Ladder, optimizer_of, residuals_of, train
 from tests.ranks.test_ddp_hook import ddp, exchanged, model_of, weights_of

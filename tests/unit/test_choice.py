@@ -20,9 +20,9 @@ from gradwire.collectives.schedules.topology import Topology
 from gradwire.collectives.tuning.cost_model import CodecCost, Costs, LinkCost
 from gradwire.collectives.tuning.prediction import predict_auto, predict_coded
 from gradwire.trainer.reducer import steps
-from gradwire.trainer.reducer.choice import Choice
+from gradwire.trainer.reducer.choice import COUNTED, WINDOW, Choice
 from gradwire.trainer.reducer.compression import ALLOWED, Auto, Compression, ErrorFeedback, encoding_of, wanted
-from gradwire.trainer.reducer.steps import COUNTED, SKIPPED, WINDOW
+from gradwire.trainer.reducer.steps import SKIPPED
 
 SIZE = (3_125_000, torch.float32)
 HOSTS = ((0,), (1,))
@@ -145,13 +145,16 @@ def test_rivals_are_tried_after_a_wrong_prediction_and_the_one_with_the_fastest_
 
 def test_the_slowest_rank_decides_and_one_that_has_joined_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = Described(2.5e8)
-    communicator.others = [[1.5, 2.0], []]  # of another rank's steps, which take as long with any choice
+    communicator.others = [
+        [[1.5] * COUNTED, [2.0] * COUNTED],
+        [],
+    ]  # of another rank's steps, which take as long with any choice
     assert corrected(chosen(communicator, "int8"), monkeypatch, {"int8": 0.5, "none": 1.0}, 1.0)[-1] == "none"
 
 
 def test_a_rank_that_has_joined_follows_without_steps_of_its_own() -> None:
     communicator = Described(2.5e8)
-    communicator.others = [[1.0, 1.0]]
+    communicator.others = [[[1.0] * COUNTED, [1.0] * COUNTED]]
     joined = chosen(communicator, "int8")
     joined.choose(SIZE)
     joined.follow(0, 1.0)

@@ -78,7 +78,7 @@ def check_optimizer(optimizer: object) -> None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
-def check_arguments(optimizer: object, passes: object, op: object, predivide: float, bucket_bytes: int | None) -> None:
+def check_arguments(optimizer: object, passes: object, op: object, predivide: float) -> None:
     """Raise TypeError or ValueError, with what was given and what is allowed, for invalid arguments."""
     check_optimizer(optimizer)
     check_passes(passes)
@@ -88,8 +88,6 @@ def check_arguments(optimizer: object, passes: object, op: object, predivide: fl
         raise ValueError(f"gradient_predivide_factor must be a finite number > 0, not {predivide!r}")
     if predivide != 1 and op != Average:
         raise ValueError(f"gradient_predivide_factor={predivide!r} needs op={Average!r}, not {op!r}")
-    if bucket_bytes is not None and bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be > 0, not {bucket_bytes!r}")
 
 
 def check_passes(passes: object) -> None:

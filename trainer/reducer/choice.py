@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from statistics import median
 from typing import TypeAlias
 
 import torch
@@ -12,10 +13,16 @@ import torch
 from gradwire.collectives.compression.codec import Codec, MatrixCodec
 from gradwire.trainer.reducer.compression import Auto, Cast, Compression, Encoding, encoding_for
 from gradwire.trainer.reducer.setup import Combination
-from gradwire.trainer.reducer.steps import StepTimer
+from gradwire.trainer.reducer.steps import SKIPPED, StepTimer
 
 Size: TypeAlias = tuple[int, torch.dtype]
 """The number of elements of a bucket, and their dtype."""
+
+COUNTED = 7
+"""The number of steps that are timed for each choice."""
+
+WINDOW = 1 + SKIPPED + COUNTED
+"""Steps from one change to the next."""
 
 _CLOSE = 0.1
 """Predictions with a relative error of at most this are not corrected."""
@@ -54,7 +61,7 @@ class Choice:
         self._rivals: list[Cast | Encoding] | None = None
         # For each choice tried: seconds of a step, the candidate (None: as predicted), and the seconds used for comparison.
         self._taken: list[tuple[float, Cast | Encoding | None, float]] = []
-        self._timer = StepTimer(self._communicator)
+        self._timer = StepTimer(self._communicator, COUNTED)
         self.sizes: list[Size] = []
         """The sizes of all buckets whose candidate choose() has returned. Clear it when the buckets are laid out anew."""
         self._reported: Sequence[Size] = ()
@@ -86,7 +93,7 @@ class Choice:
             self._timer.restart(max(step, self._warmup_steps))
             self._report_predictions()
         found = self._timer.record(step, exchange_s, counts=counts)
-        return found is not None and self._judge(*found)
+        return found is not None and self._judge(median(found.steps), found.least)
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
         """Evaluate a measurement of steps and exchanges, and return whether the choices have changed."""

@@ -22,14 +22,14 @@ ALIGNMENT_BYTES = 64
 class Item:
     """Describes a gradient. Only gradients of one kind (dtype, device, encoding, group) share a bucket.
 
-    bucket_bytes: the maximum bytes of gradients in its bucket; the same for all gradients of its kind. grouped: whether all
-    gradients of its kind share one bucket of any size.
+    bucket_bytes: the maximum bytes of gradients in its bucket, infinite for no limit; the same for all gradients of its kind.
+    grouped: whether all gradients of its kind share one bucket of any size.
     """
 
     numel: int
     itemsize: int
     kind: Hashable
-    bucket_bytes: int
+    bucket_bytes: float
     grouped: bool = False
 
 
@@ -48,7 +48,7 @@ class BucketPlan:
 
 
 def plan_buckets(
-    items: Sequence[Item], order: Sequence[int], *, first_bucket_bytes: int = FIRST_BUCKET_BYTES
+    items: Sequence[Item], order: Sequence[int], *, first_bucket_bytes: float = FIRST_BUCKET_BYTES
 ) -> tuple[BucketPlan, ...]:
     """Distribute items over buckets, following the order in which gradients are expected; order holds indices of items.
 

@@ -3,6 +3,7 @@ arrive."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import Communicator, cores
 from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.agreement import agree_on_parameters
 from gradwire.trainer.reducer.bucket import Bucket
@@ -27,11 +28,12 @@ from gradwire.trainer.reducer.layout import (
     lay_out,
     plan_buckets,
 )
-from gradwire.trainer.reducer.plans import USUAL, Plan, PlanTrials, rivals
+from gradwire.trainer.reducer.plans import USUAL, ExchangePlan
 from gradwire.trainer.reducer.presence import Presence
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
 from gradwire.trainer.reducer.streams import gpus, synchronize
+from gradwire.trainer.reducer.trials import PlanTrials, begin_trials
 
 EXCHANGEABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -103,8 +105,8 @@ class BucketPlanner:
         self.is_learning = True
         """Whether learn() records the order in which gradients arrive in the next exchange."""
         self.choice: Choice | None = None
-        self.trials: PlanTrials | None = None
-        """The choice of a plan by measured steps; None before the first agreed layout."""
+        self.trials: PlanTrials[ExchangePlan] | None = None
+        """The choice of a plan by measured steps; None before the first agreed layout, and where plans are not tried."""
         self._setup = setup
         self._is_chosen: list[bool] = []
         self._is_stale = False
@@ -188,24 +190,26 @@ class BucketPlanner:
         self._is_stale |= self.choice.follow(step, exchange_s, counts=counts)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ExchangePlan:
         """Return the plan of the next layout."""
+        if isinstance(self._setup.plan, ExchangePlan):
+            return self._setup.plan
         return USUAL if self.trials is None else self.trials.plan
 
-    def follow_trials(self, layout: BucketLayout, step: int, *, counts: bool) -> None:
-        """Let the trials of plans measure a step. Collective in some steps. See PlanTrials.follow()."""
-        assert self.trials is not None
-        self._is_stale |= self.trials.follow(layout, step, counts=counts)
+    @property
+    def settled_plan(self) -> ExchangePlan | None:
+        """Return the plan once it stays; None before, and where plans are not tried."""
+        is_tried = self.trials is not None and not self.trials.settled
+        return None if is_tried or (self.trials is None and self._setup.plan is None) else self.plan
 
-    def _new_trials(self, order: Sequence[int]) -> PlanTrials:
-        """Return the trials of plans for parameters, none of which are made if the user or a rule decides."""
-        setup, parameters = self._setup, [held_here(self.parameters[index]) for index in order]
-        is_planned = all(each.is_cpu for each in parameters) and all(
-            isinstance(self.encodings[index], Cast) for index in order
-        )
-        is_fixed = setup.bucket_bytes is not None or setup.in_shares or setup.communicator.size == 1
-        nbytes = 0 if is_fixed or not is_planned else sum(each.nbytes for each in parameters)
-        return PlanTrials(setup.communicator, rivals(nbytes))
+    def follow_trials(self, layout: BucketLayout, step: int, waited_s: float, *, counts: bool) -> None:
+        """Let the trials of plans measure a step. Collective in some steps. waited_s: for which this rank has waited after
+        backward(). See PlanTrials.follow()."""
+        assert self.trials is not None
+        hidden_s = 0.0  # where ranks fill the cores, an exchange beside backward() takes one from it
+        if cores.suffice(self._setup.communicator.topology.local_size, 1 + torch.get_num_threads()):
+            hidden_s = sum(bucket.buffer.exchange_s for bucket in layout.buckets) - waited_s
+        self._is_stale |= self.trials.follow(layout, step, hidden_s, counts=counts)
 
     @property
     def is_due(self) -> bool:
@@ -278,7 +282,8 @@ class BucketPlanner:
             self._known_sparse |= {index_of[name] for name in set.intersection(*everyones)}
         self._order = [index for index in agreed if index not in self._known_sparse]
         if self.trials is None and self.choice is None:
-            self.trials = self._new_trials(self._order)
+            held = [held_here(self.parameters[index]) for index in self._order]
+            self.trials = begin_trials(self._setup, held, [self.encodings[index] for index in self._order])
         return self.layout(self._made(self._order), [index for index in agreed if index in self._known_sparse])
 
     def release_removed(self) -> None:
@@ -303,12 +308,14 @@ class BucketPlanner:
         return {tables[table] for table in of_sparse_modules(tables)} if tables else set()
 
     def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
-        items = []
+        items, plan = [], self.plan
         for parameter, code in zip(self.parameters, encodings, strict=True):
             held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
-            is_planned = held.is_cpu and isinstance(code, Cast)
-            most = self._setup.bucket_bytes or (self.plan.bucket_bytes if is_planned else LARGE_BUCKET_BYTES)
+            most: float | None = LARGE_BUCKET_BYTES
+            if isinstance(self._setup.plan, ExchangePlan) or (held.is_cpu and isinstance(code, Cast)):
+                most = plan.bucket_bytes
+            most = math.inf if most is None else most
             items.append(Item(held.numel(), held.element_size(), kind, most, grouped=group is not None))
         return items
 
@@ -316,7 +323,7 @@ class BucketPlanner:
         """Return new buckets for parameters in this order. beside: the other buckets of the layout, whose numbers differ, so that
         no two have the same seed of stochastic rounding."""
         self._choose(order)
-        first_bytes = self.plan.bucket_bytes if self.plan.at_end else FIRST_BUCKET_BYTES
+        first_bytes = math.inf if self.plan.at_end else FIRST_BUCKET_BYTES
         plans = plan_buckets(self._items(self.encodings), order, first_bucket_bytes=first_bytes)
         first = 1 + max((bucket.number for bucket in beside), default=-1)
         return [self._bucket(plan, number) for number, plan in enumerate(plans, first)]

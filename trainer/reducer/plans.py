@@ -1,100 +1,62 @@
-"""Plans of an exchange without codecs: how large buckets are, and when they are exchanged; and the choice among them by measured
-steps."""
+"""Plans of an exchange: how large buckets are, and when they are exchanged."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
-from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.layout import LARGE_BUCKET_BYTES, SMALL_BUCKET_BYTES
-from gradwire.trainer.reducer.steps import StepTimer
-
-ALL = 1 << 62
-"""The maximum bytes of a bucket that holds all gradients of its kind."""
-
-_LEAST_GAIN = 0.01
-"""A plan replaces the usual one if steps take less time by more than this share, and by more than two measurements of the usual
-one differ."""
-
-_log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How gradients on the CPU that no codec encodes are exchanged.
+class ExchangePlan:
+    """How large buckets are, and when they are exchanged.
 
-    bucket_bytes: the maximum size of a bucket. at_end: whether all buckets are exchanged when backward() has ended, in the thread
-    that called it. Otherwise each one is exchanged as soon as it is full, beside backward().
+    bucket_bytes: the maximum size of a bucket in bytes; None: all gradients of a dtype, device and codec share one bucket. A
+    gradient that is larger has a bucket of its own. at_end: True exchanges all buckets when backward() has computed all
+    gradients, in the thread that called it. False exchanges each one as soon as it is full, beside backward(); then the first
+    bucket holds at most 1 MB.
     """
 
-    bucket_bytes: int = SMALL_BUCKET_BYTES
+    bucket_bytes: int | None = SMALL_BUCKET_BYTES
     at_end: bool = False
 
+    def __post_init__(self) -> None:
+        size = self.bucket_bytes
+        if size is not None and not (isinstance(size, int) and size > 0):
+            raise ValueError(f"bucket_bytes must be a whole number > 0 or None, not {size!r}")
+        if not isinstance(self.at_end, bool):
+            raise ValueError(f"at_end must be True or False, not {self.at_end!r}")
+
     def __str__(self) -> str:
-        size = "one bucket" if self.bucket_bytes == ALL else f"buckets of {self.bucket_bytes / (1 << 20):.3g} MB"
+        size = "in one bucket" if self.bucket_bytes is None else f"in buckets of {self.bucket_bytes / (1 << 20):.3g} MB"
         return f"{size} {'after' if self.at_end else 'beside'} backward()"
 
 
-USUAL = Plan()
+USUAL = ExchangePlan()
 
 
-def rivals(nbytes: int) -> list[Plan]:
+def rivals(nbytes: int) -> list[ExchangePlan]:
     """Return the plans that may be better than the usual one for gradients of so many bytes in sum."""
-    if nbytes <= SMALL_BUCKET_BYTES // 4:  # one bucket
-        return []
-    plans = [Plan(ALL, at_end=True), Plan(SMALL_BUCKET_BYTES // 4)]
-    if nbytes > SMALL_BUCKET_BYTES:
-        plans.append(Plan(SMALL_BUCKET_BYTES, at_end=True))
-    if nbytes > LARGE_BUCKET_BYTES:
-        plans.append(Plan(LARGE_BUCKET_BYTES))
+    plans = []
+    if nbytes > SMALL_BUCKET_BYTES // 4:
+        plans += [ExchangePlan(None, at_end=True), ExchangePlan(SMALL_BUCKET_BYTES // 4)]
+    if nbytes > 4 * LARGE_BUCKET_BYTES:
+        plans.append(ExchangePlan(LARGE_BUCKET_BYTES))
     return plans
 
 
-class PlanTrials:
-    """Tries plans for ten steps each (steps.WINDOW), and keeps the one with the fastest steps, the same on all ranks.
-
-    Overlap with backward() pays where the wire is slow, and costs where the ranks fill the cores of their host: which of both
-    it is depends on the model, the machine and what else runs there. The usual plan is measured before and after the others, so
-    that noise does not choose.
-
-    Attribute plan: the plan of the next steps. settled: whether it stays.
-    """
-
-    def __init__(self, communicator: Communicator, plans: Sequence[Plan]) -> None:
-        self.plan = USUAL
-        self.settled = not plans
-        self._communicator = communicator
-        self._waiting = [*plans, USUAL]
-        self._timer = StepTimer(communicator)
-        self._layout: object = None
-        self._taken: list[tuple[Plan, float]] = []
-
-    def follow(self, layout: object, step: int, *, counts: bool = True) -> bool:
-        """Record a step, and return whether the plan has changed, so that buckets must be laid out anew. Collective in the steps
-        that end a measurement. layout: in which the gradients of the step were exchanged. step: the number of earlier exchanges.
-        counts: False on a rank that has joined, whose steps are not measured."""
-        if self.settled or step == self._timer.step:
-            return False
-        if layout is not self._layout:
-            self._layout = layout
-            self._timer.restart(step)
-        if (found := self._timer.record(step, counts=counts)) is None:
-            return False
-        self._taken.append((self.plan, found[0]))
-        before, self._layout = self.plan, None
-        self.plan = self._waiting.pop(0) if self._waiting else self._best()
-        return self.plan != before
-
-    def _best(self) -> Plan:
-        """End the trials. Return the plan that stays, and log the times."""
-        self.settled = True
-        usual = [seconds for plan, seconds in self._taken if plan == USUAL]
-        noise_s = max(_LEAST_GAIN * min(usual), max(usual) - min(usual))
-        plan, seconds = min(self._taken, key=lambda taken: taken[1])
-        best = plan if seconds < min(usual) - noise_s else USUAL
-        if self._communicator.rank == 0:
-            taken = "; ".join(f"{1e3 * seconds:.3g} ms with {plan}" for plan, seconds in self._taken)
-            _log.info("gradwire: gradients are exchanged in %s from now on: a step takes %s", best, taken)
-        return best
+def check_plan(plan: object, bucket_bytes: int | None, usual_bytes: int | None) -> ExchangePlan | Path | None:
+    """Return the plan that these arguments of an optimizer ask for. usual_bytes: the size of buckets without either argument.
+    Raises TypeError or ValueError for invalid arguments."""
+    if plan is not None and bucket_bytes is not None:
+        raise ValueError(
+            f"exchange_plan and bucket_bytes both set the size of buckets: leave out bucket_bytes={bucket_bytes!r}"
+        )
+    if isinstance(plan, str | os.PathLike):
+        return Path(plan)
+    if not isinstance(plan, ExchangePlan | None):
+        raise TypeError(f"exchange_plan must be an ExchangePlan, a path, or None, not {plan!r}")
+    size = usual_bytes if bucket_bytes is None else bucket_bytes
+    return plan if size is None or plan is not None else ExchangePlan(size)

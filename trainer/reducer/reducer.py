@@ -178,7 +178,8 @@ class Reducer:
             self.check_last()
             self.planner.follow_choice(self.layout, self.step, counts=counts)
         if self.planner.trials is not None and not self.planner.trials.settled:
-            self.planner.follow_trials(self.layout, self.step, counts=counts)
+            waited_s = 1e-9 * self.times.last[-1].waited_ns if self.times.last else 0.0
+            self.planner.follow_trials(self.layout, self.step, waited_s, counts=counts)
         self.open_window()
 
     def _rebuild(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from gradwire.collectives.compression.codec import Codec
 from gradwire.collectives.compression.feedback import Feedback
 from gradwire.trainer.reducer.arguments import Average
 from gradwire.trainer.reducer.compression import Cast, Encoding, Policy
+from gradwire.trainer.reducer.plans import ExchangePlan
 from gradwire.trainer.reducer.traffic import Traffic
 
 
@@ -91,9 +93,9 @@ class Setup(Combination):
     """The arguments of a DistributedOptimizer: beside those of the Combination (communicator, op, predivide),
 
     optimizer: the wrapped optimizer. policy: selects the encodings of gradients.
-    bucket_bytes: the maximum size of a bucket; None selects a default size for each kind of bucket. passes: counts calls of
+    plan: the sizes of buckets, and when they are exchanged; a file that stores a plan; None chooses. passes: counts calls of
     backward(); a step follows passes.per_step of them. groups: the group number of each parameter in a group; a group shares a
-    bucket if the dtypes allow it, and other parameters are fused by bucket_bytes. sparse_as_dense: whether sparse gradients are
+    bucket if the dtypes allow it, and other parameters are fused by the plan. sparse_as_dense: whether sparse gradients are
     made dense. gradient_as_bucket_view: whether parameter.grad is in a bucket's memory after an exchange. parameter_encoding:
     with sharded states, the encoding of the parameters' deltas, which a rank sends after it has stepped its share; None sends
     the parameters uncompressed. tried: the parameters for which it is known that the optimizer supports sharded states.
@@ -101,7 +103,7 @@ class Setup(Combination):
 
     optimizer: torch.optim.Optimizer
     policy: Policy
-    bucket_bytes: int | None
+    plan: ExchangePlan | Path | None
     passes: Passes
     groups: Mapping[Tensor, int] = field(default_factory=dict)
     sparse_as_dense: bool = False

@@ -23,7 +23,7 @@ from gradwire.trainer.optimizers.wrapped import tensors_of
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.deferred import DeferredWait, Weakly, is_awaited
 from gradwire.trainer.reducer.dtensors import shard_of
-from gradwire.trainer.reducer.layout import SMALL_BUCKET_BYTES
+from gradwire.trainer.reducer.plans import USUAL, ExchangePlan
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.rules.rule import Rule
 from gradwire.trainer.rules.synchronous import Synchronous
@@ -98,7 +98,13 @@ class DeferredSteps(Synchronous):
                 "rules.NextForward does not support gradient_as_bucket_view=False: gradients are in their buckets until "
                 "the next forward"
             )
-        super().__init__(replace(setup, bucket_bytes=setup.bucket_bytes or SMALL_BUCKET_BYTES))
+        plan = setup.plan or USUAL
+        if not isinstance(plan, ExchangePlan) or plan.at_end:
+            raise ValueError(
+                f"exchange_plan={plan!r}: rules.NextForward exchanges gradients beside backward() and later: give an "
+                "ExchangePlan with at_end=False"
+            )
+        super().__init__(replace(setup, plan=plan))
         self.times = None  # waits end when this rank needs a result, so ranks' waits cannot be compared
         self._wait = DeferredWait(self.reducer, Weakly.of(self.settle), Weakly.of(self._before_gradient))
         self.reducer.deferral = self._wait

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradwire.collectives import Communicator
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.compression import AUTO
+from gradwire.trainer.reducer.plans import ExchangePlan
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.times import ExchangeTimes
 from gradwire.trainer.reducer.traffic import ExchangeStats
@@ -70,6 +71,11 @@ class Rule:
     def stats(self) -> ExchangeStats:
         """Return how many bytes this rank has sent so far, in the operations of this rule."""
         return self.setup.traffic.stats
+
+    @property
+    def exchange_plan(self) -> ExchangePlan | None:
+        """Return the plan by which gradients are exchanged; None while plans are tried, and if the rule has none."""
+        return None
 
     @property
     def buckets(self) -> Sequence[Bucket]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire.trainer.reducer.arguments import Adasum
 from gradwire.trainer.reducer.bucket import Bucket
 from gradwire.trainer.reducer.checkpoint import load_state, state_of
+from gradwire.trainer.reducer.plans import ExchangePlan
 from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.shards.optimizer_shards import SHARDS
@@ -35,6 +36,10 @@ class Synchronous(Rule):
     @property
     def wait_s(self) -> float:
         return self.reducer.wait_s
+
+    @property
+    def exchange_plan(self) -> ExchangePlan | None:
+        return self.reducer.planner.settled_plan
 
     @property
     def buckets(self) -> Sequence[Bucket]:

@@ -1,0 +1,189 @@
+"""The choice of an exchange's plan by the time of training steps, and the file that stores it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from gradwire.collectives import Communicator
+from gradwire.trainer.reducer.compression import Cast, Encoding
+from gradwire.trainer.reducer.plans import USUAL, ExchangePlan, rivals
+from gradwire.trainer.reducer.setup import Setup
+from gradwire.trainer.reducer.steps import StepTimer
+
+_COUNTED, _TURNS = 5, 3
+"""The number of timed steps of a turn, and of turns of each plan."""
+
+_LEAST_GAIN = 0.01
+"""A plan replaces the usual one if its steps take less time by more than this share, and by more than the noise."""
+
+_HOPELESS = 0.25
+"""An exchange after backward() is not tried if that is predicted to make steps longer by more than this share."""
+
+_log = logging.getLogger("gradwire")
+
+_Plan = TypeVar("_Plan")
+
+
+class PlanTrials(Generic[_Plan]):
+    """Tries plans in turns of a few steps, and keeps the one with the fastest steps, the same on all ranks.
+
+    Overlap with backward() pays where the wire is slow, and costs where the ranks fill the cores of their host: which of both
+    it is depends on the model, the machine and what else runs there. The plans take turns, so that a change of the machine's
+    speed concerns all of them alike.
+
+    usual: the plan of the first steps, which stays unless another one is better by more than the noise. others: the plans to
+    try. after: those of the others that exchange after backward(). ended: is called with the plan that stays.
+
+    Attribute plan: the plan of the next steps. settled: whether it stays.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        usual: _Plan,
+        others: Sequence[_Plan] = (),
+        after: Sequence[_Plan] = (),
+        ended: Callable[[_Plan], None] = lambda plan: None,
+    ) -> None:
+        self.plan = self._usual = usual
+        self.settled = not others
+        self._communicator = communicator
+        self._others, self._after, self._ended = list(others), after, ended
+        self._waiting = self._turns()
+        self._timer = StepTimer(communicator, _COUNTED)
+        self._layout: object = None
+        self._taken: dict[_Plan, list[list[float]]] = {}  # by plan and turn, the seconds of steps
+
+    def follow(self, layout: object, step: int, hidden_s: float = 0.0, *, counts: bool = True) -> bool:
+        """Record a step, and return whether the plan has changed. Collective in the steps that end a turn.
+
+        layout: what the gradients of the step were exchanged in; a turn begins anew with another one. step: the number of earlier
+        exchanges. hidden_s: the seconds by which the step would be longer, as far as this rank knows, if the exchange came after
+        backward(). counts: False on a rank that has joined, whose steps are not measured."""
+        if self.settled or step == self._timer.step:
+            return False
+        if layout is not self._layout:
+            self._layout = layout
+            self._timer.restart(step)
+        if (found := self._timer.record(step, hidden_s, counts=counts)) is None:
+            return False
+        if not self._taken and found.least > _HOPELESS * median(found.steps):
+            self._others = [plan for plan in self._others if plan not in self._after]
+        self._taken.setdefault(self.plan, []).append(found.steps)
+        before, self._layout = self.plan, None
+        self.plan = next(self._waiting, None) or self._end()
+        return self.plan != before
+
+    def _turns(self) -> Iterator[_Plan]:
+        """Yield the plans of the turns after the first one."""
+        yield from self._others
+        for _ in range(_TURNS - 1):
+            yield self._usual
+            yield from self._others
+
+    def _end(self) -> _Plan:
+        """End the trials. Return the plan that stays, and log the times."""
+        self.settled = True
+        gains = {plan: _gain(self._taken[self._usual], turns) for plan, turns in self._taken.items()}
+        best = max(gains, key=lambda plan: gains[plan])
+        if self._communicator.rank == 0:
+            steps = {plan: median(chain.from_iterable(turns)) for plan, turns in self._taken.items()}
+            times = "; ".join(f"{1e3 * seconds:.3g} ms {plan}" for plan, seconds in steps.items())
+            _log.info("gradwire: gradients are exchanged %s from now on: a step takes %s", best, times)
+        self._ended(best)
+        return best
+
+
+def _gain(usual: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """Return the share of a step that another plan saves, from the steps of each turn; 0.0 if it is not more than the noise.
+
+    A turn is compared with the turn of the usual plan in the same round, so that a machine that changes its speed distorts one
+    round only, and the median of the rounds counts. The noise is the standard error of a difference of two medians, from the
+    median absolute deviation of all steps from the medians of their turns."""
+    gain = 1 - median(median(theirs) / median(ours) for ours, theirs in zip(usual, other, strict=True))
+    deviation = median(abs(step / median(turn) - 1) for turn in (*usual, *other) for step in turn)
+    error = 1.4826 * deviation * math.sqrt(math.pi / sum(map(len, other)))
+    return gain if gain > max(error, _LEAST_GAIN) else 0.0
+
+
+class PlanFile:
+    """The file of a plan, which rank 0 alone reads and writes. described: what the plan is for, as numbers and lists by name."""
+
+    def __init__(self, communicator: Communicator, path: Path, described: dict[str, Any]) -> None:
+        self._communicator, self._path, self._described = communicator, path, described
+
+    def read(self) -> ExchangePlan | None:
+        """Return the plan in the file, the same on all ranks; None if there is no file. Collective. Raises ValueError on all
+        ranks for a file that is for something else, or that cannot be read or written."""
+        found, fault = None, ""
+        if self._communicator.rank == 0:
+            try:
+                found = self._load()
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                fault = f"the file {self._path} of exchange_plan cannot be used: {error}"
+        (found, fault), *_ = self._communicator.allgather_record((found, fault))
+        if fault:
+            raise ValueError(fault)
+        return None if found is None else ExchangePlan(**found)
+
+    def _load(self) -> dict[str, Any] | None:
+        if not self._path.exists():
+            if not self._path.parent.is_dir():
+                raise ValueError("its folder does not exist")
+            return None
+        saved = json.loads(self._path.read_text())
+        plan = ExchangePlan(**saved["plan"])
+        for name, value in self._described.items():
+            if saved[name] != value:
+                raise ValueError(f"it is for {name} {saved[name]}, not {value}: delete it, or give another file")
+        return asdict(plan)
+
+    def write(self, plan: ExchangePlan) -> None:
+        """Write the plan, on rank 0. Logs an error of the file system, since training can go on."""
+        if self._communicator.rank != 0:
+            return
+        try:
+            self._path.write_text(json.dumps({"plan": asdict(plan), **self._described}, indent=1) + "\n")
+        except OSError as error:
+            _log.warning("gradwire: the exchange plan cannot be saved: %s", error)
+
+
+def begin_trials(
+    setup: Setup, parameters: Sequence[Tensor], encodings: Sequence[Cast | Encoding]
+) -> PlanTrials[ExchangePlan] | None:
+    """Return trials of plans for the parameters that this rank holds, with their encodings; None if the user or the rule has
+    chosen, or if plans are not tried. Collective. Raises ValueError on all ranks if a file is to store the plan, and cannot."""
+    communicator = setup.communicator
+    if isinstance(setup.plan, ExchangePlan) or not parameters:
+        return None
+    is_dense = all(each.is_cpu for each in parameters) and all(isinstance(each, Cast) for each in encodings)
+    if not is_dense or setup.in_shares:
+        if setup.plan is None:
+            return None
+        raise ValueError(
+            f"exchange_plan={str(setup.plan)!r}: a plan is chosen for gradients on the CPU, without codecs and without "
+            "rules.Sharded: give an ExchangePlan, or leave it out"
+        )
+    nbytes = sum(each.nbytes for each in parameters)
+    others = rivals(nbytes) if communicator.size > 1 else []
+    after = [plan for plan in others if plan.at_end]
+    if setup.plan is None:
+        return PlanTrials(communicator, USUAL, others, after)
+    hosts = [list(host) for host in communicator.topology.hosts]
+    file = PlanFile(communicator, setup.plan, {"gradient_bytes": nbytes, "hosts": hosts})
+    if (found := file.read()) is not None:
+        return PlanTrials(communicator, found)
+    trials = PlanTrials(communicator, USUAL, others, after, file.write)
+    if trials.settled:
+        file.write(USUAL)
+    return trials
