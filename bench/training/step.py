@@ -6,6 +6,8 @@ nothing: its time is the least that a step takes, and its replicas diverge. Flag
 and of DDP:
 
 * --compression: ours with each codec, and DDP with torch's fp16 hook. `auto` chooses among the others, or int8.
+* --plans: ours with each of several fixed plans of the exchange, beside `gradwire`, which chooses its plan by measured
+  steps before it is timed.
 * --reports: ours with on_step, with a check of replicas after every step, and with a recorded timeline.
 * --commits: ours with a commit to the memory of its host after every step.
 * --hook: DDP with hvd.ddp_comm_hook("none").
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -33,20 +35,15 @@ import gradwire as hvd
 from gradwire.bench.options import add_results, add_turns
 from gradwire.bench.results import software_and_machine, write_json
 from gradwire.bench.timing import TURNS, median_and_p99, speedup_interval, step_seconds
+from gradwire.bench.training.step_plans import fixed_plans
 from gradwire.bench.training.step_report import COMPUTE, StepRow, StepSpeedup, format_table
 from gradwire.bench.workloads import bytes_gpt, digits_cnn, mlp, strategies
 from gradwire.bench.workloads.loop import Trainee, Workload, choose_device, join_ranks, share_cores
 from gradwire.trainer.reducer.compression import AUTO, NAMES
 
 LR = 1e-3
-OURS, OURS_DDP, OURS_HOOK, DDP, DDP_FP16, DDP_ZERO = (
-    "gradwire",
-    "gradwire+ddp",
-    "gradwire+hook",
-    "ddp",
-    "ddp+fp16",
-    "ddp+zero",
-)
+OURS, OURS_DDP, OURS_HOOK = "gradwire", "gradwire+ddp", "gradwire+hook"
+DDP, DDP_FP16, DDP_ZERO = "ddp", "ddp+fp16", "ddp+zero"
 GPT = "bytes_gpt"
 SMALL: dict[str, Callable[[int], Workload]] = {"digits_cnn": digits_cnn.workload, "mlp": mlp.workload}
 """The workloads of one size, by name, each a function of the samples of a global batch."""
@@ -55,6 +52,10 @@ ONE_WAY = {"dgc", "powersgd", "qsgd", "terngrad"}
 AUTO_STEPS = 10
 """The steps for which compression="auto" tries each codec."""
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
+CHOOSES_PLAN = {OURS, *(f"{OURS}+{name}" for name in ("fp16", "bf16", "on_step", "check", "timeline", "commits"))}
+"""The competitors that choose the plan of their exchange by measured steps, on the CPU."""
+PLAN_STEPS = 150
+"""The steps within which they must have chosen it."""
 
 
 class StepCompetitor:
@@ -72,6 +73,12 @@ class StepCompetitor:
             self.losses.append(self._train(len(self.losses)))
         if isinstance(self.trainee.optimizer, hvd.DistributedOptimizer):
             self.trainee.optimizer.settle()  # the update belongs to this turn
+
+    @property
+    def plan(self) -> hvd.ExchangePlan | None:
+        """Return the plan of the exchange; None while ours chooses it, and for competitors without one."""
+        optimizer = self.trainee.optimizer
+        return optimizer.exchange_plan if isinstance(optimizer, hvd.DistributedOptimizer) else None
 
 
 def codecs(text: str) -> tuple[str, ...]:
@@ -91,11 +98,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", choices=(GPT, *SMALL), default=GPT, help=f"what to train (default {GPT})")
     bytes_gpt.add_flags(parser)
     add("--compression", type=codecs, default=(), metavar="NAMES", help="comma-separated codecs to compare, or all")
+    add(
+        "--plans",
+        action="store_true",
+        help="compare fixed plans of the exchange with the one that training chooses, too",
+    )
     add("--reports", action="store_true", help="also measure steps with on_step, checks of replicas and a timeline")
     add("--commits", action="store_true", help="compare a commit of hvd.elastic after every step, too")
-    add(
-        "--hook", action="store_true", help="compare DDP with our hook, which averages its buckets without a codec, too"
-    )
+    add("--hook", action="store_true", help="compare DDP with our hook without a codec, too")
     add("--bucket-view", action="store_true", help="give DDP gradient_as_bucket_view=True, in all its variants")
     add("--shard-states", action="store_true", help="compare optimizers whose state is spread over the ranks, too")
     add("--overlap", action="store_true", help="compare waiting in the next forward, too, and clip no gradients")
@@ -110,11 +120,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def workload_of(chosen: argparse.Namespace) -> Workload:
     samples = chosen.batch * hvd.size()
-    return (
-        SMALL[chosen.model](samples)
-        if chosen.model in SMALL
-        else bytes_gpt.workload(bytes_gpt.size_of(chosen), samples)
-    )
+    if chosen.model in SMALL:
+        return SMALL[chosen.model](samples)
+    return bytes_gpt.workload(bytes_gpt.size_of(chosen), samples)
 
 
 def has_backend_for(device: torch.device) -> bool:
@@ -122,11 +130,15 @@ def has_backend_for(device: torch.device) -> bool:
     return device.type == "cpu" or "nccl" in dist.get_backend_config()
 
 
-def builders(chosen: argparse.Namespace, device: torch.device) -> dict[str, Callable[[nn.Module], Trainee]]:
-    """Return the functions that make the competitors from models, by name."""
+def builders(
+    chosen: argparse.Namespace, device: torch.device, plans: Mapping[str, hvd.ExchangePlan]
+) -> dict[str, Callable[[nn.Module], Trainee]]:
+    """Return the functions that make the competitors from models, by name. plans: the fixed plans to compare, by name."""
     named = [name for name in chosen.compression if name != AUTO]
     ddp = partial(strategies.ddp, bucket_view=chosen.bucket_view)
     found: dict[str, Callable[[nn.Module], Trainee]] = {OURS: strategies.ours}
+    for name, plan in plans.items():
+        found[f"{OURS} {name}"] = partial(strategies.ours, exchange_plan=plan)
     for name in chosen.compression:
         allow = [each for each in named if each != "powersgd"] or None
         found[f"{OURS}+{name}"] = partial(strategies.ours, compression=name, allow=allow if name == AUTO else None)
@@ -157,12 +169,23 @@ def builders(chosen: argparse.Namespace, device: torch.device) -> dict[str, Call
 
 def competitors_of(chosen: argparse.Namespace, workload: Workload, device: torch.device) -> dict[str, StepCompetitor]:
     competitors = {}
-    for name, build in builders(chosen, device).items():
+    plans = fixed_plans(workload.build()) if chosen.plans else {}
+    for name, build in builders(chosen, device, plans).items():
         trainee = build(workload.build().to(device))
         if chosen.overlap:
             trainee.clip_norm = None
         competitors[name] = StepCompetitor(trainee, partial(trainee.train, workload, lr=LR), chosen.steps)
     return competitors
+
+
+def settle(competitors: Mapping[str, StepCompetitor], device: torch.device) -> None:
+    """Train every competitor that chooses its plan, untimed, until the plan stays. Collective. Raises RuntimeError on all ranks
+    if it does not within PLAN_STEPS."""
+    for name, competitor in competitors.items():
+        while name in CHOOSES_PLAN and device.type == "cpu" and competitor.plan is None:
+            if len(competitor.losses) >= PLAN_STEPS:
+                raise RuntimeError(f"{name} has not chosen the plan of its exchange in {len(competitor.losses)} steps")
+            competitor()
 
 
 def measure(
@@ -173,6 +196,7 @@ def measure(
     median = {name: median_and_p99(times)[0] for name, times in seconds.items()}
     beyond = {name: float(np.median(times - seconds[COMPUTE])) for name, times in seconds.items()}  # in the same round
     last = min(len(competitor.losses) for competitor in competitors.values()) - 1
+    best_plan_s = min((taken for name, taken in median.items() if name.startswith(f"{OURS} ")), default=None)
     rows: list[StepRow] = []
     for name, competitor in competitors.items():
         loss = hvd.allreduce(
@@ -188,6 +212,8 @@ def measure(
                 as_ddp=median[DDP] / median[name],
                 as_compute=median[COMPUTE] / median[name],
                 beyond_compute_as_ddp=beyond[DDP] / beyond[name] if beyond[name] > 0 else None,
+                of_best_plan=median[name] / best_plan_s if best_plan_s else None,
+                plan=str(competitor.plan) if competitor.plan else None,
                 loss=float(loss),
                 replicas_identical=competitor.trainee.is_identical(),
             )
@@ -205,7 +231,7 @@ def measure(
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark. Return 1, on every rank, if replicas that exchange gradients are not identical."""
     chosen = parse_arguments(arguments)
-    if AUTO in chosen.compression:
+    if AUTO in chosen.compression or chosen.plans:
         logging.basicConfig(format="# %(message)s")
         logging.getLogger("gradwire").setLevel(logging.INFO)
     join_ranks(chosen.device)
@@ -215,7 +241,10 @@ def main(arguments: Sequence[str]) -> int:
     if AUTO in chosen.compression:
         for _ in range(-(-AUTO_STEPS * (1 + len(chosen.compression)) // chosen.steps)):
             competitors[f"{OURS}+{AUTO}"]()  # 'auto' chooses before anything is timed
-    timed = partial(measure, competitors, workload, device, chosen.rounds, chosen.steps)
+
+    def timed() -> tuple[list[StepRow], list[StepSpeedup]]:
+        settle(competitors, device)
+        return measure(competitors, workload, device, chosen.rounds, chosen.steps)
 
     def measured(state: hvd.elastic.TorchState) -> tuple[list[StepRow], list[StepSpeedup]]:
         return timed()

@@ -18,8 +18,9 @@ class StepRow:
 
     items_per_s: tokens, images or the like, of all ranks together. as_ddp, as_compute: the speed as a multiple of theirs.
     beyond_compute_as_ddp: DDP's median time beyond `compute` in the same round, over the competitor's; None if it takes no
-    longer than `compute`. loss: averaged over the ranks, of the last step that all competitors have taken.
-    replicas_identical: whether the ranks' final weights are bitwise equal.
+    longer than `compute`. of_best_plan: step_ms as a multiple of that of the fastest fixed plan; None without fixed plans. plan:
+    of the exchange, in words; None if the competitor has none. loss: averaged over the ranks, of the last step that all
+    competitors have taken. replicas_identical: whether the ranks' final weights are bitwise equal.
     """
 
     competitor: str
@@ -30,6 +31,8 @@ class StepRow:
     as_ddp: float
     as_compute: float
     beyond_compute_as_ddp: float | None
+    of_best_plan: float | None
+    plan: str | None
     loss: float
     replicas_identical: bool
 
@@ -54,12 +57,12 @@ def format_table(rows: Sequence[StepRow], speedups: Sequence[StepSpeedup], meta:
         f" world size {rows[0].world_size} backend {meta['backend']}, {meta['rounds']} turns of {meta['steps']} steps",
         *([f"# Network: {meta['network']}"] if meta["network"] else []),
         "#",
-        f"# {'':{width}}     step      p99            times as fast as  beyond compute,",
-        f"# {'':{width}}     (ms)     (ms) {rate:>9}      ddp   compute  as fast as ddp      loss  replicas",
+        f"# {'':{width}}     step      p99            times as fast as  beyond compute,  of the best",
+        f"# {'':{width}}     (ms)     (ms) {rate:>9}      ddp   compute  as fast as ddp  plan's time      loss  replicas   plan",
         *(
             f"  {row.competitor:{width}} {row.step_ms:8.2f} {row.p99_ms:8.2f} {row.items_per_s:9.0f}"
-            f" {row.as_ddp:8.2f} {row.as_compute:9.2f} {_times(row.beyond_compute_as_ddp):>15} {row.loss:9.4f}"
-            f"  {_replicas(row)}".rstrip()
+            f" {row.as_ddp:8.2f} {row.as_compute:9.2f} {_times(row.beyond_compute_as_ddp):>15} {_times(row.of_best_plan):>12}"
+            f" {row.loss:9.4f}  {_replicas(row):9}  {row.plan or ''}".rstrip()
             for row in rows
         ),
         *(
@@ -76,5 +79,5 @@ def _replicas(row: StepRow) -> str:
     return "identical" if row.replicas_identical else "differ"
 
 
-def _times(speedup: float | None) -> str:
-    return "-" if speedup is None else f"{speedup:.2f}"
+def _times(number: float | None) -> str:
+    return "-" if number is None else f"{number:.2f}"

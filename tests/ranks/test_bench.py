@@ -194,6 +194,7 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
     names = ["gradwire", "gradwire+int8", "gradwire+topk", "gradwire+ddp", "ddp", "ddp+fp16", "compute"]
     assert [row["competitor"] for row in rows] == names
     assert [row["replicas_identical"] for row in rows] == [True] * 6 + [False]
+    assert {row["of_best_plan"] for row in rows} == {None}
     by_name = {row["competitor"]: row for row in rows}
     ours, ddp = by_name["gradwire"], by_name["ddp"]
     assert ours["as_ddp"] == pytest.approx(ddp["step_ms"] / ours["step_ms"])
@@ -207,6 +208,23 @@ def test_a_training_step_with_codecs(tmp_path: Path) -> None:
         times = [by_name[speedup[key]]["step_ms"] for key in ("competitor", "peer")]
         assert speedup["times"] == pytest.approx(times[1] / times[0])
     assert f"# gradwire+ddp is {meta['speedups'][-1]['times']:.2f} times as fast as ddp+fp16" in said
+
+
+@pytest.mark.wide
+def test_a_training_step_by_every_plan(tmp_path: Path) -> None:
+    flags = ["--batch", "1", "--context", "16", "--steps", "1", "--device", "cpu", "--plans"]
+    said = bench("step", *flags, "--rounds", "2", "--json", str(tmp_path / "out.json"))
+    _, rows = rows_of(tmp_path / "out.json")
+    plans = ["gradwire", *(f"gradwire {size}{when}" for when in ("", " at end") for size in ("1 MB", "4 MB"))]
+    assert [row["competitor"] for row in rows] == [*plans, "gradwire+ddp", "ddp", "compute"]
+    assert all(row["replicas_identical"] for row in rows[:-1])
+    assert [row["loss"] for row in rows[:7]] == pytest.approx([rows[6]["loss"]] * 7, rel=1e-4)
+    assert min(row["of_best_plan"] for row in rows[1:5]) == 1
+    for row in rows:
+        assert row["of_best_plan"] == pytest.approx(row["step_ms"] / min(other["step_ms"] for other in rows[1:5]))
+        assert (row["plan"] is not None) == (row["competitor"] in plans)
+        assert row["plan"] is None or row["plan"] in said
+    assert len({row["plan"] for row in rows[1:5]}) == 4
 
 
 @pytest.mark.wide

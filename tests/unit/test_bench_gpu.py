@@ -88,7 +88,7 @@ def test_rounds_fit_the_time_and_are_at_least_one() -> None:
 
 
 def test_what_is_wrong_and_what_is_reached() -> None:
-    right = StepRow(DDP, 2, 100.0, 100.0, 1.0, 1.0, 2.0, 1.0, 4.0, True)
+    right = StepRow(DDP, 2, 100.0, 100.0, 1.0, 1.0, 2.0, 1.0, None, None, 4.0, True)
     rows = [replace(right, competitor=name, as_ddp=1.25, beyond_compute_as_ddp=4.0) for name in BUILDERS if name != DDP]
     rows = [replace(row, replicas_identical=row.competitor != COMPUTE) for row in rows] + [right]
     assert wrong_of(rows) == []
@@ -108,7 +108,7 @@ def test_a_step_without_time_beyond_computing_is_not_measured(
     ours: float, ddp: float, without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beyond = None if ours <= 100 else (ddp - 100) / (ours - 100)
-    row = StepRow(OURS, 2, ours, ours, 1.0, ddp / ours, 100 / ours, beyond, 4.0, True)
+    row = StepRow(OURS, 2, ours, ours, 1.0, ddp / ours, 100 / ours, beyond, None, None, 4.0, True)
     others = [
         replace(row, competitor=name, step_ms=ms) for name, ms in ((f"{OURS}+int8", ours), (DDP, ddp), (COMPUTE, 100.0))
     ]

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+import gradwire as hvd
 from gradwire.bench import plots
 from gradwire.bench.training import (
     convergence,
@@ -24,9 +26,11 @@ from gradwire.bench.training import (
 from gradwire.bench.training.convergence_report import ConvergenceRow
 from gradwire.bench.training.rules import CODED, RULES, UNLIKE, CompetitorSpec, Point, competitor_spec, reached
 from gradwire.bench.training.rules_report import RuleRow
+from gradwire.bench.training.step_plans import fixed_plans
 from gradwire.bench.training.step_report import StepRow, StepSpeedup
 from gradwire.bench.training.train_report import DDP, OURS, Record
 from gradwire.bench.workloads import bytes_gpt
+from gradwire.bench.workloads.loop import Trainee
 from gradwire.trainer.reducer.compression import NAMES
 
 CPU = torch.device("cpu")
@@ -70,7 +74,7 @@ def test_a_competitor_is_a_rule_with_a_codec_and_a_share() -> None:
     ],
 )
 def test_flags_of_a_step_add_competitors(flags: str, among: list[str]) -> None:
-    names = list(step.builders(step.parse_arguments(flags.split()), CPU))
+    names = list(step.builders(step.parse_arguments(flags.split()), CPU, {}))
     assert {"gradwire", "gradwire+ddp", "ddp", "compute", *among} <= set(names)
     assert "gradwire+shards+dgc" not in names
     assert names[0] == "gradwire"
@@ -78,22 +82,54 @@ def test_flags_of_a_step_add_competitors(flags: str, among: list[str]) -> None:
     assert ("ddp+fp16" in names) == ("--compression" in flags)
 
 
+@pytest.mark.parametrize(
+    ("layers", "beside", "at_end"),
+    [(1, ["1 MB"], ["1 MB"]), (3, ["1 MB", "4 MB"], ["1 MB", "4 MB"]), (8, ["1 MB", "4 MB", "25 MB"], None)],
+)
+def test_plans_that_lay_out_the_same_buckets_are_compared_once(
+    layers: int, beside: list[str], at_end: list[str] | None
+) -> None:
+    """Each layer has 1 MB."""
+    plans = fixed_plans(torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(layers))))
+    assert list(plans) == [*beside, *(f"{name} at end" for name in at_end or beside)]
+    assert all(plan == hvd.ExchangePlan(int(name.split()[0]) << 20, "end" in name) for name, plan in plans.items())
+    names = list(step.builders(step.parse_arguments(["--plans"]), CPU, plans))
+    assert names[: 1 + len(plans)] == ["gradwire", *(f"gradwire {name}" for name in plans)]
+
+
+@pytest.mark.parametrize(("chooses_after", "steps"), [(0, 0), (7, 8), (150, 152), (1000, 152)])
+def test_competitors_train_until_they_have_chosen_their_plan(chooses_after: int, steps: int) -> None:
+    class Choosing(step.StepCompetitor):
+        @property
+        def plan(self) -> hvd.ExchangePlan | None:
+            return hvd.ExchangePlan() if len(self.losses) >= chooses_after else None
+
+    module = torch.nn.Linear(1, 1)
+    named = {
+        name: Choosing(Trainee(module, torch.optim.SGD(module.parameters())), lambda number: 0.0, 4) for name in "ab"
+    }
+    competitors = {"gradwire": named["a"], "gradwire+int8": named["b"]}
+    with pytest.raises(RuntimeError) if chooses_after == 1000 else nullcontext():
+        step.settle(competitors, CPU)
+    assert [len(each.losses) for each in competitors.values()] == [steps, 0]
+
+
 @pytest.mark.parametrize("backends", ["cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"])
 def test_our_backend_needs_nccl_on_a_gpu(backends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
-    names = step.builders(step.parse_arguments([]), torch.device("cuda"))
+    names = step.builders(step.parse_arguments([]), torch.device("cuda"), {})
     assert ("gradwire+ddp" in names) == ("nccl" in backends)
 
 
 def test_auto_chooses_among_the_others() -> None:
-    choosing = step.builders(step.parse_arguments(["--compression", "int8,auto,powersgd"]), CPU)["gradwire+auto"]
+    choosing = step.builders(step.parse_arguments(["--compression", "int8,auto,powersgd"]), CPU, {})["gradwire+auto"]
     assert isinstance(choosing, partial)
     assert choosing.keywords == {"compression": "auto", "allow": ["int8"]}
 
 
 def test_the_table_of_a_step() -> None:
     names = ["gradwire", "gradwire+threshold", "ddp"]
-    rows = [StepRow(name, 4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, True) for name in names]
+    rows = [StepRow(name, 4, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1.02, "one bucket", 7.0, True) for name in names]
     speedups = [StepSpeedup("gradwire+threshold", "ddp", 3.333, (3.1, 3.52)), StepSpeedup("gradwire", "ddp", 1.0, None)]
     meta = {"model": "bytes_gpt", "preset": "13m", "parameters": 12_900_000, "batch": 1, "context": 64, "item": "token"}
     meta |= {"rounds": 9, "steps": 2, "backend": "gloo", "network": None}
@@ -103,6 +139,7 @@ def test_the_table_of_a_step() -> None:
         in lines[0]
     )
     assert len({line.index("1.00 ") for line in lines[4:7]}) == 1
+    assert all("1.02" in line and line.endswith("one bucket") for line in lines[4:7])
     assert lines[-2] == "# gradwire+threshold is 3.33 times as fast as ddp  [3.10, 3.52]"
     others = {"model": "digits_cnn", "preset": None, "context": None, "item": "image"}
     assert (
