@@ -33,7 +33,7 @@ def available(process: Path = _PROCESS) -> float:
     change of a quota after at most 10 seconds. If the ranks of a host share a container, they share these cores. process: see
     quota().
     """
-    return min(_affinity(), _recent_quota(process, int(time.monotonic() // _QUOTA_LASTS_S)))
+    return min(_affinity(), _limit_lately(process))
 
 
 def suffice(ranks: int, threads: int) -> bool:
@@ -45,7 +45,8 @@ def quota_is_short(ranks: int, process: Path = _PROCESS) -> bool:
     """Return whether `ranks` processes that never sleep use up the quota. Then a wait must soon sleep: a core that it yields
     counts as used, and when the quota is used up, the kernel stops all processes of the container for the rest of a period,
     which is usually 100 ms. process: see quota()."""
-    return available(process) < min(ranks, _affinity())
+    limit = _limit_lately(process)
+    return limit < ranks and limit < _affinity()
 
 
 def quota(process: Path = _PROCESS) -> float:
@@ -60,8 +61,13 @@ def _affinity() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _limit_lately(process: Path) -> float:
+    """Return the quota, as it was at most 10 seconds ago."""
+    return _quota_of(process, int(time.monotonic() // _QUOTA_LASTS_S))
+
+
 @lru_cache(maxsize=1)
-def _recent_quota(process: Path, _period: int) -> float:
+def _quota_of(process: Path, _period: int) -> float:
     return quota(process)
 
 

@@ -166,9 +166,9 @@ class TcpTransport(Table):
         if (thread := get_ident()) != self._waiting_thread:
             self._waiting_thread = thread
             # The main thread waits in place of its own work. Another one leaves the core to the work of the main thread.
-            tries = _TRIES_IN_QUOTA if quota_is_short(self._local_size) else _TRIES
-            if thread != threading.main_thread().ident:
-                tries = _TRIES_BESIDE_WORK
+            tries = _TRIES_BESIDE_WORK
+            if thread == threading.main_thread().ident:
+                tries = _TRIES_IN_QUOTA if quota_is_short(self._local_size) else _TRIES
             self.context[[self.kernels.MOST_TRIES, self.kernels.TRIES]] = tries
 
     def _run(self, kernel: Callable[..., int], arguments: tuple[int, ...], deadline: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
-from operator import attrgetter, is_, is_not, not_
+from operator import attrgetter, is_, is_not
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ class Bucket:
             and all(map(_is_set_to, self.gradients, self._views))
         ):
             return self.copy_slots(range(len(self.items)), stream)
-        moved = [*map(not_, map(_is_set_to, gradients, self._views))]
+        moved = [*map(is_not, gradients, self.gradients)]
         if any(moved):
             sources = [*compress(gradients, moved)]
             torch._foreach_copy_([*compress(self._views, moved)], sources)

@@ -152,11 +152,12 @@ class LocalGroup:
         to the work of the main thread."""
         self._waiting_thread = thread
         beside_work = thread != threading.main_thread().ident
-        a_core_each = self.size <= cores.available() and not beside_work
-        alone = self._everyone and not beside_work
-        yield_ns = _YIELD_NS_IN_QUOTA if cores.quota_is_short(self.size) else _YIELD_NS
+        a_core_each = not beside_work and self.size <= cores.available()
+        yield_ns = _YIELD_NS_BESIDE_THREADS
+        if self._everyone and not beside_work:
+            yield_ns = _YIELD_NS_IN_QUOTA if cores.quota_is_short(self.size) else _YIELD_NS
         self.context[self.kernels.SPINS] = _SPINS if a_core_each else _SPINS_SHARING
-        self.context[self.kernels.YIELD_NS] = yield_ns if alone else _YIELD_NS_BESIDE_THREADS
+        self.context[self.kernels.YIELD_NS] = yield_ns
 
     def move_beside(self, move: Callable[[], None]) -> None:
         """Call a method after every 50 ms of a kernel's wait, to move messages for which other ranks may wait. The
