@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 import gradwire as hvd
-from gradwire.trainer.reducer.layout import FIRST_BUCKET_BYTES, Item, plan_buckets
+from gradwire.trainer.reducer.layout import Item, plan_buckets
+from gradwire.trainer.reducer.plans import limits
 
 SIZES_MB = (1, 4, 25, 100)
 
@@ -18,11 +19,12 @@ def fixed_plans(module: nn.Module) -> dict[str, hvd.ExchangePlan]:
     for at_end in (False, True):
         layouts = set()
         for size_mb in SIZES_MB:
-            nbytes = size_mb << 20
-            items = [Item(each.numel(), each.element_size(), each.dtype, nbytes) for each in parameters]
+            plan = hvd.ExchangePlan(size_mb << 20, at_end=at_end)
+            first, others = limits(plan)
+            items = [Item(each.numel(), each.element_size(), each.dtype, others) for each in parameters]
             order = range(len(items))[::-1]  # in which backward() computes the gradients, about
-            layout = plan_buckets(items, order, first_bucket_bytes=nbytes if at_end else FIRST_BUCKET_BYTES)
+            layout = plan_buckets(items, order, first_bucket_bytes=first)
             if layout not in layouts:
                 layouts.add(layout)
-                found[f"{size_mb} MB{' at end' if at_end else ''}"] = hvd.ExchangePlan(nbytes, at_end=at_end)
+                found[f"{size_mb} MB{' at end' if at_end else ''}"] = plan
     return found

@@ -3,7 +3,6 @@ arrive."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,14 +20,13 @@ from gradwire.trainer.reducer.choice import Choice
 from gradwire.trainer.reducer.compression import AUTO, Cast, Encoding
 from gradwire.trainer.reducer.dtensors import held_here, shard_of
 from gradwire.trainer.reducer.layout import (
-    FIRST_BUCKET_BYTES,
     LARGE_BUCKET_BYTES,
     BucketPlan,
     Item,
     lay_out,
     plan_buckets,
 )
-from gradwire.trainer.reducer.plans import USUAL, ExchangePlan
+from gradwire.trainer.reducer.plans import USUAL, ExchangePlan, limits
 from gradwire.trainer.reducer.presence import Presence
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients, large_tables, of_sparse_modules
@@ -308,14 +306,13 @@ class BucketPlanner:
         return {tables[table] for table in of_sparse_modules(tables)} if tables else set()
 
     def _items(self, encodings: Sequence[Hashable]) -> list[Item]:
-        items, plan = [], self.plan
+        items = []
+        _, planned = limits(self.plan)
         for parameter, code in zip(self.parameters, encodings, strict=True):
             held, group = held_here(parameter), self._setup.groups.get(parameter)
             kind = (held.dtype, held.device, code, group)
-            most: float | None = LARGE_BUCKET_BYTES
-            if isinstance(self._setup.plan, ExchangePlan) or (held.is_cpu and isinstance(code, Cast)):
-                most = plan.bucket_bytes
-            most = math.inf if most is None else most
+            is_planned = isinstance(self._setup.plan, ExchangePlan) or (held.is_cpu and isinstance(code, Cast))
+            most = planned if is_planned else LARGE_BUCKET_BYTES
             items.append(Item(held.numel(), held.element_size(), kind, most, grouped=group is not None))
         return items
 
@@ -323,7 +320,7 @@ class BucketPlanner:
         """Return new buckets for parameters in this order. beside: the other buckets of the layout, whose numbers differ, so that
         no two have the same seed of stochastic rounding."""
         self._choose(order)
-        first_bytes = math.inf if self.plan.at_end else FIRST_BUCKET_BYTES
+        first_bytes, _ = limits(self.plan)
         plans = plan_buckets(self._items(self.encodings), order, first_bucket_bytes=first_bytes)
         first = 1 + max((bucket.number for bucket in beside), default=-1)
         return [self._bucket(plan, number) for number, plan in enumerate(plans, first)]

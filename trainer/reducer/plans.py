@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwire.trainer.reducer.layout import LARGE_BUCKET_BYTES, SMALL_BUCKET_BYTES
+from gradwire.trainer.reducer.layout import FIRST_BUCKET_BYTES, LARGE_BUCKET_BYTES, SMALL_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class ExchangePlan:
 
 
 USUAL = ExchangePlan()
+
+
+def limits(plan: ExchangePlan) -> tuple[float, float]:
+    """Return the maximum bytes of the first bucket, and of each other one."""
+    others = math.inf if plan.bucket_bytes is None else plan.bucket_bytes
+    return (others if plan.at_end else FIRST_BUCKET_BYTES), others
 
 
 def rivals(nbytes: int) -> list[ExchangePlan]:
