@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, wraps
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -108,6 +109,28 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Let the autograd engine call a function at the end of the running backward(), which raises its errors."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def called_by_accumulation(frame: FrameType) -> bool:
+    """Return whether C++ code that runs when a gradient is accumulated, such as DDP's, has called the function of a frame without
+    Python code in between, in a backward() that no other backward() has called."""
+    caller = frame.f_back
+    if caller is None or caller.f_code is not _CALLS_ENGINE:
+        return False
+    node = _node()
+    if node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return False
+    while (caller := caller.f_back) is not None:  # then the node may be that of the outer backward()
+        if caller.f_code is _CALLS_ENGINE:
+            return False
+    return True
+
+
+#: Of the Python function in which torch calls the autograd engine; None if a version of torch lacks it.
+_CALLS_ENGINE = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+#: Returns the node of the graph that the engine runs; None at the end of backward(), when the engine calls functions.
+_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 def hook_runs_last(tensor: torch.Tensor, handle: RemovableHandle) -> bool:

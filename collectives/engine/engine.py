@@ -105,12 +105,13 @@ class Engine:
         *given: Hashable,
         async_op: bool = False,
         timeout_s: float | None = None,
+        wakes: bool = True,
     ) -> Work:
         """Run a call of a verb. prepare(self, source, destination, *given) checks and prepares it; the result is kept for later
         calls with tensors of the same dtypes, shapes and devices.
 
         source, destination: what the call's run gets: a tensor, the same one if it runs in place; a list of tensors; or a tuple
-        of options of this call, which prepare() ignores. async_op, timeout_s: see run()."""
+        of options of this call, which prepare() ignores. async_op, timeout_s, wakes: see run()."""
         key: Hashable = None
         if destination is source and type(source) is torch.Tensor and source.is_cpu:
             # Inline, since each small message passes it: what likes() finds.
@@ -142,7 +143,10 @@ class Engine:
             destination = source if is_in_place else _kept(destination)
         is_special = async_op or timeout_s is not None or self._records or torch.is_inference_mode_enabled()
         if is_special or call.devices:
-            return self.run(call, source, destination, direct=key is not None, async_op=async_op, timeout_s=timeout_s)
+            direct = key is not None
+            return self.run(
+                call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s, wakes=wakes
+            )
         run = call.run if key is None or call.direct is None else call.direct
         return self.operations.run(call, run, source, destination)
 

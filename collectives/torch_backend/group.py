@@ -6,6 +6,7 @@ in older versions of torch: the class defines the newer name, and makes the olde
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gradwire.collectives.communicator import Communicator, abandon_all, close_all
+from gradwire.collectives.communicator import Communicator, abandon_all, allreduce_at_wait, close_all
 from gradwire.collectives.control.attempt import Attempt
 from gradwire.collectives.control.membership import coming_together
 from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.schedules.topology import host_id
+from gradwire.collectives.torch_backend.end_of_backward import EndOfBackward
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
 from gradwire.collectives.torch_backend.work import GradwireWork, Mover
 from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
@@ -96,6 +98,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             )
         finally:
             membership.close()
+        self._end_of_backward = EndOfBackward(self._communicator)
 
     def nccl(self, device: torch.device | None = None) -> dist.ProcessGroup:
         """Return the NCCL group for CUDA tensors. The first call for each device is collective. Raises CollectiveError if NCCL
@@ -121,7 +124,12 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             allreduce_sparse(self._communicator, tensor, op)
         elif op in BITWISE:
             allreduce_bits(self._communicator, tensor, BITWISE[op])
+        elif _is_async(opts) and self._end_of_backward.concerns(sys._getframe(1)):  # that of call() in _verb()
+            work = GradwireWork(tensors, allreduce_at_wait(self._communicator, _real(tensor), op), is_awaited=True)
+            self._end_of_backward.add(work)
+            return work
         else:
+            self._end_of_backward.begin()
             return GradwireWork(tensors, self._communicator.allreduce(_real(tensor), op, async_op=_is_async(opts)))
         return GradwireWork(tensors)
 

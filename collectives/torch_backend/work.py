@@ -33,16 +33,23 @@ class GradwireWork(dist.Work):
     results: the tensors that the operation writes, or lists of them, which become the value of get_future(): a list as one
     tensor with a row for each rank, as with NCCL, because torch's quantization hooks index it so. parts: the handles of its
     parts, in the order in which they complete; none if the operation is done. when_done: for a message, whose handle lacks it;
-    otherwise that of the last part is used.
+    otherwise that of the last part is used. is_awaited: whether settle() will be called, so that the future is not completed
+    before.
     """
 
     def __init__(
-        self, results: Sequence[_Result], *parts: Work | MessageWork | GradwireWork, when_done: WhenDone | None = None
+        self,
+        results: Sequence[_Result],
+        *parts: Work | MessageWork | GradwireWork,
+        when_done: WhenDone | None = None,
+        is_awaited: bool = False,
     ) -> None:
         super().__init__()
         self._results = list(results)
         self._parts = parts or (DONE,)
         self.when_done: WhenDone = when_done or self._parts[-1].when_done  # type: ignore[union-attr]  # see above
+        self._is_awaited = is_awaited
+        self._done: Future[list[_Result]] | None = None
         self._future: Future[list[_Result]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -93,15 +100,26 @@ class GradwireWork(dist.Work):
         """Return a future of the results. It raises what wait() raises; in C++, a RuntimeError with the same text."""
         if self._future is None:
             done: Future[list[_Result]] = Future()
+            self._done = done
             self._future = done.then(lambda done: done.value())  # raises inside, which C++ counts as an error
-            self.when_done(lambda: self._settle(done))
+            if not self._is_awaited:
+                self.when_done(partial(self._settle, done))
         return self._future
+
+    def settle(self) -> None:
+        """Complete the future: at once if the operation is done, else in the background, where the operation may begin now."""
+        self._is_awaited = False
+        for part in self._parts:
+            if isinstance(part, Work):
+                part.begin()
+        if self._done is not None:
+            self.when_done(partial(self._settle, self._done))
 
     def _settle(self, done: Future[list[_Result]]) -> None:
         try:
             self.wait()
-        except Exception as error:
-            done.set_exception(error)  # type: ignore[arg-type]  # as torch documents it
+        except BaseException as error:  # an interrupt, too, if it ended the operation
+            done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))  # type: ignore[arg-type]  # as torch documents it
         else:
             done.set_result([_joined(each) for each in self._results])
 

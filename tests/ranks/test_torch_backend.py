@@ -7,8 +7,10 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, quantizat
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_localSGD
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost
+from gradwire.collectives import CollectiveError, CollectiveTimeout, Communicator, PeerLost, cores
 from tests.harness import ON_EVERY_TRANSPORT, Worlds, wide_rows
 from tests.interpreter import python
 from tests.ranks.programs import ended, launch_text, start
@@ -454,8 +457,37 @@ def test_functions_of_futures_may_call_collectives_and_wait(ranks: Worlds) -> No
     ranks(2).run(call_from_futures)
 
 
+class Layers(nn.Module):
+    """Layers, of which the last is unused in every other call."""
+
+    def __init__(self, *, checkpoints: bool | None = None) -> None:
+        """checkpoints: use_reentrant of a checkpoint for each layer but the first; None: no checkpoints."""
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.calls, self.checkpoints = 0, checkpoints
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        first, *others = self.layers[:-1] if self.calls % 2 else self.layers
+        x = first(inputs)
+        for layer in others:
+            x = layer(x) if self.checkpoints is None else checkpoint(layer, x, use_reentrant=self.checkpoints)
+        return x  # type: ignore[no-any-return]
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+
 def train_by_ddp(
-    backend: str, hook: Callable[..., Any] | None = None, state: Callable[[dist.ProcessGroup], Any] | None = None
+    backend: str,
+    hook: Callable[..., Any] | None = None,
+    state: Callable[[dist.ProcessGroup], Any] | None = None,
+    *,
+    make: Callable[[], nn.Module] = chain,
+    accumulates: bool = False,
+    prepare: Callable[[dist.ProcessGroup, nn.Module], object] = lambda group, model: None,
+    **options: bool,
 ) -> list[Tensor]:
     """Return the parameters after a few steps by DDP, perhaps with a hook, in several buckets. Over gloo, hooks exchange one
     bucket after the other: the order of its exchanges is another on each rank otherwise."""
@@ -466,8 +498,9 @@ def train_by_ddp(
         return future
 
     torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+    model = make()
+    prepare(group, model)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01, **options)  # type: ignore[arg-type]
     if hook is not None and state is not None:
         one_by_one = lambda state, bucket: awaited(hook(state, bucket))  # noqa: E731  # DDP refuses other annotations
         ddp.register_comm_hook(state(group), hook if backend == "gradwire" else one_by_one)
@@ -475,6 +508,9 @@ def train_by_ddp(
     for step in range(6):
         torch.manual_seed(10 * step + dist.get_rank())
         optimizer.zero_grad()
+        if accumulates:
+            with ddp.no_sync():
+                ddp(torch.randn(8, 64)).square().mean().backward()
         ddp(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
     if backend != "gloo":  # whose destructor waits, with the GIL, for a thread that may wait for the GIL
@@ -482,13 +518,131 @@ def train_by_ddp(
     return [parameter.detach() for parameter in model.parameters()]
 
 
+class Reentrant(nn.Module):
+    """Layers in a checkpoint, whose backward() runs inside of another and ends with the last bucket, and a layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = chain(), nn.Linear(64, 64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.clone().requires_grad_()
+        return self.last(checkpoint(self.inner, inputs, use_reentrant=True))  # type: ignore[no-any-return]
+
+
+def wait_in_backward(group: dist.ProcessGroup, model: nn.Module) -> None:
+    """Let a hook in backward() wait for a future, and another hook call a collective."""
+
+    def awaits(gradient: Tensor) -> Tensor:
+        work = dist.all_reduce(gradient.clone(), group=group, async_op=True)
+        (total,) = work.get_future().then(lambda done: done.value()).wait()
+        return total  # type: ignore[no-any-return]
+
+    def calls(gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    parameters = list(model.parameters())
+    parameters[1].register_hook(awaits)
+    parameters[0].register_hook(calls)
+
+
+def train_in_backward(group: dist.ProcessGroup, model: nn.Module) -> None:
+    """Let a hook on an accumulated gradient train another model by DDP."""
+    other = DistributedDataParallel(chain(), process_group=group, static_graph=True, bucket_cap_mb=0.01)  # type: ignore[arg-type]
+
+    def trains(parameter: Tensor) -> None:
+        with torch.enable_grad():
+            other(torch.full((8, 64), float(dist.get_rank()))).square().mean().backward()
+        mean = next(other.parameters()).grad
+        assert parameter.grad is not None
+        assert mean is not None
+        parameter.grad += mean
+
+    list(model.parameters())[-2].register_post_accumulate_grad_hook(trains)
+
+
+#: Ways to train by DDP: options of train_by_ddp().
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True, "make": Layers},
+    "static": {"static_graph": True, "gradient_as_bucket_view": True},
+    "no_sync": {"accumulates": True},
+    "checkpoints": {"make": partial(Layers, checkpoints=False), "find_unused_parameters": True},
+    "reentrant": {"make": Reentrant},
+    "reentrant, static": {"make": lambda: nn.Sequential(Reentrant(), Reentrant()), "static_graph": True},
+    "waits": {"prepare": wait_in_backward},
+    "trains": {"prepare": train_in_backward},
+}
+
+
+#: Cores without and with some to spare: DDP's buckets are exchanged at the end of backward(), or beside it.
+CORES = {"end": 1.0, "beside": 64.0}
+
+
 def compare_ddp() -> None:
-    assert all(map(torch.equal, train_by_ddp("gradwire"), train_by_ddp("gloo")))
+    for name, options in WAYS.items():
+        expected = train_by_ddp("gloo", **options)
+        for when, count in CORES.items():
+            with patch.object(cores, "available", return_value=count):
+                found = train_by_ddp("gradwire", **options)
+            assert all(map(torch.equal, found, expected)), (name, when)
 
 
 @ON_EVERY_TRANSPORT
 def test_ddp_has_the_sums_of_gloo(ranks: Worlds) -> None:
     ranks(2).run(compare_ddp)
+
+
+def in_two_buckets(group: dist.ProcessGroup) -> tuple[DistributedDataParallel, Tensor, Tensor]:
+    """Return a model whose gradients are buckets, the weight of the first bucket, and that of the second."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.125)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+    for _ in range(2):  # DDP changes its buckets after the first step
+        ddp(torch.ones(1, 64)).sum().backward()
+        ddp.zero_grad()
+    second, first = model.parameters()
+    return ddp, first, second
+
+
+def fail_on_a_rank() -> None:
+    """Rank 1 has no core to spare, and its backward() fails before the end. Rank 0 waits in backward() for the first bucket."""
+    rank, group = dist.get_rank(), dist.new_group(backend="gradwire")
+    with patch.object(cores, "available", return_value=CORES["end" if rank else "beside"]):
+        ddp, first, second = in_two_buckets(group)
+        before = torch.ones(1)
+
+        def fails(gradient: Tensor) -> None:
+            assert first.grad is not None
+            if rank == 1:
+                before.copy_(first.grad[0, 0])
+            while rank == 0 and first.grad[0, 0] != 24.0:  # the mean of 16 and 32, which DDP has divided before the sum
+                time.sleep(0.001)
+            raise ZeroDivisionError
+
+        hook = second.register_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            ddp(torch.full((1, 64), 2.0 * (1 + rank))).sum().backward()
+        hook.remove()
+        if rank == 1:
+            assert before == 16.0  # this rank's half: nothing was exchanged beside backward()
+        dist.barrier()
+        total = torch.ones(3)
+        dist.all_reduce(total, group=group)
+        assert total.tolist() == [2.0] * 3
+        ddp, first, second = in_two_buckets(group)
+        ddp(torch.full((1, 64), 2.0 * (1 + rank))).sum().backward()
+        assert first.grad is not None
+        assert_all(first.grad, 24.0)
+        dist.destroy_process_group(group)
+
+
+def test_exchanges_begin_when_backward_fails(ranks: Worlds) -> None:
+    ranks(2).run(fail_on_a_rank)
 
 
 def power_sgd(group: dist.ProcessGroup) -> powerSGD.PowerSGDState:
