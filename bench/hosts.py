@@ -99,8 +99,8 @@ def ranks_per_host(ranks: int, hosts: int) -> list[int]:
     return [share + (host < extra) for host in range(hosts)]
 
 
-def address(host: int) -> str:
-    return f"10.77.0.{host + 1}"
+def address(host: int, network: int = 0) -> str:
+    return f"10.77.{network}.{host + 1}"
 
 
 def link_shape(rate: str) -> str:
@@ -189,7 +189,7 @@ class Namespace:
 
 
 class Cluster:
-    """Connect `hosts` namespaces to one switch by links that are limited each way. A context manager.
+    """Connect `hosts` namespaces to one switch by links that are limited each way. A context manager. add_network() adds links.
 
     rate: see rates_of(). knows_names: whether each host resolves the names of all hosts. Otherwise it resolves only its own name,
     to a loopback address.
@@ -201,10 +201,7 @@ class Cluster:
         try:
             self.switch = self._namespace("switch")
             self.hosts = [self._namespace(f"host{host}") for host in range(hosts)]
-            self.switch.run("ip link add bridge0 type bridge")
-            self.switch.run("ip link set bridge0 up")
-            for host, (namespace, each) in enumerate(zip(self.hosts, rates_of(rate, hosts), strict=True)):
-                self._connect(host, namespace, each)
+            self.add_network(0, rate)
         except BaseException:
             self._stack.close()
             raise
@@ -214,15 +211,18 @@ class Cluster:
         self._stack.callback(namespace.close)
         return namespace
 
-    def _connect(self, host: int, namespace: Namespace, rate: str) -> None:
-        shape = link_shape(rate)
-        port = f"port{host}"
-        self.switch.run(f"ip link add {port} type veth peer name eth0 netns {namespace.pid}")
-        self.switch.run(f"ip link set {port} master bridge0 up")
-        self.switch.run(f"tc qdisc add dev {port} {shape}")
-        namespace.run(f"ip address add {address(host)}/24 dev eth0")
-        namespace.run("ip link set eth0 up")
-        namespace.run(f"tc qdisc add dev eth0 {shape}")
+    def add_network(self, number: int, rate: str) -> None:
+        """Join all hosts to one more bridge, each by the interface eth{number}. rate: see rates_of()."""
+        self.switch.run(f"ip link add bridge{number} type bridge")
+        self.switch.run(f"ip link set bridge{number} up")
+        for host, (namespace, each) in enumerate(zip(self.hosts, rates_of(rate, len(self.hosts)), strict=True)):
+            shape, port, interface = link_shape(each), f"port{number}.{host}", f"eth{number}"
+            self.switch.run(f"ip link add {port} type veth peer name {interface} netns {namespace.pid}")
+            self.switch.run(f"ip link set {port} master bridge{number} up")
+            self.switch.run(f"tc qdisc add dev {port} {shape}")
+            namespace.run(f"ip address add {address(host, number)}/24 dev {interface}")
+            namespace.run(f"ip link set {interface} up")
+            namespace.run(f"tc qdisc add dev {interface} {shape}")
 
     def __enter__(self) -> Cluster:
         return self

@@ -73,13 +73,16 @@ class Hosts:
 
 
 @contextmanager
-def debian_hosts(number: int, folder: Path) -> Iterator[Hosts]:
-    """Make hosts that share a folder, and at the end kill what runs there. Skip the test if they cannot be made."""
+def debian_hosts(number: int, folder: Path, rates: Sequence[str] = ("10gbit",)) -> Iterator[Hosts]:
+    """Make hosts that share a folder, and at the end kill what runs there. Skip the test if they cannot be made. rates: of the
+    networks that join them, by eth0, eth1 and so on."""
     (folder / "resolv.conf").touch()
     with ExitStack() as stack:
         try:
             check_machine()
-            cluster = stack.enter_context(Cluster(number, "10gbit", knows_names=False))
+            cluster = stack.enter_context(Cluster(number, rates[0], knows_names=False))
+            for network, rate in enumerate(rates[1:], start=1):
+                cluster.add_network(network, rate)
             made = Hosts(cluster, folder)
             stack.callback(made.end)
             for host, namespace in enumerate(cluster.hosts):

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
-import os
 import socket
-import struct
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from gradwire.collectives.control.asking import look_up
+from gradwire.collectives.control.interfaces import addresses_of, interfaces_card, interfaces_here
 from gradwire.collectives.environment import INTERFACE_VARIABLES
 from gradwire.collectives.errors import LinkError
 from gradwire.collectives.schedules.topology import Machine
-
-#: Asks the kernel for the IPv4 address of an interface.
-_SIOCGIFADDR = 0x8915 if sys.platform == "linux" else 0xC0206921
 
 #: Addresses that no host has (RFC 5737 and RFC 3849). The kernel returns the source address for them, and sends
 #: nothing.
@@ -49,7 +42,7 @@ def own_address(environment: Mapping[str, str], deadline: float, peer: str | Non
         if is_meant or not ipaddress.ip_address(found).is_loopback:
             return found
     sources = (_source_towards(each, deadline) for each in _NOWHERE)
-    others = (_ipv4_of(name) or _ipv6_of(name) for _, name in socket.if_nameindex())
+    others = (_first_address(name) for _, name in socket.if_nameindex())
     reachable = (each for each in (*sources, *others) if each and not ipaddress.ip_address(each).is_loopback)
     return next(reachable, "127.0.0.1")
 
@@ -57,7 +50,7 @@ def own_address(environment: Mapping[str, str], deadline: float, peer: str | Non
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an address; None if no interface of this host has it as its first one."""
     names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if address in (_ipv4_of(name), _ipv6_of(name))), None)
+    return next((name for name in names if address in _plain(name)), None)
 
 
 def card_of(
@@ -69,7 +62,7 @@ def card_of(
     deadline, peer: see own_address. Raises LinkError as own_address.
     """
     card = {"rank": rank, "host": host, "machine": machine, "name": socket.gethostname(), "interfaces": _interfaces()}
-    card["hardware"] = asdict(Machine.here())
+    card |= {"hardware": asdict(Machine.here()), **interfaces_card(interfaces_here())}
     try:
         address = own_address(environment, deadline, peer)
         return card | {"address": address, "loopback": _loopback(address, environment), "problem": ""}
@@ -109,7 +102,16 @@ def _named(environment: Mapping[str, str]) -> list[tuple[str, str]]:
 def _interfaces() -> str:
     """Return the interfaces of this host, with their addresses."""
     names = [name for _, name in socket.if_nameindex()]
-    return ", ".join(f"{name} ({_ipv4_of(name) or _ipv6_of(name) or 'no address'})" for name in names)
+    return ", ".join(f"{name} ({_first_address(name) or 'no address'})" for name in names)
+
+
+def _plain(interface: str) -> list[str]:
+    """Return the addresses of an interface without the lengths of their prefixes."""
+    return [each.partition("/")[0] for each in addresses_of(interface)]
+
+
+def _first_address(interface: str) -> str | None:
+    return next(iter(_plain(interface)), None)
 
 
 def _source_towards(host: str, deadline: float) -> str | None:
@@ -125,24 +127,7 @@ def _source_towards(host: str, deadline: float) -> str | None:
 
 
 def _address_of(interface: str, variable: str) -> str:
-    if (address := _ipv4_of(interface) or _ipv6_of(interface)) is None:
+    if (address := _first_address(interface)) is None:
         wrong = f"{variable}={interface!r} names no interface with an address"
         raise ValueError(f"{wrong}; interfaces here are {_interfaces()}")
     return address
-
-
-def _ipv4_of(interface: str) -> str | None:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(interface)[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return None
-
-
-def _ipv6_of(interface: str) -> str | None:
-    """Return the first address of an interface that is valid beyond its own link."""
-    with suppress(OSError):
-        for digits, *_, name in map(str.split, Path("/proc/net/if_inet6").read_text().splitlines()):
-            address = ipaddress.IPv6Address(int(digits, 16))
-            if name == interface and not address.is_link_local:
-                return str(address)
-    return None

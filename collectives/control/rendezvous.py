@@ -18,6 +18,7 @@ from gradwire.collectives.control.channel import Failure
 from gradwire.collectives.control.client import CoordinatorClient, TurnedAway
 from gradwire.collectives.control.coordinator import Admission, Card, Coordinator
 from gradwire.collectives.control.handshake import OtherBuild, build, dial
+from gradwire.collectives.control.interfaces import warn_of_slow_interfaces
 from gradwire.collectives.control.monitor import TO_COORDINATOR, Monitor
 from gradwire.collectives.control.notes import CoordinatorPlace, Notes
 from gradwire.collectives.control.own_address import check_addresses
@@ -124,6 +125,8 @@ class _Arrival:
             assert monitor is not None, "a process without a Monitor has a problem, which is raised by now"
             self.left.add(place.key)
             self._connect(monitor, client)
+            if self.card["rank"] == 0:
+                warn_of_slow_interfaces(client.cards)
             client.close()
             return monitor
         except BaseException as error:

@@ -71,7 +71,7 @@ def cluster() -> Iterator[hosts.Cluster]:
     with hosts.Cluster(3, "1gbit") as cluster:
         for number, host in enumerate(cluster.hosts):
             host.run(f"ip link set eth0 mtu {OF_HOSTS} gso_max_segs 1")
-            cluster.switch.run(f"ip link set port{number} mtu {OF_HOSTS if number < 2 else BETWEEN} gso_max_segs 1")
+            cluster.switch.run(f"ip link set port0.{number} mtu {OF_HOSTS if number < 2 else BETWEEN} gso_max_segs 1")
         yield cluster
 
 
@@ -103,8 +103,8 @@ def test_a_pair_that_begins_to_lose_large_packets_is_named(cluster: hosts.Cluste
         program = ("-c", LATER, str(tmp_path))
         ranks = [begin(stack, cluster.hosts[each.host], *program, **each.environment) for each in planned]
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2, DEADLINE_S)
-        cluster.switch.run(f"ip link set port1 mtu {BETWEEN}")
-        stack.callback(cluster.switch.run, f"ip link set port1 mtu {OF_HOSTS}")
+        cluster.switch.run(f"ip link set port0.1 mtu {BETWEEN}")
+        stack.callback(cluster.switch.run, f"ip link set port0.1 mtu {OF_HOSTS}")
         (tmp_path / "changed").touch()
         said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
     for rank, text in zip(ranks, said, strict=True):

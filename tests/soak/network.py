@@ -71,7 +71,7 @@ class Network:
     def _script(self, host: int, commands: Sequence[str]) -> str:
         inside = "nsenter --target {} --net"
         words = {"switch": inside.format(self.switch), "host": inside.format(self.hosts[host])}
-        return "\n".join(c.format(port=f"port{host}", shape=link_shape(self.rate), **words) for c in commands)
+        return "\n".join(c.format(port=f"port0.{host}", shape=link_shape(self.rate), **words) for c in commands)
 
 
 def _run(script: str) -> None:
