@@ -194,7 +194,7 @@ def profiling(name: str) -> AbstractContextManager[object]:
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Mark a function that torch.compile, also of a backward(), neither traces nor compiles, nor anything that it calls. Return
-    it. The mark is in its code, so a call takes no longer, whereas torch.compiler.disable() adds 2 us to each."""
+    it. The mark is in its code, so a call takes no longer, whereas torch.compiler.disable() wraps each call."""
     dynamo: Any = torch._C._dynamo.eval_frame
     if not hasattr(dynamo, "set_code_exec_strategy"):
         return _disabled(function)
