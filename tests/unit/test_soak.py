@@ -116,7 +116,7 @@ def test_a_link_is_cut_at_the_host_that_is_meant_and_mended_whole(monkeypatch: p
     network.cut(1, "what it sends is lost")
     network.mend(1)
     assert scripts[0] == "nsenter --target 101 --net tc qdisc replace dev eth0 root blackhole"
-    assert "nsenter --target 90 --net ip link set port1 up\n" in scripts[1]
+    assert "nsenter --target 90 --net ip link set port0.1 up\n" in scripts[1]
     assert "nsenter --target 101 --net tc qdisc replace dev eth0 root tbf rate 1gbit " in scripts[1]
 
 
