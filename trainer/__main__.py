@@ -11,7 +11,7 @@ usage: gradwire run -np 4 [-H a:2,b:2] train.py ...   start a training script on
        gradwire report [--out FILE] -np 4 train.py    run a training command, and write one page about its steps
        gradwire info                                  print versions, links, and the algorithm for each message size
        gradwire tune --out FILE                       measure the links between ranks, under torchrun
-       gradwire check [--host H]                      test this host, and the network to another host
+       gradwire check [--host H | --hosts A,B,C]      test this host, or the networks between hosts
        gradwire precompile                            compile the kernels now instead of in the first run
        gradwire bench ...                             run a benchmark; `gradwire bench --help` lists them
        gradwire simulate --ranks 9600 ...             predict the speed of training on hardware that you describe

@@ -46,7 +46,7 @@ class Interface:
     @property
     def rating(self) -> str:
         """Return the name with the rate, as text."""
-        return f"{self.name} ({'rate unknown' if self.rated_mbit is None else rate_text(self.rated_mbit)})"
+        return f"{self.name} ({'rate unknown' if self.rated_mbit is None else f'rated {rate_text(self.rated_mbit)}'})"
 
     def reaches(self, address: str) -> bool:
         """Return whether another host's address is in a subnet of this interface. Bridges of containers often have the same
@@ -152,7 +152,8 @@ def warn_of_slow_interfaces(cards: Sequence[Mapping[str, Any]]) -> None:
         there = "there" if len(hosts) > 1 else f"on {hosts[0]}"
         _warn(
             f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}: ranks use interface {used_text}, but {faster_text} also reaches "
-            f"all other hosts: set COLLECTIVES_INTERFACE={name} {there}, and GLOO_SOCKET_IFNAME={name} for gloo"
+            f"all other hosts: set COLLECTIVES_INTERFACE={name} {there}, and GLOO_SOCKET_IFNAME={name} for gloo; "
+            "`gradwire check --hosts` measures both"
         )
 
 

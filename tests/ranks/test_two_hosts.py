@@ -203,3 +203,13 @@ def test_gradwire_run(ssh: Hosts, launcher: int, flags: list[str], script: str) 
     (output,) = ssh.outputs((launcher, [python(), "-m", "gradwire", "run", *flags, script]))
     printed = "\n".join(line.partition("<stdout>: ")[2] for line in output.splitlines())
     assert results(printed) == {f"host{host}": [joint(), 2.0, []] for host in range(2)}
+
+
+@pytest.mark.wide
+def test_check_starts_on_all_hosts(ssh: Hosts) -> None:
+    """The hosts' other interfaces, with addresses of one subnet, do not reach each other."""
+    (output,) = ssh.outputs((0, [python(), "-m", "gradwire", "check", "--hosts", f"localhost,{address(1)}"]))
+    lines = [line.removeprefix("[0]<stdout>: ") for line in output.splitlines()]
+    assert "host0 and host1: eth0" in lines[0]
+    assert "not in use: uplink (rate unknown) does not connect" in lines[1]
+    assert [f"start on host{host}: torchrun" in lines[host - 2] for host in range(2)] == [True, True]

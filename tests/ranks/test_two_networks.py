@@ -43,7 +43,20 @@ def torchrun(hosts: Hosts, network: int, *program: str) -> list[str]:
 def test_rank_0_warns_of_the_slow_network(hosts: Hosts) -> None:
     first, second = torchrun(hosts, 0, "warns.py")
     (line,) = [line for line in first.splitlines() if "COLLECTIVES_INTERFACE=eth1" in line]
-    for part in ("host0, host1", "eth0 (100 Mbit/s)", "eth1 (1 Gbit/s)", "GLOO_SOCKET_IFNAME=eth1"):
+    for part in ("host0, host1", "eth0 (rated 100 Mbit/s)", "eth1 (rated 1 Gbit/s)", "GLOO_SOCKET_IFNAME=eth1"):
         assert part in line
     assert "COLLECTIVES_INTERFACE" not in second
     assert all("COLLECTIVES_INTERFACE" not in output for output in torchrun(hosts, 1, "warns.py"))
+
+
+@pytest.mark.parametrize("network", [0, 1])
+def test_check_measures_both_networks(hosts: Hosts, network: int) -> None:
+    """It names the network that is faster than that in use, and starts the job there."""
+    first, second = torchrun(hosts, network, "-m", "gradwire", "check", "--hosts")
+    assert second == ""
+    used, other, *advice = first.splitlines()
+    names = ("eth0 (rated 100 Mbit/s)", "eth1 (rated 1 Gbit/s)")
+    assert names[network] in used
+    assert f"not in use: {names[1 - network]}" in other
+    assert ["COLLECTIVES_INTERFACE=eth1" in line for line in advice[-2:]] == [network == 0] * 2
+    assert all(f"--node-rank {host} --master-addr {address(0, 1)}" in advice[host - 2] for host in range(2))

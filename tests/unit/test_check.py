@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradwire.trainer.tools.check import __main__ as command
-from gradwire.trainer.tools.check import links, machine, ranks
+from gradwire.trainer.tools.check import lines, links, machine, ranks
 from gradwire.trainer.tools.check.machine import Finding
 from tests.harness import wait_until
 from tests.ranks.test_init import listener, unused_port
@@ -276,7 +276,7 @@ def test_nobody_listens_and_nobody_comes() -> None:
 
 
 def test_something_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(lines, "ANSWER_S", 0.05)
     with listener() as silent:
         port = silent.getsockname()[1]
         (found,) = links.links("127.0.0.1", port)

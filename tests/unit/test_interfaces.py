@@ -92,7 +92,13 @@ def test_the_warning(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             warn_of_slow_interfaces([A, B])
     (record,) = caplog.records
-    for part in ("a, b", "mgmt (1 Gbit/s)", "ib0 (200 Gbit/s)", "COLLECTIVES_INTERFACE=ib0", "GLOO_SOCKET_IFNAME=ib0"):
+    for part in (
+        "a, b",
+        "mgmt (rated 1 Gbit/s)",
+        "ib0 (rated 200 Gbit/s)",
+        "COLLECTIVES_INTERFACE=ib0",
+        "GLOO_SOCKET_IFNAME=ib0",
+    ):
         assert part in record.getMessage()
 
 

@@ -137,7 +137,7 @@ def test_connections_that_are_shut_down(monkeypatch: pytest.MonkeyPatch, request
 
 def test_what_check_finds(looked_up: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_NAME_S", SOON_S)
-    monkeypatch.setattr(links, "_ANSWER_S", SOON_S)
+    monkeypatch.setattr(links, "ANSWER_S", SOON_S)
     monkeypatch.setattr(socket, "gethostname", lambda: "node07")
     (to_host,) = links.links(NAME, 29500)
     found = [("node07", machine.own_name({})), (NAME, machine.interface({"MASTER_ADDR": NAME})), (NAME, to_host)]

@@ -3,6 +3,9 @@
 gradwire check                 test this host
 gradwire check --listen        wait for the test of another host
 gradwire check --host NAME     test this host, then the network to another host, on which --listen runs
+gradwire check --hosts A,B,C   measure the networks between all pairs of hosts, which `gradwire run` must reach by ssh
+torchrun ... -m gradwire check --hosts
+                               the same, started on each host
 
 The exit status is 0 if no test failed. Every wait has a deadline.
 """
@@ -14,8 +17,10 @@ import os
 import sys
 from collections.abc import Iterator
 
+from gradwire.collectives.errors import LinkError
 from gradwire.trainer.tools.check.links import links, listen
 from gradwire.trainer.tools.check.machine import Finding, machine
+from gradwire.trainer.tools.check.pairs import all_pairs, start_on
 from gradwire.trainer.tools.check.ranks import two_ranks
 
 _LISTEN_S = 600.0
@@ -28,16 +33,31 @@ def main(arguments: list[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--host", help="the other host, on which `gradwire check --listen` runs")
+    what.add_argument(
+        "--hosts",
+        nargs="?",
+        const="",
+        help="the hosts, separated by commas; none for those that a launcher has started",
+    )
     what.add_argument("--listen", action="store_true", help=f"wait for another host, for {_LISTEN_S:g} s at most")
     parser.add_argument("--port", type=int, default=29500, help="the rendezvous port of a job (29500)")
     flags = parser.parse_args(arguments)
     if not 0 < flags.port < 1 << 16:
         parser.error(f"--port must be from 1 to 65535, not {flags.port}")
+    if flags.hosts:
+        try:
+            return start_on(flags.hosts, flags.port)
+        except (ValueError, LinkError) as error:
+            parser.error(str(error))
+    if flags.hosts is not None:
+        found = all_pairs(flags.port)
+    else:
+        found = listen(flags.port, _LISTEN_S) if flags.listen else _checks(flags.host, flags.port)
     failed = 0
-    for finding in listen(flags.port, _LISTEN_S) if flags.listen else _checks(flags.host, flags.port):
+    for finding in found:
         print(finding, flush=True)
         failed += finding.state == "failed"
-    if not flags.listen:
+    if not flags.listen and flags.hosts is None:
         print(f"{failed} failed" if failed else "everything that gradwire needs works")
     return 1 if failed else 0
 
