@@ -295,3 +295,5 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         command.main(["--port", "0"])
     with pytest.raises(SystemExit):
         command.main(["--host", "a", "--listen"])
+    with pytest.raises(SystemExit):
+        command.main(["--hosts", "localhost"])
