@@ -4,8 +4,11 @@
 
 import atexit
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.futures import Future
 
 from gradwire.collectives import Communicator
 from gradwire.collectives.compression.codec import MatrixCodec
+from gradwire.collectives.end_of_backward import EndOfBackward, is_delayable
 from gradwire.collectives.torch_internals import (
     CAN_MOVE_STORAGE,
     OUTSIDE_BACKWARD,
@@ -97,6 +101,7 @@ class CompressionHook:
         atexit.register(self._background.close, _CLOSE_S)
         self._step = 0
         self._settled = False
+        self._end_of_backward = EndOfBackward()
         self._numbers: dict[Tensor, int] = {}
         self._described: list[tuple[str, list[int]]] = []
         self._encodings: list[Encoding | None] = []
@@ -105,7 +110,6 @@ class CompressionHook:
         self._choice: Choice | None = None
         self._exchanged: list[PlainBuffer] = []  # in the last step, if the times are wanted
         self._trials: PlanTrials[str] | None = None
-        # Later sums of a matrix codec depend on the first. All ranks run them in the same order if one thread does so.
         self._in_one_thread = any(isinstance(encoding.codec, MatrixCodec) for encoding in policy.encodings)
 
         self._coded: dict[tuple[int, ...], CodedBuffer] = {}
@@ -123,15 +127,17 @@ class CompressionHook:
 
         On a GPU, all of it is enqueued on a stream of this hook, which begins after the current one, and the future lets DDP's
         stream continue after it."""
+        called = sys._getframe()
         if not (devices := gpus([bucket.buffer().device])):
-            return self._begin(bucket)
+            return self._begin(bucket, called)
         refuse_capture(dist.get_rank(self._group))
         with on_streams(self._background.streams(devices)):
-            return self._begin(bucket)
+            return self._begin(bucket, called)
 
     def _begin(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
+        called: FrameType,
     ) -> torch.futures.Future[torch.Tensor]:
         combination, buffer = self._open(), bucket.buffer()
         numbers = [self._number(parameter) for parameter in bucket.parameters()]
@@ -155,7 +161,7 @@ class CompressionHook:
             coded_here = {number for each in buffers for number in each.items}
             if rest := {number: gradients[number] for number in numbers if number not in coded_here}:
                 buffers.append(PlainBuffer.packed(combination, rest))
-        beside = self._runs_beside(bucket)
+        beside = self._runs_beside(bucket, called)
         step = self._step
         if bucket.is_last():
             combination.traffic.count(exchanges=1)
@@ -177,12 +183,14 @@ class CompressionHook:
                 for number, view in zip(each.items, each.views, strict=True):
                     gradients[number].copy_(view)
 
-        if not beside:
-            return self._after_backward(buffer, begin, finish)
-        if self._in_one_thread:
-            return self._in_background(buffer, begin, finish)
-        begin()
-        return self._in_background(buffer, finish)
+        done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        begin_beside = partial(self._begin_beside, done, buffer, begin, finish)
+        if beside:
+            self._end_of_backward.begin()
+            begin_beside()
+        else:
+            self._end_of_backward.add(partial(_run, done, buffer, begin, finish), begin_beside)
+        return done.then(lambda done: done.value())  # the error is raised inside, where DDP notices it
 
     @property
     def stats(self) -> ExchangeStats:
@@ -394,50 +402,43 @@ class CompressionHook:
     def _runs_beside(
         self,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
+        called: FrameType,
     ) -> bool:
         """Return whether a bucket is exchanged beside backward(). Before the first bucket of a step, when no exchange is running,
-        record the time of steps, which is collective in some steps."""
-        # In DDP's join(), there is no backward(). With static_graph=True, DDP comes with all buckets at the end of the first one.
-        if bucket.buffer().is_cuda or graph_task() == OUTSIDE_BACKWARD or not self._settled:
+        record the time of steps, which is collective in some steps. called: the frame of the function that DDP has called."""
+        if bucket.buffer().is_cuda or not self._settled:
             return True
         if self._trials is None:
             self._trials = PlanTrials(self._open().communicator, _BESIDE, [_AFTER])
         if bucket.index() == 0 and (self._choice is None or self._choice.settled):
             self._trials.follow(self, self._step)
-        return self._trials.plan == _BESIDE and (self._in_one_thread or not bucket.is_last())
+        waits_next = self._trials.plan == _AFTER or (bucket.is_last() and not self._in_one_thread)
+        return not (waits_next and is_delayable(called))
 
-    def _after_backward(self, buffer: Tensor, *steps: Callable[[], None]) -> Future[Tensor]:
-        """Run the steps of an exchange when backward() has computed all gradients, before DDP waits for the future, which this
-        returns. backward() raises the error of the exchange."""
-        done: Future[Tensor] = Future()
-
-        def run() -> None:
-            for step in steps:
-                step()
-            done.set_result(buffer)
-
-        when_backward_ends(run)
-        return done
-
-    def _in_background(self, buffer: Tensor, *steps: Callable[[], None]) -> Future[Tensor]:
-        """Run the steps of an exchange in the background. Return the future of the averaged buffer."""
-        done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-
-        def run() -> None:
-            try:
-                for step in steps:
-                    step()
-            except Exception as error:
-                done.set_exception(error)  # type: ignore[arg-type]  # as torch documents it
-                raise
-            done.set_result(buffer)
-
-        running = self._background.submit(run, gpus([buffer.device]))
+    def _begin_beside(
+        self, done: Future[Tensor], buffer: Tensor, begin: Callable[[], None], finish: Callable[[], None]
+    ) -> None:
+        """Begin an exchange, and finish it in the background."""
+        # Later sums of a matrix codec depend on the first. All ranks run them in the same order if one thread does so.
+        steps = [begin, finish] if self._in_one_thread else [finish]
+        if not self._in_one_thread:
+            begin()
+        running = self._background.submit(partial(_run, done, buffer, *steps), gpus([buffer.device]))
         if graph_task() != OUTSIDE_BACKWARD:  # as in DDP's join(), after this rank's last backward()
             # Waits before DDP does, so that backward() raises the error of the exchange: DDP turns every error into
             # RuntimeError.
             when_backward_ends(running.wait)
-        return done.then(lambda done: done.value())  # the error is raised inside, where DDP notices it
+
+
+def _run(done: Future[Tensor], buffer: Tensor, *steps: Callable[[], None]) -> None:
+    """Run the steps of a bucket's exchange, and complete the future of the averaged buffer. Raises the error, too."""
+    try:
+        for step in steps:
+            step()
+    except Exception as error:
+        done.set_exception(error)  # type: ignore[arg-type]  # as torch documents it
+        raise
+    done.set_result(buffer)
 
 
 def _in_buffers(kind: Cast | Encoding, dtype: torch.dtype) -> Encoding | None:

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gradwire.collectives import cores
 from gradwire.collectives.communicator import Communicator, abandon_all, allreduce_at_wait, close_all
 from gradwire.collectives.control.attempt import Attempt
 from gradwire.collectives.control.membership import coming_together
+from gradwire.collectives.end_of_backward import EndOfBackward, is_delayable
 from gradwire.collectives.engine.point_to_point import MessageWork
 from gradwire.collectives.environment import TORCH_BACKEND
 from gradwire.collectives.schedules.topology import host_id
-from gradwire.collectives.torch_backend.end_of_backward import EndOfBackward
 from gradwire.collectives.torch_backend.reductions import BITWISE, allreduce_bits, allreduce_sparse
 from gradwire.collectives.torch_backend.work import GradwireWork, Mover
 from gradwire.collectives.torch_internals import ProcessGroup, nccl_group, profiling
@@ -98,7 +99,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             )
         finally:
             membership.close()
-        self._end_of_backward = EndOfBackward(self._communicator)
+        self._end_of_backward = EndOfBackward()
 
     def nccl(self, device: torch.device | None = None) -> dist.ProcessGroup:
         """Return the NCCL group for CUDA tensors. The first call for each device is collective. Raises CollectiveError if NCCL
@@ -114,6 +115,13 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
 
     # Reductions
 
+    @property
+    def _has_no_core_beside(self) -> bool:
+        """Return whether all ranks are on one host, and an exchange beside backward() would take a core from it."""
+        communicator = self._communicator
+        is_inside = communicator.shares_memory and len(communicator.topology.hosts) == 1
+        return is_inside and not cores.suffice(communicator.size, 1 + torch.get_num_threads())
+
     @_verb("all_reduce")
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Reduce a tensor in place, to the same bits on all ranks."""
@@ -124,9 +132,11 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
             allreduce_sparse(self._communicator, tensor, op)
         elif op in BITWISE:
             allreduce_bits(self._communicator, tensor, BITWISE[op])
-        elif _is_async(opts) and self._end_of_backward.concerns(sys._getframe(1)):  # that of call() in _verb()
+        elif (
+            _is_async(opts) and self._has_no_core_beside and is_delayable(sys._getframe(1))
+        ):  # that of call() in _verb()
             work = GradwireWork(tensors, allreduce_at_wait(self._communicator, _real(tensor), op), is_awaited=True)
-            self._end_of_backward.add(work)
+            self._end_of_backward.add(work.finish, work.settle)
             return work
         else:
             self._end_of_backward.begin()

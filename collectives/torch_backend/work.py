@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
@@ -105,6 +105,14 @@ class GradwireWork(dist.Work):
             if not self._is_awaited:
                 self.when_done(partial(self._settle, done))
         return self._future
+
+    def finish(self) -> None:
+        """Wait for the operation, and complete the future, which carries its error."""
+        try:
+            with suppress(Exception):
+                self.wait()
+        finally:
+            self.settle()
 
     def settle(self) -> None:
         """Complete the future: at once if the operation is done, else in the background, where the operation may begin now."""

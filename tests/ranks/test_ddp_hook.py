@@ -22,6 +22,7 @@ from gradwire.collectives.torch_internals import CAN_MOVE_STORAGE
 from gradwire.trainer.ddp import UNSETTLED_STEPS, CompressionHook
 from gradwire.trainer.reducer.compression import NAMES, ErrorFeedback
 from tests.harness import is_shared, wide, wide_rows
+from tests.ranks.test_torch_backend import WAYS, train_by_ddp
 from tests.ranks.training import assert_same_on_all_ranks, assert_survived, on_ranks, through_a_file
 
 STEPS = 6
@@ -177,6 +178,54 @@ def test_no_sync() -> None:
         model(torch.ones(2, 64)).sum().backward()
         assert_same_on_all_ranks([p.grad for p in model.parameters()])  # type: ignore[misc]
     hook.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2, initialized=False)
+def test_every_way_of_ddp_while_plans_are_tried(way: str) -> None:
+    """In the second turn, buckets are exchanged after backward(), where DDP does not wait for them earlier."""
+    made = []
+
+    def register(ddp: DistributedDataParallel) -> None:
+        made.append(gradwire.ddp_comm_hook("none", process_group=ddp.process_group))
+        ddp.register_comm_hook(None, made[0])
+
+    expected = train_by_ddp("gloo", steps=20, **WAYS[way])
+    found = train_by_ddp("gloo", steps=20, register=register, **WAYS[way])
+    assert all(map(torch.equal, found, expected))
+    made[0].close()
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@on_ranks(2, initialized=False)
+def test_a_backward_that_fails_leaves_no_rank_waiting() -> None:
+    """It fails on rank 1 only, in each of the first steps, in which both plans are tried. Rank 0 gets the bucket before."""
+    for fails_at in (5, 14):
+        torch.manual_seed(0)
+        first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+        ddp = DistributedDataParallel(nn.Sequential(second, first), bucket_cap_mb=0.01)
+        hook = gradwire.ddp_comm_hook("none", timeout_s=20.0)
+        ddp.register_comm_hook(None, hook)
+        for step in range(fails_at + 1):
+            ddp.zero_grad()
+            loss = ddp(torch.ones(4, 64)).sum()
+            if step == fails_at:
+                second.weight.register_hook(_fail if dist.get_rank() == 1 else lambda gradient: None)
+                if dist.get_rank() == 0:
+                    with pytest.raises(CollectiveError):
+                        loss.backward()
+                else:
+                    with pytest.raises(ZeroDivisionError):
+                        loss.backward()
+                    hook.close()
+            else:
+                loss.backward()
+        if dist.get_rank() == 0:
+            hook.close()
+        dist.barrier()
 
 
 @on_ranks(2, initialized=False)

@@ -487,6 +487,8 @@ def train_by_ddp(
     make: Callable[[], nn.Module] = chain,
     accumulates: bool = False,
     prepare: Callable[[dist.ProcessGroup, nn.Module], object] = lambda group, model: None,
+    register: Callable[[DistributedDataParallel], object] = lambda ddp: None,
+    steps: int = 6,
     **options: bool,
 ) -> list[Tensor]:
     """Return the parameters after a few steps by DDP, perhaps with a hook, in several buckets. Over gloo, hooks exchange one
@@ -505,7 +507,8 @@ def train_by_ddp(
         one_by_one = lambda state, bucket: awaited(hook(state, bucket))  # noqa: E731  # DDP refuses other annotations
         ddp.register_comm_hook(state(group), hook if backend == "gradwire" else one_by_one)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
+    register(ddp)
+    for step in range(steps):
         torch.manual_seed(10 * step + dist.get_rank())
         optimizer.zero_grad()
         if accumulates:
