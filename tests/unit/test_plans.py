@@ -84,8 +84,8 @@ def test_the_slowest_rank_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_exchange_after_backward_is_not_tried_if_it_would_make_steps_much_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert AT_END in tried(monkeypatch, lambda *_: 1.0, hidden_s=0.2)
-    assert set(tried(monkeypatch, lambda *_: 1.0, hidden_s=0.3)) == {USUAL, SMALL}
+    assert AT_END in tried(monkeypatch, lambda *_: 1.0, hidden_s=0.4)
+    assert set(tried(monkeypatch, lambda *_: 1.0, hidden_s=0.6)) == {USUAL, SMALL}
 
 
 def test_the_log_has_the_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

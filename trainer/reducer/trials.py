@@ -26,7 +26,7 @@ _COUNTED, _TURNS = 5, 3
 _LEAST_GAIN = 0.01
 """A plan replaces the usual one if its steps take less time by more than this share, and by more than the noise."""
 
-_HOPELESS = 0.25
+_HOPELESS = 0.5
 """An exchange after backward() is not tried if that is predicted to make steps longer by more than this share."""
 
 _log = logging.getLogger("gradwire")
