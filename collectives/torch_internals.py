@@ -194,7 +194,9 @@ def profiling(name: str) -> AbstractContextManager[object]:
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     """Mark a function that torch.compile, also of a backward(), neither traces nor compiles, nor anything that it calls. Return
-    it. The mark is in its code, so a call takes no longer, whereas torch.compiler.disable() wraps each call."""
+    it. The mark is in its code, so a call takes no longer, whereas torch.compiler.disable() wraps each call. Do not mark what a
+    decorator has made: all functions that it has decorated have the same code, also those of users."""
+    assert not hasattr(function, "__wrapped__"), f"the code of {function!r} is that of its decorator"
     dynamo: Any = torch._C._dynamo.eval_frame
     if not hasattr(dynamo, "set_code_exec_strategy"):
         return _disabled(function)

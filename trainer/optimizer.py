@@ -295,7 +295,6 @@ class DistributedOptimizer(WrappingOptimizer):
         self.attachment.was_synchronized = True
 
     @uncompiled
-    @names_rank
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that the norm of all of them together is at most max_norm. Return the norm before scaling.
 
@@ -303,17 +302,18 @@ class DistributedOptimizer(WrappingOptimizer):
         is that of all ranks' shards. norm_type: the type of the norm; float("inf") for the largest element. Raises ValueError
         unless norm_type is above 0.
         """
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be a number > 0, not {norm_type!r}")
-        return self.attachment.rule.clip_grad_norm_(max_norm, norm_type)
+        with names_rank:
+            if not norm_type > 0:
+                raise ValueError(f"norm_type must be a number > 0, not {norm_type!r}")
+            return self.attachment.rule.clip_grad_norm_(max_norm, norm_type)
 
     @uncompiled
-    @names_rank
     def _before_method(self, name: str) -> None:
         """See Rule.before_method()."""
-        self.attachment.rule.before_method(name)
-        if self.attachment.rule.stats.exchanges:  # else a rank may call this alone, before training
-            self.attachment.reports.compare_start(None)
+        with names_rank:
+            self.attachment.rule.before_method(name)
+            if self.attachment.rule.stats.exchanges:  # else a rank may call this alone, before training
+                self.attachment.reports.compare_start(None)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Return a context manager in which step() after synchronize() raises no warning, for programs written for Horovod.
