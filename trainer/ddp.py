@@ -197,6 +197,12 @@ class CompressionHook:
         """Return how many bytes this rank has sent since the hook was made, and would have sent uncompressed."""
         return ExchangeStats() if self._combination is None else self._combination.traffic.stats
 
+    @property
+    def exchange_plan(self) -> str | None:
+        """Return when buckets are exchanged, "beside backward()" or "after backward()", once that stays; None while it is
+        tried."""
+        return self._trials.plan if self._trials is not None and self._trials.settled else None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals and the step, which every rank must save, in the format of DistributedOptimizer. The dict has
         only numbers, strings, lists, dicts and tensors. Tensors are not copied."""
@@ -239,6 +245,7 @@ class CompressionHook:
         self._residuals.replace({})
         if self._choice is not None:
             self._choice.restart()
+        self._trials = None
 
     def close(self) -> None:
         """Finish running exchanges and close the Communicator. The hook cannot be called any more."""
@@ -406,14 +413,13 @@ class CompressionHook:
     ) -> bool:
         """Return whether a bucket is exchanged beside backward(). Before the first bucket of a step, when no exchange is running,
         record the time of steps, which is collective in some steps. called: the frame of the function that DDP has called."""
-        if bucket.buffer().is_cuda or not self._settled:
+        if bucket.buffer().is_cuda or not self._settled or self._in_one_thread:
             return True
         if self._trials is None:
             self._trials = PlanTrials(self._open().communicator, _BESIDE, [_AFTER])
         if bucket.index() == 0 and (self._choice is None or self._choice.settled):
-            self._trials.follow(self, self._step)
-        waits_next = self._trials.plan == _AFTER or (bucket.is_last() and not self._in_one_thread)
-        return not (waits_next and is_delayable(called))
+            self._trials.follow(self, self._step, counts=graph_task() != OUTSIDE_BACKWARD)  # as in DDP's join()
+        return not ((self._trials.plan == _AFTER or bucket.is_last()) and is_delayable(called))
 
     def _begin_beside(
         self, done: Future[Tensor], buffer: Tensor, begin: Callable[[], None], finish: Callable[[], None]

@@ -52,7 +52,11 @@ ONE_WAY = {"dgc", "powersgd", "qsgd", "terngrad"}
 AUTO_STEPS = 10
 """The steps for which compression="auto" tries each codec."""
 CODECS = (*(name for name in NAMES if name != "none"), AUTO)
-CHOOSES_PLAN = {OURS, *(f"{OURS}+{name}" for name in ("fp16", "bf16", "on_step", "check", "timeline", "commits"))}
+CHOOSES_PLAN = {
+    OURS,
+    OURS_HOOK,
+    *(f"{OURS}+{name}" for name in ("fp16", "bf16", "on_step", "check", "timeline", "commits")),
+}
 """The competitors that choose the plan of their exchange by measured steps, on the CPU."""
 PLAN_STEPS = 150
 """The steps within which they must have chosen it."""
@@ -75,10 +79,9 @@ class StepCompetitor:
             self.trainee.optimizer.settle()  # the update belongs to this turn
 
     @property
-    def plan(self) -> hvd.ExchangePlan | None:
-        """Return the plan of the exchange; None while ours chooses it, and for competitors without one."""
-        optimizer = self.trainee.optimizer
-        return optimizer.exchange_plan if isinstance(optimizer, hvd.DistributedOptimizer) else None
+    def plan(self) -> object:
+        """Return the plan of the exchange; None while it is tried, and for competitors without one."""
+        return self.trainee.plan()
 
 
 def codecs(text: str) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class Trainee:
 
     forward: the module to call, which is `module` or its wrapper; None for `module`. wait_s: returns the seconds that this rank
     has waited for others; None if they are not known. sent_bytes: returns the bytes that this rank has sent after a number of
-    steps. report: the strategy's own report at the end. state: what is committed after each step. in_step: whether all ranks
+    steps. report: the strategy's own report at the end. plan: returns the plan of the exchange; None while it is tried, and if
+    there is none. state: what is committed after each step. in_step: whether all ranks
     take the same number of steps. warm_up, period: all ranks hold the same parameters after warm_up steps, and then after every
     period steps. clip_norm: the maximum norm of all gradients; None: they are not clipped. losses, step_s: of every step,
     averaged over the ranks if they are in step.
@@ -70,6 +71,7 @@ class Trainee:
     wait_s: Callable[[], float | None] = lambda: None
     sent_bytes: Callable[[int], float] = lambda steps: 0.0
     report: Callable[[], str] = lambda: ""
+    plan: Callable[[], object] = lambda: None
     close: Callable[[], None] = lambda: None
     state: hvd.elastic.TorchState | None = None
     in_step: bool = True

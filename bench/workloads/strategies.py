@@ -48,6 +48,7 @@ def ours(module: nn.Module, **options: Any) -> Trainee:
         wait_s=lambda: optimizer.communication_wait_s,
         sent_bytes=lambda steps: optimizer.stats.bytes_sent,
         report=lambda: str(optimizer.stats),
+        plan=lambda: optimizer.exchange_plan,
         close=optimizer.close,
     )
 
@@ -114,7 +115,7 @@ def hooked(module: nn.Module, **options: Any) -> Trainee:
     trainee, hook = ddp(module, **options), hvd.ddp_comm_hook("none")
     assert isinstance(trainee.forward, DistributedDataParallel)
     trainee.forward.register_comm_hook(None, hook)
-    return replace(trainee, close=hook.close)
+    return replace(trainee, plan=lambda: hook.exchange_plan, close=hook.close)
 
 
 def zero(module: nn.Module, **options: Any) -> Trainee:

@@ -175,6 +175,36 @@ def test_a_rank_may_join_while_plans_are_tried() -> None:
 
 
 @on_ranks(2)
+def test_trials_go_on_if_steps_are_left_out() -> None:
+    """As GradScaler does after an Inf."""
+    net = network()
+    optimizer = optimizer_of(net.parameters())
+    for step in range(3 * HUNDRED // 2):
+        optimizer.zero_grad()
+        net(torch.ones(2, 300)).square().mean().backward()
+        if step % 3:
+            optimizer.step()
+    assert optimizer.exchange_plan is not None
+    assert_same_on_all_ranks(net)
+
+
+@on_ranks(2)
+def test_trials_go_on_with_a_closure_that_is_called_several_times() -> None:
+    net = network()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), lr=0.01, max_iter=4))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.full((2, 300), 1.0 + hvd.rank())).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(30):
+        optimizer.step(closure)
+    assert_same_on_all_ranks(net)
+
+
+@on_ranks(2)
 def test_a_file_stores_the_plan(tmp_path: Path) -> None:
     path = tmp_path / f"plan{hvd.rank()}.json"  # only that of rank 0 counts
     net = network()
@@ -185,7 +215,7 @@ def test_a_file_stores_the_plan(tmp_path: Path) -> None:
     chosen = optimizer.exchange_plan
     assert chosen is not None
     assert optimizer_of(network().parameters(), exchange_plan=os.fspath(path)).exchange_plan == chosen
-    with pytest.raises(ValueError, match="gradient_bytes"):
+    with pytest.raises(ValueError, match="bytes of gradients"):
         optimizer_of(network()[:2].parameters(), exchange_plan=path)
 
 

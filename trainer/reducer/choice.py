@@ -93,7 +93,7 @@ class Choice:
             self._timer.restart(max(step, self._warmup_steps))
             self._report_predictions()
         found = self._timer.record(step, exchange_s, counts=counts)
-        return found is not None and self._judge(median(found.steps), found.least)
+        return found is not None and self._judge(median(found.steps), found.part)
 
     def _judge(self, step_s: float, exchange_s: float) -> bool:
         """Evaluate a measurement of steps and exchanges, and return whether the choices have changed."""

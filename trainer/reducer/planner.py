@@ -279,7 +279,7 @@ class BucketPlanner:
             everyones = map(set, communicator.allgather_record(expected))
             self._known_sparse |= {index_of[name] for name in set.intersection(*everyones)}
         self._order = [index for index in agreed if index not in self._known_sparse]
-        if self.trials is None and self.choice is None:
+        if self.trials is None:
             held = [held_here(self.parameters[index]) for index in self._order]
             self.trials = begin_trials(self._setup, held, [self.encodings[index] for index in self._order])
         return self.layout(self._made(self._order), [index for index in agreed if index in self._known_sparse])

@@ -46,12 +46,10 @@ def limits(plan: ExchangePlan) -> tuple[float, float]:
 
 def rivals(nbytes: int) -> list[ExchangePlan]:
     """Return the plans that may be better than the usual one for gradients of so many bytes in sum."""
-    plans = []
-    if nbytes > SMALL_BUCKET_BYTES // 4:
-        plans += [ExchangePlan(None, at_end=True), ExchangePlan(SMALL_BUCKET_BYTES // 4)]
-    if nbytes > 4 * LARGE_BUCKET_BYTES:
-        plans.append(ExchangePlan(LARGE_BUCKET_BYTES))
-    return plans
+    if nbytes <= FIRST_BUCKET_BYTES:  # one bucket in any case
+        return []
+    other = LARGE_BUCKET_BYTES if nbytes > 4 * LARGE_BUCKET_BYTES else SMALL_BUCKET_BYTES // 4
+    return [ExchangePlan(None, at_end=True), ExchangePlan(other)]
 
 
 def check_plan(plan: object, bucket_bytes: int | None, usual_bytes: int | None) -> ExchangePlan | Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -20,11 +20,11 @@ from gradwire.trainer.reducer.plans import USUAL, ExchangePlan, rivals
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.steps import StepTimer
 
-_COUNTED, _TURNS = 5, 3
-"""The number of timed steps of a turn, and of turns of each plan."""
+_COUNTED, _ROUNDS = 4, 4
+"""The number of timed steps of a turn, and of rounds, in each of which every plan has a turn."""
 
 _LEAST_GAIN = 0.01
-"""A plan replaces the usual one if its steps take less time by more than this share, and by more than the noise."""
+"""A plan replaces the usual one if its steps take less time by more than this share, and less time in every round."""
 
 _HOPELESS = 0.5
 """An exchange after backward() is not tried if that is predicted to make steps longer by more than this share."""
@@ -38,10 +38,11 @@ class PlanTrials(Generic[_Plan]):
     """Tries plans in turns of a few steps, and keeps the one with the fastest steps, the same on all ranks.
 
     Overlap with backward() pays where the wire is slow, and costs where the ranks fill the cores of their host: which of both
-    it is depends on the model, the machine and what else runs there. The plans take turns, so that a change of the machine's
-    speed concerns all of them alike.
+    it is depends on the model, the machine and what else runs there. In every second round the order of the plans is reversed,
+    so that steps which grow longer or shorter by the time do not favor a plan.
 
-    usual: the plan of the first steps, which stays unless another one is better by more than the noise. others: the plans to
+    usual: the plan of the first steps, which stays unless another one is better in every round: of a plan that is as fast, chance
+    lets one in 16 seem better. others: the plans to
     try. after: those of the others that exchange after backward(). ended: is called with the plan that stays.
 
     Attribute plan: the plan of the next steps. settled: whether it stays.
@@ -72,24 +73,25 @@ class PlanTrials(Generic[_Plan]):
         backward(). counts: False on a rank that has joined, whose steps are not measured."""
         if self.settled or step == self._timer.step:
             return False
-        if layout is not self._layout:
+        if layout is not self._layout or step < self._timer.step:
             self._layout = layout
             self._timer.restart(step)
         if (found := self._timer.record(step, hidden_s, counts=counts)) is None:
             return False
-        if not self._taken and found.least > _HOPELESS * median(found.steps):
+        if not self._taken and found.part > _HOPELESS * median(found.steps):
             self._others = [plan for plan in self._others if plan not in self._after]
         self._taken.setdefault(self.plan, []).append(found.steps)
-        before, self._layout = self.plan, None
+        before = self.plan
         self.plan = next(self._waiting, None) or self._end()
+        self._timer.restart(step)  # now, since a rank that has joined is called again only at the end of the turn
         return self.plan != before
 
     def _turns(self) -> Iterator[_Plan]:
         """Yield the plans of the turns after the first one."""
         yield from self._others
-        for _ in range(_TURNS - 1):
-            yield self._usual
-            yield from self._others
+        for number in range(1, _ROUNDS):
+            plans = [self._usual, *self._others]
+            yield from reversed(plans) if number % 2 else plans
 
     def _end(self) -> _Plan:
         """End the trials. Return the plan that stays, and log the times."""
@@ -105,26 +107,22 @@ class PlanTrials(Generic[_Plan]):
 
 
 def _gain(usual: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """Return the share of a step that another plan saves, from the steps of each turn; 0.0 if it is not more than the noise.
-
-    A turn is compared with the turn of the usual plan in the same round, so that a machine that changes its speed distorts one
-    round only, and the median of the rounds counts. The noise is the standard error of a difference of two medians, from the
-    median absolute deviation of all steps from the medians of their turns."""
-    gain = 1 - median(median(theirs) / median(ours) for ours, theirs in zip(usual, other, strict=True))
-    deviation = median(abs(step / median(turn) - 1) for turn in (*usual, *other) for step in turn)
-    error = 1.4826 * deviation * math.sqrt(math.pi / sum(map(len, other)))
-    return gain if gain > max(error, _LEAST_GAIN) else 0.0
+    """Return the share of a step that another plan saves, from the steps of each turn; 0.0 if it is not faster in every round."""
+    gains = [1 - median(theirs) / median(ours) for ours, theirs in zip(usual, other, strict=True)]
+    return median(gains) if min(gains) > 0 and median(gains) > _LEAST_GAIN else 0.0
 
 
 class PlanFile:
-    """The file of a plan, which rank 0 alone reads and writes. described: what the plan is for, as numbers and lists by name."""
+    """The file of a plan, which rank 0 alone reads and writes. nbytes: of all gradients. The file also describes the hosts: for
+    other ones, plans are tried anew, and the file is replaced."""
 
-    def __init__(self, communicator: Communicator, path: Path, described: dict[str, Any]) -> None:
-        self._communicator, self._path, self._described = communicator, path, described
+    def __init__(self, communicator: Communicator, path: Path, nbytes: int) -> None:
+        self._communicator, self._path = communicator, path
+        self._nbytes, self._hosts = nbytes, [list(host) for host in communicator.topology.hosts]
 
     def read(self) -> ExchangePlan | None:
-        """Return the plan in the file, the same on all ranks; None if there is no file. Collective. Raises ValueError on all
-        ranks for a file that is for something else, or that cannot be read or written."""
+        """Return the plan in the file, the same on all ranks; None if there is none for these hosts. Collective. Raises
+        ValueError on all ranks for a file of another model, or one that cannot be used."""
         found, fault = None, ""
         if self._communicator.rank == 0:
             try:
@@ -138,22 +136,26 @@ class PlanFile:
 
     def _load(self) -> dict[str, Any] | None:
         if not self._path.exists():
-            if not self._path.parent.is_dir():
-                raise ValueError("its folder does not exist")
+            if not os.access(self._path.parent, os.W_OK):
+                raise ValueError("its folder does not exist, or cannot be written")
             return None
         saved = json.loads(self._path.read_text())
         plan = ExchangePlan(**saved["plan"])
-        for name, value in self._described.items():
-            if saved[name] != value:
-                raise ValueError(f"it is for {name} {saved[name]}, not {value}: delete it, or give another file")
-        return asdict(plan)
+        if saved["gradient_bytes"] != self._nbytes:
+            raise ValueError(
+                f"it is for {saved['gradient_bytes']} bytes of gradients, not {self._nbytes}: delete it, or give another file"
+            )
+        return asdict(plan) if saved["hosts"] == self._hosts else None
 
     def write(self, plan: ExchangePlan) -> None:
         """Write the plan, on rank 0. Logs an error of the file system, since training can go on."""
         if self._communicator.rank != 0:
             return
+        text = json.dumps({"plan": asdict(plan), "gradient_bytes": self._nbytes, "hosts": self._hosts}, indent=1)
+        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            self._path.write_text(json.dumps({"plan": asdict(plan), **self._described}, indent=1) + "\n")
+            unfinished.write_text(text + "\n")
+            unfinished.replace(self._path)
         except OSError as error:
             _log.warning("gradwire: the exchange plan cannot be saved: %s", error)
 
@@ -167,7 +169,7 @@ def begin_trials(
     if isinstance(setup.plan, ExchangePlan) or not parameters:
         return None
     is_dense = all(each.is_cpu for each in parameters) and all(isinstance(each, Cast) for each in encodings)
-    if not is_dense or setup.in_shares:
+    if not is_dense or setup.in_shares or setup.policy.auto is not None:
         if setup.plan is None:
             return None
         raise ValueError(
@@ -177,10 +179,9 @@ def begin_trials(
     nbytes = sum(each.nbytes for each in parameters)
     others = rivals(nbytes) if communicator.size > 1 else []
     after = [plan for plan in others if plan.at_end]
-    if setup.plan is None:
+    if setup.plan is None or communicator.size == 1:  # a late process of an elastic job is alone at first
         return PlanTrials(communicator, USUAL, others, after)
-    hosts = [list(host) for host in communicator.topology.hosts]
-    file = PlanFile(communicator, setup.plan, {"gradient_bytes": nbytes, "hosts": hosts})
+    file = PlanFile(communicator, setup.plan, nbytes)
     if (found := file.read()) is not None:
         return PlanTrials(communicator, found)
     trials = PlanTrials(communicator, USUAL, others, after, file.write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class Rule:
     load those of any other.
     can_stand_in: whether stand_in() supports a rank that waits in join(); the same on all ranks. If False, operations of the
     other ranks raise PeerJoined while a rank waits in join().
-    supports_auto: whether compression="auto" may choose codecs, by the times of exchanges of gradients in every step.
+    supports_auto: whether compression="auto" may choose codecs, by the times of exchanges of gradients in every step, and trials
+    a plan.
     can_move: whether this rule can continue among other ranks, in another world: it has no Communicator but that of `setup`.
     times: those of the exchanges of gradients; None disables the report of stragglers.
     """
@@ -55,6 +57,12 @@ class Rule:
             raise ValueError(
                 f"compression={AUTO!r} is for gradients that are averaged in every step, as by the default rule, not "
                 f"for {type(self).__name__}: name a codec"
+            )
+
+        if isinstance(setup.plan, Path) and type(self) is not Rule and not self.supports_auto:
+            raise ValueError(
+                f"exchange_plan={str(setup.plan)!r}: a plan is chosen for gradients that are averaged in every step, not for "
+                f"{type(self).__name__}: give an ExchangePlan, or leave it out"
             )
 
     @property
