@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from gradwire.collectives.arguments import check_seconds
 from gradwire.collectives.compression.codec import Codec
@@ -22,9 +21,7 @@ from gradwire.collectives.engine import closing
 from gradwire.collectives.engine.engine import Engine
 from gradwire.collectives.engine.join import Absence
 from gradwire.collectives.engine.schedule_cache import ScheduleCache, legal_algorithms
-from gradwire.collectives.engine.work import Work
 from gradwire.collectives.environment import LINK, TUNING, report_folder
-from gradwire.collectives.reduction import Op
 from gradwire.collectives.schedules.algorithms import PLANNERS
 from gradwire.collectives.schedules.selection import (
     Table,
@@ -35,7 +32,7 @@ from gradwire.collectives.schedules.selection import (
 )
 from gradwire.collectives.schedules.topology import host_id
 from gradwire.collectives.transports.registry import AUTO, check_link, connect
-from gradwire.collectives.verbs import Verbs, reductions
+from gradwire.collectives.verbs import Verbs
 
 if TYPE_CHECKING:
     from gradwire.collectives.tuning import Chooser, Costs, TuningFile
@@ -350,13 +347,6 @@ def _tuning_file(name: str) -> TuningFile:
     from gradwire.collectives.tuning import TuningFile
 
     return TuningFile(name)
-
-
-def allreduce_at_wait(communicator: Communicator, tensor: Tensor, op: Op) -> Work:
-    """Queue an allreduce() that wait() of the returned Work runs. No thread wakes up for it, unless begin() of the Work is called
-    or another operation is queued."""
-    numbers = op, 1.0, 1.0, "auto"
-    return communicator._engine.call(reductions.allreduce, tensor, tensor, *numbers, async_op=True, wakes=False)
 
 
 def close_all(communicators: Iterable[Communicator], error: BaseException | None = None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FrameType
 
 from gradwire.collectives.torch_internals import (
@@ -68,15 +69,19 @@ class _Delayed:
 
     def __call__(self) -> None:
         self.task = OUTSIDE_BACKWARD  # what is called from now on needs another object
-        while self.exchanges:
-            run, _ = self.exchanges.popleft()
+        for run, _ in self._taken():
             run()
 
     def begin(self) -> None:
         """Let the exchanges begin in the background."""
-        while self.exchanges:
-            _, begin = self.exchanges.popleft()
+        for _, begin in self._taken():
             begin()
+
+    def _taken(self) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+        """Yield the exchanges that are left, each to one of the threads that call this."""
+        with suppress(IndexError):
+            while exchange := self.exchanges.popleft():
+                yield exchange
 
     def __del__(self) -> None:
         self.begin()

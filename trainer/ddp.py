@@ -175,7 +175,7 @@ class CompressionHook:
             for each in buffers:
                 for number, view in zip(each.items, each.views, strict=True):
                     view.copy_(gradients[number])
-                each.start(step, beside=beside)
+                each.start(step, awaited=not beside)
 
         def finish() -> None:
             for each in buffers:

@@ -105,13 +105,13 @@ class Engine:
         *given: Hashable,
         async_op: bool = False,
         timeout_s: float | None = None,
-        wakes: bool = True,
+        awaited: bool = False,
     ) -> Work:
         """Run a call of a verb. prepare(self, source, destination, *given) checks and prepares it; the result is kept for later
         calls with tensors of the same dtypes, shapes and devices.
 
         source, destination: what the call's run gets: a tensor, the same one if it runs in place; a list of tensors; or a tuple
-        of options of this call, which prepare() ignores. async_op, timeout_s, wakes: see run()."""
+        of options of this call, which prepare() ignores. async_op, timeout_s, awaited: see run()."""
         key: Hashable = None
         if destination is source and type(source) is torch.Tensor and source.is_cpu:
             # Inline, since each small message passes it: what likes() finds.
@@ -145,7 +145,7 @@ class Engine:
         if is_special or call.devices:
             direct = key is not None
             return self.run(
-                call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s, wakes=wakes
+                call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s, awaited=awaited
             )
         run = call.run if key is None or call.direct is None else call.direct
         return self.operations.run(call, run, source, destination)
@@ -183,15 +183,15 @@ class Engine:
         direct: bool = False,
         async_op: bool = False,
         timeout_s: float | None = None,
-        wakes: bool = True,
+        awaited: bool = False,
     ) -> Work:
         """Run a call in its turn. direct: whether the tensors can be used as they are, see likes(). async_op: do not wait for
         it; the source and the destination must then keep their memory, see buffers.kept. timeout_s: of this call; None:
-        operations.timeout_s. wakes: see WorkQueue.submit()."""
+        operations.timeout_s. awaited: see WorkQueue.submit()."""
         if torch.is_inference_mode_enabled():  # tensors that the call makes and keeps must be usable in any mode
             with torch.inference_mode(False):
                 return self.run(
-                    call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s, wakes=wakes
+                    call, source, destination, direct=direct, async_op=async_op, timeout_s=timeout_s, awaited=awaited
                 )
         run = call.run if not direct or call.direct is None else call.direct
         if async_op and run is call.run:
@@ -202,7 +202,9 @@ class Engine:
                 call, run, source, destination, async_op=async_op, timeout_s=timeout_s, recorded=recorded
             )
         run = self._recorded(call, now_ns(), run) if self._records else run
-        return self.operations.run(call, run, source, destination, async_op=async_op, timeout_s=timeout_s, wakes=wakes)
+        return self.operations.run(
+            call, run, source, destination, async_op=async_op, timeout_s=timeout_s, awaited=awaited
+        )
 
     def _alive(self, run: Callable[[Any, Any, int, float], None], *given: Any) -> None:
         """Run a queued call; its caller may have dropped the Communicator, to which what is prepared refers weakly."""

@@ -101,13 +101,13 @@ class Operations:
         device: DeviceOperation | None = None,
         enqueues: bool = False,
         around: Callable[[Callable[[], None]], None] | None = None,
-        wakes: bool = True,
+        awaited: bool = False,
     ) -> Work:
         """Run a call in its turn: run(source, destination, tag, deadline). Return its Work, which is done unless async_op is
         True. Turns are numbered in the order of issue, which is arbitrary for calls from several threads. timeout_s: seconds that
         this operation may take from its start; None: the attribute timeout_s.
 
-        wakes: see WorkQueue.submit().
+        awaited: see WorkQueue.submit().
 
         device: orders the call on GPUs. enqueues: whether the run only gives them work; then the calling thread makes it, if no
         other one has a turn. around: calls the turn, on its thread, with what precedes and follows it."""
@@ -129,7 +129,7 @@ class Operations:
                 queue.leave(mine, self.monitor.sequence)
         where = whereabouts.of_call(sys._getframe())
         body = partial(self._take_turn, call, run, source, destination, timeout_s, where)
-        return self._enqueue(call.text, body, async_op=async_op, timeout_s=timeout_s, device=device, wakes=wakes)
+        return self._enqueue(call.text, body, async_op=async_op, timeout_s=timeout_s, device=device, awaited=awaited)
 
     def run_message(
         self, call: PreparedCall, peers: frozenset[int], part: Part, *, async_op: bool, at_once: bool = True
@@ -161,7 +161,7 @@ class Operations:
         counted: bool = True,
         timeout_s: float | None = None,
         device: DeviceOperation | None = None,
-        wakes: bool = True,
+        awaited: bool = False,
     ) -> Work:
         """Run a turn on the queue's thread, and return its Work; with async_op=False, when it is done."""
         if self.monitor.failure is not None:
@@ -171,7 +171,7 @@ class Operations:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         work = Work(self._rank, text, body, counted=counted, timeout_s=timeout_s, device=device)
         try:
-            self.queue.submit(work, wakes=wakes)
+            self.queue.submit(work, awaited=awaited)
         except CollectiveError:
             if (
                 self.monitor.failure is None and self.queue.calls_here()

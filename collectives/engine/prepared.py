@@ -69,13 +69,13 @@ class PreparedOperation:
         self._check()
         self._engine.run(self._call, self._own, self._own, direct=self._direct)
 
-    def start(self, *, beside: bool = True) -> Work:
-        """Run the operation in the background. beside: False if the caller does nothing beside it, and waits for it next: the
-        wait() then runs it, and no thread wakes up for it, unless begin() of the Work is called before. Raises RuntimeError if
-        the operation is running already, or if the tensor has moved to other memory."""
+    def start(self, *, awaited: bool = False) -> Work:
+        """Run the operation in the background. awaited: whether the caller waits for it next, so no thread wakes up for it: the
+        wait() then runs it, unless begin() of the Work is called before. Raises RuntimeError if the operation is running
+        already, or if the tensor has moved to other memory."""
         self._check()
         self._work = self._engine.run(
-            self._call, self._own, self._own, direct=self._direct, async_op=True, wakes=beside
+            self._call, self._own, self._own, direct=self._direct, async_op=True, awaited=awaited
         )
         return self._work
 

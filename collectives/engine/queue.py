@@ -28,7 +28,7 @@ _LOOK_S, _MOST_LOOKS = 0.005, 20
 class _Callback:
     """A function in the queue, to be called when the works before it are done."""
 
-    counted, wakes = False, True
+    counted = awaited = False
 
     def __init__(self, operation: str, function: Callable[[], None]) -> None:
         self.call = partial(call_back, operation, function)
@@ -67,25 +67,29 @@ class WorkQueue:
         self._called_s = 0.0
         self._calling_thread = 0
 
-    def submit(self, work: Work, *, wakes: bool = True) -> None:
-        """Run `work` on the queue's thread, after all earlier works; in a function of when_done(), run it now. wakes: False if
-        the caller waits for it before it does anything else: the thread is not woken up if it sleeps. Raises CollectiveError
-        once the queue is sealed."""
+    def submit(self, work: Work, *, awaited: bool = False) -> None:
+        """Run `work` on the queue's thread, after all earlier works; in a function of when_done(), run it now. awaited: whether
+        the caller waits for it next, so no thread wakes up for it. Raises CollectiveError once the queue is sealed."""
         with self._changed:
             if self.sealed:
                 raise CollectiveError("the Communicator is closed", rank=work.rank, operation=work.operation)
             is_inner = self._called is not None and self.calls_here()
-            if not is_inner and self._thread is None:
-                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                thread.start()  # raises RuntimeError if the system allows no more threads; nothing is queued then
-                self._thread = thread
-            work.queue, work.queued_s, work.wakes = self, time.monotonic(), wakes
+            if not is_inner and not awaited:
+                self._start()  # raises RuntimeError if the system allows no more threads; nothing is queued then
+            work.queue, work.queued_s, work.awaited = self, time.monotonic(), awaited
             if not is_inner:
                 self._queue.append(work)
-                if wakes and self._at_once < _MANY:
+                if not awaited and self._at_once < _MANY:
                     self._changed.notify_all()
         if is_inner:
             self._run_here(work, is_queued=False)
+
+    def _start(self) -> None:
+        """Start the queue's thread, if it has not started. The caller holds the lock."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def call_after(self, work: Work, function: Callable[[], None]) -> bool:
         """Call a function on the second thread after a work that was submitted. Return False, with nothing done, if the work
@@ -93,8 +97,9 @@ class WorkQueue:
         with self._changed:
             if work.is_over:
                 return False
+            self._start()  # raises RuntimeError as submit() does, and so does the next line
             if self._caller is None:
-                self._caller = self._new_caller()  # raises RuntimeError as submit() does
+                self._caller = self._new_caller()
             self._queue.append(_Callback(work.operation, function))
             self._changed.notify_all()
         return True
@@ -126,12 +131,15 @@ class WorkQueue:
                 operation=operation,
             )
 
-    def wake(self) -> None:
-        """Let the thread run the queued works now, if it is their turn."""
+    def wake(self, work: Work) -> None:
+        """Let the thread run a queued work, also an awaited one, and those before it, when it is their turn."""
         if self.sealed:  # close() does this; and a forked child must not use the lock
             return
         with self._changed:
-            self._changed.notify_all()
+            work.awaited = False  # before the thread wakes up: if it finds a turn taken, leave() wakes it up again
+            if not work.has_begun:
+                self._start()
+                self._changed.notify_all()
 
     def hasten(self, work: Work, *, may_run: bool) -> None:
         """Let a work for which the calling thread is about to wait begin as soon as possible: run it here, if the calling
@@ -144,7 +152,7 @@ class WorkQueue:
             while not work.is_over and (first := self._first_work()) is not None:
                 self._run_here(first, is_queued=True)  # it would wait for the function that waits for it
         if not work.is_over:
-            self.wake()
+            self.wake(work)
 
     def _help(self, work: Work, last_begun: Callable[[], int | None]) -> None:
         """Run a work in the main thread, which waits for it, if it is next. hasten() has checked the other conditions. A
@@ -156,7 +164,7 @@ class WorkQueue:
                     return
                 if self._turn.setdefault("taken", turn) is not turn:
                     return
-                if work.wakes:
+                if not work.awaited:
                     is_at_once = time.monotonic() - work.queued_s < _AT_ONCE_S
                     self._at_once, self._looks = (self._at_once + 1, 0) if is_at_once else (0, 0)
                     if self._at_once == _MANY:
@@ -224,7 +232,7 @@ class WorkQueue:
             del self._turn["taken"]
             if self._queue or self.sealed:
                 with self._changed:
-                    if self.sealed or (self._queue and self._queue[0].wakes):
+                    if self.sealed or not all(each.awaited for each in self._queue):
                         self._changed.notify_all()
 
     @property
@@ -252,6 +260,11 @@ class WorkQueue:
         timeout_s."""
         with self._changed:
             self.sealed = True
+            if self._queue:
+                with suppress(
+                    RuntimeError
+                ):  # when the process ends, no thread starts: what nobody awaits does not run then
+                    self._start()
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self.busy(), timeout_s)
 

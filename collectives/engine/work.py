@@ -46,7 +46,7 @@ class Work:
         self.timeout_s = timeout_s
         self.ended_s = self._host_s = 0.0
         self.queue: WorkQueue | None = None
-        self.queued_s, self.wakes = math.inf, True  # time.monotonic() of WorkQueue.submit(), and its argument
+        self.queued_s, self.awaited = math.inf, False  # time.monotonic() of WorkQueue.submit(), and its argument
         self._device = device
         self._run: Callable[[], None] | None = run
         self._done = threading.Event()
@@ -97,7 +97,7 @@ class Work:
         """Let the operation begin in the background when the operations before it are done, as it does by itself unless its
         caller has announced that it waits next."""
         if self.queue is not None and not self.is_over:
-            self.queue.wake()
+            self.queue.wake(self)
 
     def is_completed(self) -> bool:
         """Return whether wait() would return or raise without waiting; on GPUs, whether they have finished the operation."""

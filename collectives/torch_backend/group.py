@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives import cores
-from gradwire.collectives.communicator import Communicator, abandon_all, allreduce_at_wait, close_all
+from gradwire.collectives.communicator import Communicator, abandon_all, close_all
 from gradwire.collectives.control.attempt import Attempt
 from gradwire.collectives.control.membership import coming_together
 from gradwire.collectives.end_of_backward import EndOfBackward, is_delayable
@@ -46,10 +46,11 @@ _OLDER_NAMES = {
 }
 
 
-def _verb(name: str, verb: str = "") -> Callable[[_Method], _Method]:
+def _verb(name: str, verb: str = "", *, may_delay: bool = False) -> Callable[[_Method], _Method]:
     """Return a decorator for the methods that torch calls for its verbs. Calls with CUDA tensors go to NCCL. For other
-    calls, profilers record a range with this name, which gloo also uses, and handles of coalesced calls are kept. verb: the
-    method's name, if it is not that of the decorated function."""
+    calls, profilers record a range with this name, which gloo also uses, and handles of coalesced calls are kept. Exchanges that
+    are delayed to the end of backward() begin before. verb: the method's name, if it is not that of the decorated function.
+    may_delay: whether the method decides by itself whether they begin."""
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
@@ -59,6 +60,8 @@ def _verb(name: str, verb: str = "") -> Callable[[_Method], _Method]:
                 nccl = self.nccl(None if ours in _OF_TWO_RANKS else device)
                 theirs = ours if hasattr(nccl, ours) else _OLDER_NAMES[ours]
                 return getattr(nccl, theirs)(*arguments, **options)  # type: ignore[no-any-return]
+            if not may_delay:
+                self._end_of_backward.begin()
             with profiling(f"{TORCH_BACKEND}:{name}"):
                 work: GradwireWork = method(self, *arguments, **options)
             if self._coalesced is not None:
@@ -122,25 +125,27 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         is_inside = communicator.shares_memory and len(communicator.topology.hosts) == 1
         return is_inside and not cores.suffice(communicator.size, 1 + torch.get_num_threads())
 
-    @_verb("all_reduce")
+    @_verb("all_reduce", may_delay=True)
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GradwireWork:
         """Reduce a tensor in place, to the same bits on all ranks."""
         opts = opts or dist.AllreduceOptions()
         (tensor,) = tensors
         op = _name_of(opts.reduceOp)
+        is_async, is_plain = _is_async(opts), not (tensor.is_sparse or op in BITWISE)
+        called = sys._getframe(1)  # that of call() in _verb()
+        is_delayed = is_async and is_plain and self._has_no_core_beside and is_delayable(called)
+        if not is_delayed:
+            self._end_of_backward.begin()
+        if is_plain:
+            part = self._communicator.allreduce(_real(tensor), op, async_op=is_async, awaited=is_delayed)
+            work = GradwireWork(tensors, part, awaited=is_delayed)
+            if is_delayed:
+                self._end_of_backward.add(work.finish, work.settle)
+            return work
         if tensor.is_sparse:
             allreduce_sparse(self._communicator, tensor, op)
-        elif op in BITWISE:
-            allreduce_bits(self._communicator, tensor, BITWISE[op])
-        elif (
-            _is_async(opts) and self._has_no_core_beside and is_delayable(sys._getframe(1))
-        ):  # that of call() in _verb()
-            work = GradwireWork(tensors, allreduce_at_wait(self._communicator, _real(tensor), op), is_awaited=True)
-            self._end_of_backward.add(work.finish, work.settle)
-            return work
         else:
-            self._end_of_backward.begin()
-            return GradwireWork(tensors, self._communicator.allreduce(_real(tensor), op, async_op=_is_async(opts)))
+            allreduce_bits(self._communicator, tensor, BITWISE[op])
         return GradwireWork(tensors)
 
     @_verb("all_reduce_coalesced")

@@ -33,8 +33,7 @@ class GradwireWork(dist.Work):
     results: the tensors that the operation writes, or lists of them, which become the value of get_future(): a list as one
     tensor with a row for each rank, as with NCCL, because torch's quantization hooks index it so. parts: the handles of its
     parts, in the order in which they complete; none if the operation is done. when_done: for a message, whose handle lacks it;
-    otherwise that of the last part is used. is_awaited: whether settle() will be called, so that the future is not completed
-    before.
+    otherwise that of the last part is used. awaited: whether settle() will be called, so that the future is not completed before.
     """
 
     def __init__(
@@ -42,13 +41,13 @@ class GradwireWork(dist.Work):
         results: Sequence[_Result],
         *parts: Work | MessageWork | GradwireWork,
         when_done: WhenDone | None = None,
-        is_awaited: bool = False,
+        awaited: bool = False,
     ) -> None:
         super().__init__()
         self._results = list(results)
         self._parts = parts or (DONE,)
         self.when_done: WhenDone = when_done or self._parts[-1].when_done  # type: ignore[union-attr]  # see above
-        self._is_awaited = is_awaited
+        self._awaited = awaited
         self._done: Future[list[_Result]] | None = None
         self._future: Future[list[_Result]] | None = None
 
@@ -102,7 +101,7 @@ class GradwireWork(dist.Work):
             done: Future[list[_Result]] = Future()
             self._done = done
             self._future = done.then(lambda done: done.value())  # raises inside, which C++ counts as an error
-            if not self._is_awaited:
+            if not self._awaited:
                 self.when_done(partial(self._settle, done))
         return self._future
 
@@ -116,7 +115,7 @@ class GradwireWork(dist.Work):
 
     def settle(self) -> None:
         """Complete the future: at once if the operation is done, else in the background, where the operation may begin now."""
-        self._is_awaited = False
+        self._awaited = False
         for part in self._parts:
             if isinstance(part, Work):
                 part.begin()

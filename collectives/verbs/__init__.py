@@ -55,6 +55,7 @@ class Verbs:
         seed: int | None = None,
         algorithm: str = "auto",
         async_op: bool = False,
+        awaited: bool = False,
         **former: object,
     ) -> Work:
         """Reduce `tensor` over all ranks, in place, with the result on every rank.
@@ -70,6 +71,8 @@ class Verbs:
         the step, such as randomk, needs step or feedback; without both, the call raises ValueError.
         seed: a whole number that differs between the buffers of a step, so that their rounding differs. Default: feedback.seed;
         0 without feedback.
+        awaited: with async_op=True, whether the caller waits for the Work next, so no thread wakes up for it: see
+        PreparedOperation.start().
 
         If the codes of a codec cannot be added, algorithm='auto' runs 'two_shot', or 'one_shot' for chunktopk. In 'two_shot',
         each rank decodes and adds the codes of its share of the buffer, and sends a code of this sum to all other ranks. In
@@ -78,11 +81,10 @@ class Verbs:
         if former:
             raise arguments.former(self._engine, "allreduce", former, codec="compression=")
         if compression is None and feedback is None:
-            return self._engine.call(
-                reductions.allreduce, tensor, tensor, op, prescale, postscale, algorithm, async_op=async_op
-            )
-        coded = compression, feedback, step, seed, algorithm
-        return compressed.allreduce(self._engine, tensor, op, prescale, postscale, *coded, async_op=async_op)
+            numbers = op, prescale, postscale, algorithm
+            return self._engine.call(reductions.allreduce, tensor, tensor, *numbers, async_op=async_op, awaited=awaited)
+        coded = op, prescale, postscale, compression, feedback, step, seed, algorithm
+        return compressed.allreduce(self._engine, tensor, *coded, async_op=async_op, awaited=awaited)
 
     def new_feedback(
         self, compression: str | Codec, numel: int, device: str | torch.device = "cpu", *, seed: int = 0

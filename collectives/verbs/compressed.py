@@ -32,6 +32,7 @@ def allreduce(
     algorithm: str,
     *,
     async_op: bool,
+    awaited: bool,
 ) -> Work:
     """Run Communicator.allreduce with a codec."""
     if step is not None and (not isinstance(step, int) or step < 0):
@@ -43,13 +44,14 @@ def allreduce(
         if feedback is not None:
             raise ValueError(f"rank {engine.rank}: feedback needs a codec: without one there is no error")
         numbers = op, prescale, postscale, algorithm
-        return engine.call(reductions.allreduce, tensor, tensor, *numbers, async_op=async_op)
+        return engine.call(reductions.allreduce, tensor, tensor, *numbers, async_op=async_op, awaited=awaited)
     if feedback is not None:
         _check_feedback(engine, feedback, codec, tensor)
     step, seed = _step_and_seed(engine, codec, feedback, step, seed)
     given = op, prescale, postscale, algorithm, codec, codec.at(step), feedback is not None
     drawn = step if codec.draws else None
-    work = engine.call(_prepare, tensor, (feedback, step, seed), *given, drawn, async_op=async_op)
+    options = feedback, step, seed
+    work = engine.call(_prepare, tensor, options, *given, drawn, async_op=async_op, awaited=awaited)
     if feedback is not None:
         feedback.step = step + 1
     return work

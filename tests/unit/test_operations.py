@@ -356,11 +356,11 @@ def test_what_comes_as_another_thread_closes_is_refused(monkeypatch: pytest.Monk
         name = "submit" if async_op else "enter"
         reached, closing = getattr(WorkQueue, name), closing_of(mine, transport, all_watches[0])
 
-        def late(queue: WorkQueue, argument: Any) -> Any:
+        def late(queue: WorkQueue, argument: Any, **options: Any) -> Any:
             monkeypatch.undo()
             assert closing.announce()
             closing.drain(DEADLINE_S)
-            return reached(queue, argument)
+            return reached(queue, argument, **options)
 
         monkeypatch.setattr(WorkQueue, name, late)
         with pytest.raises(CollectiveError, match="the Communicator is closed"):

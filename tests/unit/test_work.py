@@ -116,6 +116,57 @@ def test_an_interrupt_between_the_parts_of_a_work_completes_it() -> None:
         work.wait()
 
 
+@pytest.mark.parametrize(
+    "end", [Work.begin, lambda work: work.wait(DEADLINE_S), lambda work: work.queue.close(DEADLINE_S)]
+)
+def test_awaited_works_run_in_the_thread_that_waits_and_start_no_thread(end: Callable[[Work], object]) -> None:
+    """begin(), a wait with a timeout and close() start the queue's thread, which runs what is left."""
+    before, queue, ran = set(threading.enumerate()), WorkQueue("test", lambda: -1), list[int]()
+    works = [Work(0, "allreduce", lambda: ran.append(get_ident()), counted=False) for _ in range(3)]
+    for work in works:
+        queue.submit(work, awaited=True)
+    works[0].wait()
+    assert ran == [get_ident()]
+    assert set(threading.enumerate()) == before
+    end(works[2])
+    wait_until(works[2].is_completed)
+    assert len(ran) == 3
+    assert get_ident() not in ran[1:]
+    assert queue.close(DEADLINE_S)
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+class Refusals(dict[str, tuple[int]]):
+    """A turn that tells when a thread has found it taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = threading.Event()
+
+    def setdefault(self, key: str, turn: tuple[int]) -> tuple[int]:  # type: ignore[override]
+        taken = super().setdefault(key, turn)
+        if taken is not turn:
+            self.refused.set()
+        return taken
+
+
+@pytest.mark.parametrize("begin", [Work.begin, Work.wait])
+def test_an_awaited_work_that_has_found_a_turn_taken_runs_after_it(begin: Callable[[Work], None]) -> None:
+    """The queue's thread, which another thread has woken up, sleeps until then."""
+    queue, work = WorkQueue("test"), Work(0, "allreduce", lambda: None)
+    queue._turn = turns = Refusals()
+    turn = (get_ident(),)
+    assert queue.enter(turn)
+    queue.submit(work, awaited=True)
+    waiting = threading.Thread(target=begin, args=[work], daemon=True)
+    waiting.start()
+    assert turns.refused.wait(DEADLINE_S)
+    queue.leave(turn, 0)
+    wait_until(work.is_completed)
+    waiting.join(DEADLINE_S)
+    assert queue.close(DEADLINE_S)
+
+
 class Recorder:
     """Submits works that note their names in the order in which they run, and the threads that run them."""
 

@@ -273,9 +273,9 @@ class Bucket:
         assert gradient is not None
         held_here(gradient).mul_(factor)
 
-    def launch(self, step: int, residuals: Residuals, *, beside: bool = True) -> None:
+    def launch(self, step: int, residuals: Residuals, *, awaited: bool = False) -> None:
         """Copy in this rank's gradients, add their residuals, and begin the exchange. Do not use the gradients until it is done.
-        step: the number of earlier exchanges. beside: False if the caller waits for it next, see PreparedOperation.start()."""
+        step: the number of earlier exchanges. awaited: see PreparedOperation.start()."""
         self.absent = self.copy_in()
         if residuals:
             parts = {item: self.memory[span] for item, span in zip(self.items, self.spans, strict=True)}
@@ -286,7 +286,7 @@ class Bucket:
                 self.mark_absent()
         if self.memory is not self.buffer.values:
             self.buffer.values.copy_(self.memory)
-        self.buffer.start(step, beside=beside)
+        self.buffer.start(step, awaited=awaited)
         self.in_flight = True
 
     def mark_absent(self) -> None:

@@ -61,9 +61,9 @@ class OperationChain:
                 self._last = self._waited
 
     def begin(self) -> None:
-        """Let the operation that was started begin in the background, also if it was not to run beside the caller."""
-        if self._work is not None:
-            self._work.begin()
+        """Let the operation that was started begin in the background, also if it is awaited. Any thread may call this."""
+        if (work := self._work) is not None:
+            work.begin()
 
     def complete(self) -> None:
         """Wait for the remaining operations. Raises their error."""
@@ -116,8 +116,8 @@ class PlainBuffer(OperationChain):
         buffer.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return buffer
 
-    def start(self, step: int, *, beside: bool = True) -> None:
-        """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges. beside:
+    def start(self, step: int, *, awaited: bool = False) -> None:
+        """Begin to combine the values, which must not be used until complete(). step: the number of earlier exchanges. awaited:
         see PreparedOperation.start()."""
         self._following, self._waited = iter(()), []
         combination, traffic = self.combination, self.combination.traffic
@@ -125,13 +125,13 @@ class PlainBuffer(OperationChain):
             self._wire_bytes = traffic.wire_bytes(self.values.nbytes)
         if self._cast is not None:
             traffic.count(uncompressed=self._wire_bytes)
-            self._work = combination.start(self.values, self._cast)
+            self._work = combination.start(self.values, self._cast, awaited=awaited)
             return
         # Shares are half of an allreduce.
         traffic.count(self._wire_bytes // 2 if combination.in_shares else self._wire_bytes, self._wire_bytes)
         if self._prepared is None:
             self._prepared = combination.prepare(self.values)
-        self._work = self._prepared.start(beside=beside)
+        self._work = self._prepared.start(awaited=awaited)
 
 
 class CodedBuffer(PlainBuffer):
@@ -168,12 +168,12 @@ class CodedBuffer(PlainBuffer):
         rehearse(encoding.codec, device, with_feedback=encoding.feedback, dtype=dtype)
         self.restart()
 
-    def start(self, step: int, *, beside: bool = True) -> None:
+    def start(self, step: int, *, awaited: bool = False) -> None:
         for gap in self._gaps:  # the last result's code may have changed them
             gap.zero_()
         warmup = self._encoding.warmup_steps
         if step < warmup:
-            super().start(step, beside=beside)
+            super().start(step, awaited=awaited)
             return
         traffic = self.combination.traffic
         traffic.count(uncompressed=traffic.wire_bytes(self.values.nbytes))

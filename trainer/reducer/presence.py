@@ -44,13 +44,14 @@ class Presence:
         self._copies = list(map(_Copy, parts.values()))
         self.is_on_gpu = bool(self._copies)
 
-    def start(self, step: int) -> None:
-        """Begin to count what is not counted in the messages of the buckets, which are launched."""
+    def start(self, step: int, *, awaited: bool) -> None:
+        """Begin to count what is not counted in the messages of the buckets, which are launched. awaited: see
+        PreparedOperation.start()."""
         for buffer in self.buffers:
             buffer.values.fill_(1)
             for bucket in self._counted:
                 bucket.mark_absent()
-            buffer.start(step)
+            buffer.start(step, awaited=awaited)
 
     def copy(self) -> None:
         """Begin to copy the counts of the last exchange from GPUs, for read()."""

@@ -397,6 +397,7 @@ class Reducer:
         """Launch the buckets that are not launched yet, in order. only_full: stop at the first one that lacks a gradient."""
         layout = self.layout
         order = layout.buckets if self.deferral is None else self.deferral.order
+        may_await = self.deferral is None and not layout.is_chained  # else another thread waits
         if self._unread is not None:
             self.check_last()
         while self._launched < len(order):
@@ -406,12 +407,12 @@ class Reducer:
             if self._results:
                 self._prepare_results(bucket)
             self.times.bucket_ready(bucket.number, bucket.buffer.values.nbytes)
-            waits_next = self.planner.plan.at_end or self._launched + 1 == len(order)
-            bucket.launch(self.step, self.residuals, beside=not waits_next or self.deferral is not None)
+            awaited = may_await and (self.planner.plan.at_end or self._launched + 1 == len(order))
+            bucket.launch(self.step, self.residuals, awaited=awaited)
             self._is_incomplete |= bool(bucket.absent)
             self._launched += 1
             if self._launched == len(order) and layout.presence.buffers:
-                layout.presence.start(self.step)
+                layout.presence.start(self.step, awaited=may_await)
 
     def _prepare_results(self, bucket: Bucket) -> None:
         """Prepare gradients that were exchanged before and to which nothing was added: divide a sum, so that summing again
@@ -431,7 +432,8 @@ class Reducer:
         if layout.sparse.items:
             layout.sparse.start(self.step)
         self._all_launched = True
-        _in_flight.add(self)
+        with _in_flight_lock:
+            _in_flight.add(self)
         if layout.is_chained or self._is_incomplete:  # other ranks may find sparse ones
             self._background = self._background or Background("gradwire-exchange")
             self._completing = self._background.submit(self.complete, layout.gpus)
@@ -485,8 +487,10 @@ class Reducer:
         """Wait for the exchange of all buckets, assign the gradients, and close the window."""
         layout = self.layout
         begin_ns = time.perf_counter_ns()
-        _in_flight.discard(self)
-        for other in _in_flight:
+        with _in_flight_lock:
+            _in_flight.discard(self)
+            others = list(_in_flight)
+        for other in others:
             other.begin()
         try:
             if self._completing is None:
@@ -584,5 +588,6 @@ class Reducer:
 
 #: Those of this process that have launched all buckets, and have not waited for them. One backward() may reach the parameters of
 #: several Reducers, and ranks may wait for them in different orders. So before the thread waits for one, and runs its operations,
-#: it lets the operations of the others begin.
+#: it lets the operations of the others begin. Threads change this: hvd.join() waits for several Reducers in threads.
 _in_flight: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_in_flight_lock = threading.Lock()

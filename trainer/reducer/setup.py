@@ -49,8 +49,10 @@ class Combination:
         seed: int = 0,
         *,
         divided: bool = False,
+        awaited: bool = False,
     ) -> Work:
-        """Begin to combine values, in place. divided: whether they have been divided by `predivide` already."""
+        """Begin to combine values, in place. divided: whether they have been divided by `predivide` already. awaited: see
+        PreparedOperation.start()."""
         nbytes = values.nbytes if codec is None else 4 * values.numel()
         self.traffic.count(sent=self.traffic.wire_bytes(nbytes, codec, step))
         return self.communicator.allreduce(
@@ -63,6 +65,7 @@ class Combination:
             step=step,
             seed=seed,
             async_op=True,
+            awaited=awaited,
         )
 
     def prepare(self, values: Tensor) -> PreparedOperation:
