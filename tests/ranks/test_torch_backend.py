@@ -533,6 +533,19 @@ class Reentrant(nn.Module):
         return self.last(checkpoint(self.inner, inputs, use_reentrant=True))  # type: ignore[no-any-return]
 
 
+class ReentrantTable(nn.Module):
+    """A table with sparse gradients in a checkpoint: the last gradient is one that is not exchanged at the end of backward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(16, 64, sparse=True), nn.Linear(64, 64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.clone().requires_grad_()
+        rows = torch.arange(len(inputs))
+        return self.last(checkpoint(lambda x: x + self.table(rows), inputs, use_reentrant=True))  # type: ignore[no-any-return]
+
+
 def wait_in_backward(group: dist.ProcessGroup, model: nn.Module) -> None:
     """Let a hook in backward() wait for a future, and another hook call a collective."""
 
@@ -576,6 +589,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "checkpoints": {"make": partial(Layers, checkpoints=False), "find_unused_parameters": True},
     "reentrant": {"make": Reentrant},
     "reentrant, static": {"make": lambda: nn.Sequential(Reentrant(), Reentrant()), "static_graph": True},
+    "reentrant, sparse": {"make": ReentrantTable},
     "waits": {"prepare": wait_in_backward},
     "trains": {"prepare": train_in_backward},
 }

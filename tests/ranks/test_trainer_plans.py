@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ def test_a_plan_is_chosen_within_a_hundred_steps_and_is_the_same_on_all_ranks() 
 def test_a_small_model_has_its_plan_at_once() -> None:
     optimizer = optimizer_of(nn.Linear(3, 3).parameters(), check_replicas_every=None)
     assert optimizer.exchange_plan == hvd.ExchangePlan()
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@on_ranks(2)
+def test_one_bucket_needs_no_thread(compression: str) -> None:
+    """The thread that waits runs the exchange."""
+    net = nn.Linear(300, 300)
+    with Communicator() as communicator:
+        optimizer = optimizer_of(net.parameters(), process_set=communicator, compression=compression)
+        before = set(threading.enumerate())
+        train(net, optimizer, range(3), [hvd.rank()])
+        assert optimizer.stats.exchanges == 3
+        assert set(threading.enumerate()) <= before
+        optimizer.close()
 
 
 @on_ranks(2)
