@@ -261,9 +261,8 @@ class WorkQueue:
         with self._changed:
             self.sealed = True
             if self._queue:
-                with suppress(
-                    RuntimeError
-                ):  # when the process ends, no thread starts: what nobody awaits does not run then
+                # When the process ends, no thread starts: what nobody waits for does not run then.
+                with suppress(RuntimeError):
                     self._start()
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self.busy(), timeout_s)
