@@ -85,7 +85,8 @@ class BucketPlanner:
     """Makes the BucketLayouts of a Reducer. Parameters are identified by their index.
 
     At first, the buckets follow the reverse order of the parameters, in which backward usually reaches them. They are rebuilt
-    once in the order in which gradients arrived on rank 0, and again when parameters have been frozen, unfrozen or added.
+    once in the order in which gradients arrived on rank 0, and again when another plan is tried, and when parameters have been
+    frozen, unfrozen or added.
     Parameters whose gradients are found to be sparse move from the buckets to `sparse`, and back if they are found to be dense.
     Large tables of embeddings with sparse=True begin in `sparse`.
     """

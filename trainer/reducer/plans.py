@@ -16,8 +16,8 @@ class ExchangePlan:
 
     bucket_bytes: the maximum size of a bucket in bytes; None: all gradients of a dtype, device and codec share one bucket. A
     gradient that is larger has a bucket of its own. at_end: True exchanges all buckets when backward() has computed all
-    gradients, in the thread that called it. False exchanges each one as soon as it is full, beside backward(); then the first
-    bucket holds at most 1 MB.
+    gradients, in the thread that called it, or in the background if gradients are sparse or have codecs other than casts. False
+    exchanges each one as soon as it is full, beside backward(); then the first bucket holds at most 1 MB.
     """
 
     bucket_bytes: int | None = SMALL_BUCKET_BYTES

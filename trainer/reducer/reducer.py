@@ -82,9 +82,9 @@ class Reducer:
     or in flush(). Ranks may differ in the parameters that their backward() reaches, even in whether it reaches any, but must go
     through the same windows.
 
-    The exchange is done when backward() returns: buckets are launched as soon as they are full, and callbacks at the end of
-    backward launch the others and wait. A thread of this Reducer begins operations that depend on others: one backward() may
-    reach parameters of several Reducers, for which ranks may wait in different orders.
+    The exchange is done when backward() returns: buckets are launched as soon as they are full, unless the plan exchanges all of
+    them at the end, and callbacks at the end of backward launch the others and wait. A thread of this Reducer begins operations
+    that depend on others: one backward() may reach parameters of several Reducers, for which ranks may wait in different orders.
 
     step: the number of exchanges so far. wait_s: seconds for which callers have waited for unfinished exchanges. has_unreduced:
     whether gradients were accumulated that have not been exchanged. times: of the last exchanges. layout: where each gradient is
