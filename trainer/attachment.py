@@ -244,8 +244,7 @@ def _described(setup: Setup, rule: Callable[[Setup], Rule], parameters: Sequence
         "gradient_predivide_factor": str(setup.predivide),
         "compression": compression,
         "policy": policy,
-        "bucket_bytes": str(getattr(setup.plan, "bucket_bytes", None)),
-        "exchange_plan": "a file" if isinstance(setup.plan, Path) else str(setup.plan),
+        "exchange_plan": "a file" if isinstance(setup.plan, Path) else repr(setup.plan),
         "groups": str([setup.groups.get(parameter) for parameter in parameters] if setup.groups else None),
         "sparse_as_dense": str(setup.sparse_as_dense),
     }

@@ -108,8 +108,9 @@ class DistributedOptimizer(WrappingOptimizer):
     bucket_bytes: the maximum size of a bucket in bytes, for exchange_plan=ExchangePlan(bucket_bytes). None: the value of
     HOROVOD_FUSION_THRESHOLD, if that is set.
     exchange_plan: the sizes of buckets, and whether gradients are exchanged beside backward() or after it. None: if all gradients
-    are on the CPU and no codec encodes them, a few plans are tried in turns within the first hundred steps, and the one with the
-    fastest steps stays; with rules.NextForward buckets hold 4 MB, and otherwise 25 MB. The plan decides in which order numbers of
+    are on the CPU and have no codec but fp16 or bf16, a few plans are tried in turns within the first hundred exchanges, and the
+    one with the fastest steps stays. Nothing is tried with groups: then, and with rules.Sharded on the CPU and rules.NextForward,
+    buckets hold 4 MB, and otherwise 25 MB. The plan decides in which order numbers of
     more than two ranks are added: give an ExchangePlan for the same bits in every run. A path: the plan in this JSON file,
     which rank 0 reads; if there is no such file, rank 0 writes it when a plan has been chosen.
     rule: what the ranks exchange, and when: an object of gradwire.rules, such as hvd.rules.Sharded(); a class derived from Rule;

@@ -82,7 +82,7 @@ DIFFERENT: list[tuple[str, dict[str, Any]]] = [
     ("compression", {"compression": hvd.Compression.fp16}),
     ("compression", {"compression": "topk"}),
     ("policy", {"policy": {"0.*": "int8"}}),
-    ("bucket_bytes", {"bucket_bytes": 7}),
+    ("exchange_plan", {"bucket_bytes": 7}),
     ("op", {"op": hvd.Sum}),
     ("rule", {"op": hvd.Adasum}),
     ("backward_passes_per_step", {"backward_passes_per_step": 4}),

@@ -138,7 +138,7 @@ def test_arguments() -> None:
     for wrong, error in (((SMALL, 7, None), ValueError), ((None, 0, None), ValueError), ((3, None, None), TypeError)):
         with pytest.raises(error):
             check_plan(*wrong)
-    for bad in ({"bucket_bytes": 0}, {"bucket_bytes": 1.5}, {"at_end": 1}):
+    for bad in ({"bucket_bytes": 0}, {"bucket_bytes": True}, {"bucket_bytes": 1.5}, {"at_end": 1}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ExchangePlan(**bad)
 

@@ -25,7 +25,7 @@ class ExchangePlan:
 
     def __post_init__(self) -> None:
         size = self.bucket_bytes
-        if size is not None and not (isinstance(size, int) and size > 0):
+        if size is not None and not (type(size) is int and size > 0):
             raise ValueError(f"bucket_bytes must be a whole number > 0 or None, not {size!r}")
         if not isinstance(self.at_end, bool):
             raise ValueError(f"at_end must be True or False, not {self.at_end!r}")

@@ -101,7 +101,7 @@ class DeferredSteps(Synchronous):
         plan = setup.plan or USUAL
         if not isinstance(plan, ExchangePlan) or plan.at_end:
             raise ValueError(
-                f"exchange_plan={plan!r}: rules.NextForward exchanges gradients beside backward() and later: give an "
+                f"exchange_plan={str(plan)!r}: rules.NextForward exchanges gradients beside backward() and later: give an "
                 "ExchangePlan with at_end=False"
             )
         super().__init__(replace(setup, plan=plan))

@@ -61,8 +61,8 @@ class Rule:
 
         if isinstance(setup.plan, Path) and type(self) is not Rule and not self.supports_auto:
             raise ValueError(
-                f"exchange_plan={str(setup.plan)!r}: a plan is chosen for gradients that are averaged in every step, not for "
-                f"{type(self).__name__}: give an ExchangePlan, or leave it out"
+                f"exchange_plan={str(setup.plan)!r}: plans are tried only if gradients are averaged in every step, not with "
+                f"{type(self).__name__}: give an ExchangePlan, or no exchange_plan"
             )
 
     @property
