@@ -41,9 +41,9 @@ class PlanTrials(Generic[_Plan]):
     it is depends on the model, the machine and what else runs there. In every second round the order of the plans is reversed,
     so that steps which grow longer or shorter by the time do not favor a plan.
 
-    usual: the plan of the first steps, which stays unless another one is better in every round: of a plan that is as fast, chance
-    lets one in 16 seem better. others: the plans to
-    try. after: those of the others that exchange after backward(). ended: is called with the plan that stays.
+    usual: the plan of the first steps, which stays unless another one is better in every round: of plans that are as fast, chance
+    lets one in 16 seem better. others: the plans to try. after: those of the others that exchange after backward(). ended: is
+    called with the plan that stays.
 
     Attribute plan: the plan of the next steps. settled: whether it stays.
     """
