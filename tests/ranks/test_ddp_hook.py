@@ -180,7 +180,7 @@ def test_no_sync() -> None:
     hook.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "reentrant, sparse"])  # the hook has no sparse gradients
 @on_ranks(2, initialized=False)
 def test_every_way_of_ddp_while_plans_are_tried(way: str) -> None:
     """In every second turn, buckets are exchanged after backward(), where DDP does not wait for them earlier."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -60,7 +60,7 @@ class PlanTrials(Generic[_Plan]):
         self.settled = not others
         self._communicator = communicator
         self._others, self._after, self._ended = list(others), after, ended
-        self._waiting = self._turns()
+        self._waiting: list[_Plan] = []  # the plans of the next turns, the last one first
         self._timer = StepTimer(communicator, _COUNTED)
         self._layout: object = None
         self._taken: dict[_Plan, list[list[float]]] = {}  # by plan and turn, the seconds of steps
@@ -78,20 +78,20 @@ class PlanTrials(Generic[_Plan]):
             self._timer.restart(step)
         if (found := self._timer.record(step, hidden_s, counts=counts)) is None:
             return False
-        if not self._taken and found.part > _HOPELESS * median(found.steps):
-            self._others = [plan for plan in self._others if plan not in self._after]
+        if not self._taken:
+            if found.part > _HOPELESS * median(found.steps):
+                self._others = [plan for plan in self._others if plan not in self._after]
+            self._waiting = self._turns()[:0:-1]
         self._taken.setdefault(self.plan, []).append(found.steps)
         before = self.plan
-        self.plan = next(self._waiting, None) or self._end()
+        self.plan = self._waiting.pop() if self._waiting else self._end()
         self._timer.restart(step)  # now, since a rank that has joined is called again only at the end of the turn
         return self.plan != before
 
-    def _turns(self) -> Iterator[_Plan]:
-        """Yield the plans of the turns after the first one."""
-        yield from self._others
-        for number in range(1, _ROUNDS):
-            plans = [self._usual, *self._others]
-            yield from reversed(plans) if number % 2 else plans
+    def _turns(self) -> list[_Plan]:
+        """Return the plans of all turns, in order."""
+        plans = [self._usual, *self._others]
+        return [plan for number in range(_ROUNDS) for plan in (plans[::-1] if number % 2 else plans)]
 
     def _end(self) -> _Plan:
         """End the trials. Return the plan that stays, and log the times."""
