@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,6 +94,23 @@ def steps(name: str) -> str:
         for row in run["rows"]
     )
     return _table(("", "a step, times as fast as DDP", "beyond computing"), rows, "---|---|---:")
+
+
+def plans(*names: str) -> str:
+    """Return a table of the plans of an exchange, with a column for each of these runs: a training step as a multiple of that of
+    the fastest fixed plan, and the plan that was chosen."""
+    runs = [figures(name) for name in names]
+    columns = [{row["competitor"]: row for row in run["rows"]} for run in runs]
+    competitors = [
+        each for each in dict.fromkeys(chain.from_iterable(columns)) if each.split()[0] in ("gradwire", "ddp")
+    ]
+    rows = []
+    for name in competitors:
+        cells = (f"{column[name]['of_best_plan']:.2f}" if name in column else "" for column in columns)
+        rows.append((name.removeprefix("gradwire ").replace("gradwire", "chosen").replace("ddp", "DDP"), *cells))
+    rows.append(("the plan chosen", *((column["gradwire"]["plan"] or "").removeprefix("in ") for column in columns)))
+    where = [f"{(run['meta']['network'] or 'one host').split(' (')[0]}, {run['meta']['model']}" for run in runs]
+    return _table(("", *where), rows, "|".join(["---"] + ["---:"] * len(runs)))
 
 
 def backends(*names: str) -> str:
@@ -355,6 +373,7 @@ def failures(name: str) -> str:
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,
     "steps": steps,
+    "plans": plans,
     "backends": backends,
     "sizes": sizes,
     "across": across,

@@ -30,6 +30,7 @@ MARK = re.compile(r"(<!-- figures: (\S+)((?: [\w./-]+)+) -->)(.*?)(<!-- /figures
 _TORCHRUN = "torchrun --nproc-per-node {} -m gradwire.bench"
 _HOSTS = "python -m gradwire.bench hosts --hosts {} --ranks {} --rate {} --"
 _STEP = "step --preset 13m --batch 1"
+_PLANS = f"{_STEP} --context 64 --plans"
 _SIZES = "allreduce -b 1K -e 16M -f 4 -n {} --algorithm auto,torch"
 _PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorithm auto,torch,mpi"
 _LOCAL = "--preset 13m --batch 1 --context 128 --warmup-steps 60 --every 5"
@@ -42,6 +43,10 @@ RUNS: dict[str, str] = {
     "step-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 8 --compression int8,onebit,powersgd",
     "step-small-one-host": f"{_TORCHRUN.format(2)} step --preset small --rounds 20",
     "step-overlap-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 20 --rounds 3 --overlap",
+    "plans-one-host": f"{_TORCHRUN.format(2)} {_PLANS} --steps 5 --rounds 12",
+    "plans-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} {_PLANS} --steps 3 --rounds 12",
+    **{f"plans-{n}-hosts-1gbit": f"{_HOSTS.format(n, n, '1gbit')} {_PLANS} --steps 2 --rounds 6" for n in (2, 4)},
+    "plans-mlp-one-host": f"{_TORCHRUN.format(2)} step --model mlp --plans --steps 10 --rounds 40",
     "step-shards-one-host": f"{_TORCHRUN.format(2)} {_STEP} --steps 2 --rounds 15 --shard-states",
     "step-shards-4-hosts-1gbit": f"{_HOSTS.format(4, 4, '1gbit')} {_STEP} --steps 2 --rounds 6 --shard-states --compression int8",
     "allreduce-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} allreduce -b 1K -e 64M -f 4 -n 40 --algorithm auto,torch",
