@@ -425,9 +425,11 @@ class CompressionHook:
         self, done: Future[Tensor], buffer: Tensor, begin: Callable[[], None], finish: Callable[[], None]
     ) -> None:
         """Begin an exchange, and finish it in the background."""
-        # Later sums of a matrix codec depend on the first. All ranks run them in the same order if one thread does so.
-        steps = [begin, finish] if self._in_one_thread else [finish]
-        if not self._in_one_thread:
+        steps = [finish]
+        if self._in_one_thread:
+            # Later sums of a matrix codec depend on the first. All ranks run them in the same order if one thread does so.
+            steps.insert(0, begin)
+        else:
             begin()
         running = self._background.submit(partial(_run, done, buffer, *steps), gpus([buffer.device]))
         if graph_task() != OUTSIDE_BACKWARD:  # as in DDP's join(), after this rank's last backward()

@@ -133,7 +133,7 @@ class GradwireGroup(ProcessGroup):  # type: ignore[misc]  # torch's stubs know n
         op = _name_of(opts.reduceOp)
         is_async, is_plain = _is_async(opts), not (tensor.is_sparse or op in BITWISE)
         called = sys._getframe(1)  # that of call() in _verb()
-        is_delayed = is_async and is_plain and self._has_no_core_beside and is_delayable(called)
+        is_delayed = is_async and is_plain and is_delayable(called) and self._has_no_core_beside
         if not is_delayed:
             self._end_of_backward.begin()
         if is_plain:
