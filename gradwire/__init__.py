@@ -43,6 +43,7 @@ from gradwire.collectives.errors import PeerJoined as PeerJoined
 from gradwire.collectives.errors import PeerLost as PeerLost
 from gradwire.collectives.errors import ReplicasDiffer as ReplicasDiffer
 from gradwire.collectives.torch_backend import register as _register_torch_backend
+from gradwire.trainer.batch_shares import BatchShares as BatchShares
 from gradwire.trainer.ddp import ddp_comm_hook as ddp_comm_hook
 from gradwire.trainer.horovod import probes as _probes
 from gradwire.trainer.horovod.alias import alias_horovod as alias_horovod

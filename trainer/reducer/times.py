@@ -29,8 +29,8 @@ class ExchangeTimes:
     """Records when the gradients of exchanges were ready and exchanged, also in the Communicator's timeline if it has one.
 
     The exchange sets began_ns to now_ns() at the first gradient of a backward(). last: the times of the last exchanges; keep()
-    sets how many. on: the GPU of the gradients, which then measures the durations; they are known one exchange later, since the
-    host waits for nothing. None on the CPU. The timeline shows what the host does.
+    sets how many. count: how many exchanges have ended. on: the GPU of the gradients, which then measures the durations; they are
+    known one exchange later, since the host waits for nothing. None on the CPU. The timeline shows what the host does.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -40,7 +40,7 @@ class ExchangeTimes:
         self._on_gpu = _EventTimes()
         self._communicator = communicator
         self._sent_ns = 0  # 0 until a bucket is sent
-        self._count = 0
+        self.count = 0
 
     def keep(self, count: int) -> None:
         """Keep the times of at least `count` exchanges."""
@@ -76,8 +76,8 @@ class ExchangeTimes:
 
     def exchange_ends(self, wait_begin_ns: int) -> None:
         """Record that all buckets are exchanged, after a wait that began at wait_begin_ns."""
-        now, number = now_ns(), self._count
-        self._count += 1
+        now, number = now_ns(), self.count
+        self.count += 1
         if self._communicator.timeline is not None and (lane := self._communicator.lane("training")) is not None:
             lane.span("wait", wait_begin_ns, exchange=number)
         if self.on is None:

@@ -1,0 +1,300 @@
+"""BatchShares: a batch sampler that divides each global batch among the ranks by their measured speed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from gradwire.collectives import Communicator
+from gradwire.collectives.torch_internals import runs_hooks
+from gradwire.trainer.checkpoint import on_all_ranks
+from gradwire.trainer.division import Cost, Speed, better, check_bounds, divide
+from gradwire.trainer.optimizer import DistributedOptimizer
+from gradwire.trainer.reducer.agreement import check_settings
+from gradwire.trainer.reducer.own_times import OwnTimes
+from gradwire.trainer.world.joined import World
+from gradwire.trainer.world.world import current_world, elastic_worker, names_rank
+
+_log = logging.getLogger("gradwire")
+
+
+class BatchShares(Sampler[list[int]]):
+    """Yields this rank's part of each global batch: DataLoader(dataset, batch_sampler=hvd.BatchShares(dataset, ...)).
+
+    The global batches of an epoch are the same for all shares and all numbers of ranks. Each rank gets a part of each batch, and
+    all ranks together get every sample once an epoch. The parts differ in size, so call optimizer.weigh(len(batch)) before
+    backward(), which weighs the average of the gradients by it. docs/guides/machines-that-differ.md is the guide.
+
+    Without shares=, the parts are equal at first. After each `every` steps, the ranks exchange the times of their own computing,
+    without their waits for other ranks. If other parts shorten the predicted step of the slowest rank by more than 3 %, the parts
+    change, from a batch on that no rank's DataLoader has fetched yet. Rank 0 logs each change.
+
+    The last batch holds the rest of the samples. It is divided in the same ratios, with at least one sample for each rank,
+    whatever the bounds. If it had fewer samples than there are ranks, its samples are added to the batch before.
+
+    Each step of the optimizer uses backward_passes_per_step batches. `position` counts the batches of this epoch that steps have
+    used, for state_dict(). If steps use other numbers, as GradScaler does when it skips a step, set it before state_dict().
+
+    dataset: anything with a length, the same on all ranks.
+    global_batch: the number of samples of a batch on all ranks together.
+    optimizer: a DistributedOptimizer of all ranks, whose steps are measured and counted. Measuring needs the default rule or
+    rules.Sharded. Not needed with shares=, except for state_dict().
+    shares: relative numbers by rank, such as [3, 1], by which batches are divided from first to last; None: measured.
+    least, most: the smallest and largest number of samples of a rank; most=None: any.
+    every: the number of steps from one exchange of measurements to the next.
+    shuffle: whether the order of the samples is random. It depends on seed and epoch, and is the same on all ranks.
+    drop_last: whether to leave out a last batch of less than global_batch samples.
+
+    In an elastic job, make it a value of the state. global_batch remains when the number of ranks changes. The parts are equal
+    again then, and shares= raises ValueError.
+
+    The constructor is collective. Raises ValueError on all ranks if arguments are invalid on any rank or differ between ranks.
+    """
+
+    @names_rank
+    def __init__(
+        self,
+        dataset: Sized,
+        global_batch: int,
+        *,
+        optimizer: DistributedOptimizer | None = None,
+        shares: Sequence[float] | None = None,
+        least: int = 1,
+        most: int | None = None,
+        every: int = 20,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.dataset, self.global_batch, self.optimizer = dataset, global_batch, optimizer
+        self.least, self.most, self.every = least, most, every
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = self.position = 0
+        self._given = shares
+        self._by_hand: list[float] | None = None
+        self._first = 0  # the first batch of this epoch to be yielded
+        self._taken: deque[int] = deque()  # the samples of the batches that are yielded, and not used by a step yet
+        self._used = self._next = 0  # how many batches steps have used, and the next one to be yielded, since a restart
+        self._world: World
+        self._communicator: Communicator | None = None
+        self._connect()
+        self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def shares(self) -> list[int]:
+        """Return how many samples of the next step's batch each rank has; those of a last batch may be fewer."""
+        return list(self._parts_at(self._used))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, which decides the order of the samples. The epoch of load_state_dict() begins at its position."""
+        if epoch != self.epoch:
+            self.epoch, self.position, self._first = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, how many of its batches steps have used, and the shares; the same on all ranks. Raises RuntimeError
+        without optimizer=: a DataLoader fetches batches ahead of the steps, so their number cannot be known."""
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"rank {self._world.rank}: BatchShares counts batches by the steps of the optimizer: give optimizer="
+            )
+        shares = self._changes[-1][1]
+        return {"epoch": self.epoch, "position": self.position, "shares": list(shares), **self._samples}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state that state_dict() returned on any rank. Collective. With another number of ranks, parts are
+        equal at first. Raises ValueError on all ranks if the states differ between ranks, or are of other samples or batches."""
+        if current_world() is not self._world:
+            self._connect()
+        communicator = current_world().communicator()
+        on_all_ranks(communicator, lambda: self._check_state(state_dict))
+        check_settings(communicator, "state of BatchShares", {name: str(each) for name, each in state_dict.items()})
+        self.epoch, self.position = state_dict["epoch"], state_dict["position"]
+        self._first, shares = self.position, state_dict["shares"]
+        within = min(shares) >= self.least and (self.most is None or max(shares) <= self.most)
+        is_possible = within and len(shares) == self._world.size
+        self._restart(shares if is_possible and self._by_hand is None else None)
+
+    @names_rank
+    def close(self) -> None:
+        """Stop measuring, and close the Communicator. Collective: the other ranks exchange no measurements after it either."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._communicator is not None:
+            self._communicator.close()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first, count = self._first, self._count
+        base = self._used - first  # ranks have used equally many batches, so they number the batches alike
+        self.position = first
+        self._taken.clear()
+        order = self._order()
+        for number in range(first, count):
+            begin = number * self.global_batch
+            end = len(order) if number == count - 1 and not self.drop_last else begin + self.global_batch
+            parts = self._parts_at(base + number)
+            if end - begin != self.global_batch:
+                parts = divide(end - begin, [Cost(0.0, 1 / part) for part in parts])
+            begin += sum(parts[: self._world.rank])
+            batch = order[begin : begin + parts[self._world.rank]].tolist()
+            self._taken.append(len(batch))
+            self._next = max(self._next, base + number + 1)
+            yield batch
+        self._first = 0
+
+    def __len__(self) -> int:
+        """Return the number of batches of the epoch that are to be yielded."""
+        return self._count - self._first
+
+    @property
+    def _samples(self) -> dict[str, Any]:
+        """Return what decides which samples are in which batch."""
+        names = ("global_batch", "shuffle", "seed", "drop_last")
+        return {"samples": len(self.dataset), **{name: getattr(self, name) for name in names}}
+
+    @property
+    def _count(self) -> int:
+        """Return the number of batches of an epoch."""
+        whole, rest = divmod(len(self.dataset), self.global_batch)
+        return whole + (rest >= self._world.size and not self.drop_last)
+
+    def _order(self) -> torch.Tensor:
+        """Return the samples of the epoch in order."""
+        if not self.shuffle:
+            return torch.arange(len(self.dataset), device="cpu")
+        generator = torch.Generator(device="cpu").manual_seed(self.seed + self.epoch)
+        return torch.randperm(len(self.dataset), generator=generator, device="cpu")
+
+    def _parts_at(self, number: int) -> list[int]:
+        """Return the parts of the ranks in a batch, by its number since the last restart. A later change counts first."""
+        return next(parts for begin, parts in reversed(self._changes) if begin <= number)
+
+    # What depends on the ranks
+
+    def _connect(self) -> None:
+        """Check the arguments, and connect to the ranks of the present world. Collective."""
+        world, worker = current_world(), elastic_worker()
+        # A process that joins an elastic job later is alone until the job takes it in, and must not fail before.
+        is_alone = world.size == 1 and worker is not None and worker.is_late
+        on_all_ranks(
+            world.communicator(),
+            lambda: self._check(world.size, is_alone=is_alone),
+            failed="BatchShares: rank {} was given invalid arguments ({})",
+        )
+        given = {"shares": self._by_hand, "least": self.least, "most": self.most, "every": self.every}
+        settings = {name: str(each) for name, each in {**self._samples, **given}.items()}
+        check_settings(
+            world.communicator(), "BatchShares", settings | {"optimizer": str(type(self.optimizer).__name__)}
+        )
+        self._world = world
+        if self._by_hand is None:
+            self._communicator = world.open_communicator(None, tensors=[torch.empty(0, device="cpu")])
+        self._restart(None)
+
+    def _check(self, size: int, *, is_alone: bool) -> None:
+        """Raise ValueError or TypeError for invalid arguments in a world of this size."""
+        self._by_hand = None if self._given is None else list(self._given)
+        for name in ("global_batch", "least", "every", "most"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (name == "most" and value is None):
+                raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
+        if self.optimizer is None and self._by_hand is None:
+            raise ValueError("give optimizer=, whose steps are measured, or shares=")
+        if self.optimizer is not None:
+            self._check_optimizer(self.optimizer, size)
+        if is_alone:
+            return
+        if len(self.dataset) < size:
+            raise ValueError(f"the dataset has {len(self.dataset)} samples, fewer than there are ranks ({size})")
+        check_bounds(self.global_batch, size, self.least, self.most)
+        if self._by_hand is not None:
+            valid = all(isinstance(each, int | float) and each > 0 and math.isfinite(each) for each in self._by_hand)
+            if not valid or len(self._by_hand) != size:
+                raise ValueError(f"shares must be {size} finite numbers > 0, one for each rank, not {self._by_hand!r}")
+
+    def _check_optimizer(self, optimizer: Any, size: int) -> None:
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(f"optimizer must be a DistributedOptimizer, not {optimizer!r}")
+        if optimizer.communicator.size != size:
+            raise ValueError(f"optimizer must be of all {size} ranks, not of {optimizer.communicator.size}")
+        if not runs_hooks(optimizer.optimizer):
+            raise ValueError(f"step() of {type(optimizer.optimizer).__name__} does not run torch's hooks")
+        if self._by_hand is None and optimizer.rule.times is None:
+            raise ValueError(
+                f"{type(optimizer.rule).__name__} does not measure the ranks' own computing in each step: give shares="
+            )
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless a state is of these samples and batches."""
+        for name, own in self._samples.items():
+            if state.get(name) != own:
+                raise ValueError(f"BatchShares has {name}={own!r}, and the state {state.get(name)!r}")
+        for name, kind in (("epoch", int), ("position", int), ("shares", list)):
+            if type(state.get(name)) is not kind:
+                raise ValueError(f"{name!r} is {state.get(name)!r}")
+        if not 0 <= state["position"] <= -(-len(self.dataset) // self.global_batch):
+            raise ValueError(f"'position' is {state['position']!r}")
+        shares = state["shares"]
+        if not all(type(each) is int and each > 0 for each in shares) or sum(shares) != self.global_batch:
+            raise ValueError(f"'shares' is {shares!r}")
+
+    def _restart(self, parts: list[int] | None) -> None:
+        """Number batches and measure steps from now on. parts: of the ranks; None for those by hand, or equal ones."""
+        size = self._world.size
+        weights = self._by_hand or [1.0] * size
+        if parts is None:  # fewer ranks than weights, or bounds that cannot hold, only while this process is alone
+            bounds = (self.least, self.most) if size > 1 else (1, None)
+            parts = divide(self.global_batch, [Cost(0.0, 1 / weight) for weight in weights[:size]], *bounds)
+        self._changes = [(0, parts)]  # numbers of batches, and the parts from there on
+        self._used = self._next = self._steps = 0
+        self._taken.clear()
+        self._speeds = [Speed() for _ in range(size)]
+        self._own_times: OwnTimes | None = None
+        if self._by_hand is None and self.optimizer is not None and size > 1:
+            self._own_times = OwnTimes(self.optimizer.rule.times)
+
+    # What follows a step
+
+    def _after_step(self, *_: object) -> None:
+        """Count the batches of a step, and measure it. Collective after each `every` steps."""
+        assert self.optimizer is not None
+        passes = self.optimizer.backward_passes_per_step
+        samples = [self._taken.popleft() for _ in range(min(passes, len(self._taken)))]
+        self._used += passes
+        self.position += len(samples)
+        if self._own_times is not None:
+            self._steps += 1
+            self._own_times.record(sum(samples) // len(samples) if samples else 0)
+            if self._steps % self.every == 0:
+                self._exchange(self._own_times)
+
+    def _exchange(self, own_times: OwnTimes) -> None:
+        """Exchange the times of the last steps, and change the parts if that is worth it. Collective. Raises ValueError on all
+        ranks if they are at different batches."""
+        assert self._communicator is not None
+        place = f"epoch {self.epoch}, batch {self.position}"
+        everyones = self._communicator.allgather_record([self._next, list(own_times.medians().items()), place])
+        if any(theirs != place for *_, theirs in everyones):
+            places = "; ".join(f"{theirs} on rank {rank}" for rank, (*_, theirs) in enumerate(everyones))
+            raise ValueError(f"rank {self._world.rank}: the ranks use different batches of BatchShares: {places}")
+        for speed, (_, theirs, _) in zip(self._speeds, everyones, strict=True):
+            speed.measured(dict(theirs))
+        costs = [cost for speed in self._speeds if (cost := speed.cost) is not None]
+        found, parts = None, self._changes[-1][1]
+        if self._world.rank == 0 and len(costs) == self._world.size:  # rank 0 decides: processors may round differently
+            found = better(parts, costs, self.least, self.most)
+        found = self._communicator.allgather_record(found)[0]
+        if found is None:
+            return
+        begin = max(number for number, *_ in everyones)
+        self._changes.append((begin, found))
+        if self._world.rank == 0:
+            slowest_s = [max(map(Cost.seconds, costs, each)) for each in (parts, found)]
+            said = "gradwire: the ranks' parts of a batch change from %s to %s samples after %d more batches: a step of the "
+            said += "slowest rank is predicted to take %.3g ms instead of %.3g ms"
+            _log.info(said, parts, found, begin - self._used, 1e3 * slowest_s[1], 1e3 * slowest_s[0])
