@@ -6,12 +6,13 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence, Sized
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from gradwire.collectives import Communicator
+from gradwire.collectives import PeerJoined
 from gradwire.collectives.torch_internals import runs_hooks
 from gradwire.trainer.checkpoint import on_all_ranks
 from gradwire.trainer.division import Cost, Speed, better, check_bounds, divide
@@ -28,8 +29,8 @@ class BatchShares(Sampler[list[int]]):
     """Yields this rank's part of each global batch: DataLoader(dataset, batch_sampler=hvd.BatchShares(dataset, ...)).
 
     The global batches of an epoch are the same for all shares and all numbers of ranks. Each rank gets a part of each batch, and
-    all ranks together get every sample once an epoch. The parts differ in size, so call optimizer.weigh(len(batch)) before
-    backward(), which weighs the average of the gradients by it. docs/guides/machines-that-differ.md is the guide.
+    all ranks together get every sample once an epoch. The parts differ in size: docs/guides/machines-that-differ.md, the guide,
+    shows how every sample gets the same weight.
 
     Without shares=, the parts are equal at first. After each `every` steps, the ranks exchange the times of their own computing,
     without their waits for other ranks. If other parts shorten the predicted step of the slowest rank by more than 3 %, the parts
@@ -52,7 +53,7 @@ class BatchShares(Sampler[list[int]]):
     drop_last: whether to leave out a last batch of less than global_batch samples.
 
     In an elastic job, make it a value of the state. global_batch remains when the number of ranks changes. The parts are equal
-    again then, and shares= raises ValueError.
+    again then. Raises ValueError on all ranks if the bounds do not allow that, and with shares=.
 
     The constructor is collective. Raises ValueError on all ranks if arguments are invalid on any rank or differ between ranks.
     """
@@ -80,16 +81,16 @@ class BatchShares(Sampler[list[int]]):
         self._by_hand: list[float] | None = None
         self._first = 0  # the first batch of this epoch to be yielded
         self._taken: deque[int] = deque()  # the samples of the batches that are yielded, and not used by a step yet
-        self._used = self._next = 0  # how many batches steps have used, and the next one to be yielded, since a restart
+        self._next = 0  # the batch after the last one that is yielded
+        self._changes: list[tuple[int, list[int]]]  # batches of this epoch, and the parts from there on
         self._world: World
-        self._communicator: Communicator | None = None
         self._connect()
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(self._after_step)
 
     @property
     def shares(self) -> list[int]:
         """Return how many samples of the next step's batch each rank has; those of a last batch may be fewer."""
-        return list(self._parts_at(self._used))
+        return list(self._parts_at(self.position))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, which decides the order of the samples. The epoch of load_state_dict() begins at its position."""
@@ -120,30 +121,27 @@ class BatchShares(Sampler[list[int]]):
         is_possible = within and len(shares) == self._world.size
         self._restart(shares if is_possible and self._by_hand is None else None)
 
-    @names_rank
     def close(self) -> None:
-        """Stop measuring, and close the Communicator. Collective: the other ranks exchange no measurements after it either."""
+        """Stop counting and measuring steps. Call it on all ranks, after the same step."""
         if self._hook is not None:
             self._hook.remove()
-        if self._communicator is not None:
-            self._communicator.close()
 
     def __iter__(self) -> Iterator[list[int]]:
         first, count = self._first, self._count
-        base = self._used - first  # ranks have used equally many batches, so they number the batches alike
-        self.position = first
+        self.position = self._next = first
+        self._changes = [(0, self._changes[-1][1])]
         self._taken.clear()
         order = self._order()
         for number in range(first, count):
             begin = number * self.global_batch
             end = len(order) if number == count - 1 and not self.drop_last else begin + self.global_batch
-            parts = self._parts_at(base + number)
+            parts = self._parts_at(number)
             if end - begin != self.global_batch:
                 parts = divide(end - begin, [Cost(0.0, 1 / part) for part in parts])
             begin += sum(parts[: self._world.rank])
             batch = order[begin : begin + parts[self._world.rank]].tolist()
             self._taken.append(len(batch))
-            self._next = max(self._next, base + number + 1)
+            self._next = number + 1
             yield batch
         self._first = 0
 
@@ -166,12 +164,12 @@ class BatchShares(Sampler[list[int]]):
     def _order(self) -> torch.Tensor:
         """Return the samples of the epoch in order."""
         if not self.shuffle:
-            return torch.arange(len(self.dataset), device="cpu")
+            return torch.arange(len(self.dataset), dtype=torch.int64, device="cpu")
         generator = torch.Generator(device="cpu").manual_seed(self.seed + self.epoch)
-        return torch.randperm(len(self.dataset), generator=generator, device="cpu")
+        return torch.randperm(len(self.dataset), generator=generator, dtype=torch.int64, device="cpu")
 
     def _parts_at(self, number: int) -> list[int]:
-        """Return the parts of the ranks in a batch, by its number since the last restart. A later change counts first."""
+        """Return the parts of the ranks in a batch of this epoch. A later change counts first."""
         return next(parts for begin, parts in reversed(self._changes) if begin <= number)
 
     # What depends on the ranks
@@ -192,8 +190,6 @@ class BatchShares(Sampler[list[int]]):
             world.communicator(), "BatchShares", settings | {"optimizer": str(type(self.optimizer).__name__)}
         )
         self._world = world
-        if self._by_hand is None:
-            self._communicator = world.open_communicator(None, tensors=[torch.empty(0, device="cpu")])
         self._restart(None)
 
     def _check(self, size: int, *, is_alone: bool) -> None:
@@ -244,14 +240,14 @@ class BatchShares(Sampler[list[int]]):
             raise ValueError(f"'shares' is {shares!r}")
 
     def _restart(self, parts: list[int] | None) -> None:
-        """Number batches and measure steps from now on. parts: of the ranks; None for those by hand, or equal ones."""
+        """Measure steps from now on. parts: of the ranks; None for those by hand, or equal ones."""
         size = self._world.size
         weights = self._by_hand or [1.0] * size
         if parts is None:  # fewer ranks than weights, or bounds that cannot hold, only while this process is alone
             bounds = (self.least, self.most) if size > 1 else (1, None)
             parts = divide(self.global_batch, [Cost(0.0, 1 / weight) for weight in weights[:size]], *bounds)
-        self._changes = [(0, parts)]  # numbers of batches, and the parts from there on
-        self._used = self._next = self._steps = 0
+        self._changes = [(0, parts)]
+        self._next = 0
         self._taken.clear()
         self._speeds = [Speed() for _ in range(size)]
         self._own_times: OwnTimes | None = None
@@ -265,20 +261,19 @@ class BatchShares(Sampler[list[int]]):
         assert self.optimizer is not None
         passes = self.optimizer.backward_passes_per_step
         samples = [self._taken.popleft() for _ in range(min(passes, len(self._taken)))]
-        self._used += passes
         self.position += len(samples)
         if self._own_times is not None:
-            self._steps += 1
             self._own_times.record(sum(samples) // len(samples) if samples else 0)
-            if self._steps % self.every == 0:
-                self._exchange(self._own_times)
+            if (self.optimizer.steps + 1) % self.every == 0:  # join() makes steps equal
+                with suppress(PeerJoined):  # a joined rank has no batch
+                    self._exchange(self._own_times)
 
     def _exchange(self, own_times: OwnTimes) -> None:
         """Exchange the times of the last steps, and change the parts if that is worth it. Collective. Raises ValueError on all
         ranks if they are at different batches."""
-        assert self._communicator is not None
+        communicator = self._world.communicator()
         place = f"epoch {self.epoch}, batch {self.position}"
-        everyones = self._communicator.allgather_record([self._next, list(own_times.medians().items()), place])
+        everyones = communicator.allgather_record([self._next, list(own_times.medians().items()), place])
         if any(theirs != place for *_, theirs in everyones):
             places = "; ".join(f"{theirs} on rank {rank}" for rank, (*_, theirs) in enumerate(everyones))
             raise ValueError(f"rank {self._world.rank}: the ranks use different batches of BatchShares: {places}")
@@ -288,13 +283,13 @@ class BatchShares(Sampler[list[int]]):
         found, parts = None, self._changes[-1][1]
         if self._world.rank == 0 and len(costs) == self._world.size:  # rank 0 decides: processors may round differently
             found = better(parts, costs, self.least, self.most)
-        found = self._communicator.allgather_record(found)[0]
+        found = communicator.allgather_record(found)[0]
         if found is None:
             return
         begin = max(number for number, *_ in everyones)
         self._changes.append((begin, found))
         if self._world.rank == 0:
             slowest_s = [max(map(Cost.seconds, costs, each)) for each in (parts, found)]
-            said = "gradwire: the ranks' parts of a batch change from %s to %s samples after %d more batches: a step of the "
-            said += "slowest rank is predicted to take %.3g ms instead of %.3g ms"
-            _log.info(said, parts, found, begin - self._used, 1e3 * slowest_s[1], 1e3 * slowest_s[0])
+            said = "gradwire: the ranks' parts of a batch change from %s to %s samples, from batch %d of epoch %d on: a step of "
+            said += "the slowest rank is predicted to take %.3g ms instead of %.3g ms"
+            _log.info(said, parts, found, begin, self.epoch, 1e3 * slowest_s[1], 1e3 * slowest_s[0])

@@ -166,6 +166,26 @@ def test_accumulation_uses_a_batch_for_each_backward() -> None:
         assert sampler.position == 2 * ((number + 1) // 2)
 
 
+@on_ranks(2)
+def test_a_joined_rank_is_not_measured_and_divides_alike_afterwards() -> None:
+    optimizer = made()
+    sampler = hvd.BatchShares(range(60), 12, optimizer=optimizer, every=4)
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        mine = []
+        for numbers in sampler:
+            if (epoch, hvd.rank(), sampler.position) == (1, 1, 1):
+                break  # in batches of which others then use more than this rank
+            step(optimizer, numbers, 0.004 if hvd.rank() == 1 else 0.001)
+            mine.append(numbers)
+        if epoch == 1:
+            hvd.join()
+        elif epoch > 1:
+            everyones = order(60, epoch)
+            assert batches(mine) == [sorted(everyones[begin : begin + 12]) for begin in range(0, 60, 12)]
+    assert sampler.shares[1] < 5
+
+
 def by_rank(*values: Any) -> Any:
     return values[hvd.rank()]
 

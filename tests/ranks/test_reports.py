@@ -86,6 +86,7 @@ def test_a_slow_rank_is_named_with_what_it_costs(ranks: Worlds) -> None:
         assert 0.75 * SLOW_S <= report.cost_s[slow] <= report.worst_s[slow]
         assert report.step_s >= SLOW_S
         assert report.share > 0.1
+        assert report.batch_shares[slow] == min(report.batch_shares)
         for rank in {0, 1, 2} - {slow}:
             assert report.waited_s[rank][slow] >= 0.75 * SLOW_S
             assert report.waited_s[slow][rank] < report.waited_s[rank][slow]

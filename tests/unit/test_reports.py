@@ -213,6 +213,13 @@ def test_who_waits_least_is_who_was_waited_for() -> None:
     assert "the others waited 0.188 s a step for rank 2 (19% of 1.000 s; at most 0.250 s)" in str(report)
 
 
+def test_the_shares_that_make_ranks_equal_come_from_their_own_computing() -> None:
+    report, _ = reported([[0.0] * 3, *[[0.75, 0.5, 0.0]] * 4], every=4)  # which takes 0.25, 0.5 and 1 s
+    assert report is not None
+    assert report.batch_shares == pytest.approx((4 / 7, 2 / 7, 1 / 7))
+    assert "a share of 0.14 instead of 0.33 makes rank 2 equal" in str(report)
+
+
 def test_two_that_are_slow_alike_are_both_told_once_all_have_reported() -> None:
     report, _ = reported([[0.0] * 4, *[[0.5, 0.0, 0.5, 0.0]] * 4], every=5)
     assert report is not None
@@ -260,7 +267,7 @@ def test_what_does_not_matter_is_not_logged(
 def test_a_rank_is_clearly_slow_only_if_it_costs_much_and_more_than_others(
     cost_s: tuple[float, ...], is_clear: bool
 ) -> None:
-    assert Stragglers(9, 9, 0.1, cost_s, cost_s, ()).is_clear == is_clear
+    assert Stragglers(9, 9, 0.1, cost_s, cost_s, (), ()).is_clear == is_clear
 
 
 def test_operations_are_added_up_and_the_best_rate_is_kept(tmp_path: Path) -> None:

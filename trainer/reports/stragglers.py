@@ -49,6 +49,8 @@ class Stragglers:
 
     step_s: the mean seconds from one exchange to the next. cost_s, worst_s: for each rank, the mean and the maximum of its
     delay, in seconds. waited_s: for each rank i, a tuple with the mean seconds by which rank i was ready before each rank r.
+    batch_shares: for each rank, the share of a batch with which all ranks would compute equally long, if they have equal shares
+    now, and their own computing takes time in proportion to the samples. Their sum is 1.
     """
 
     steps: int
@@ -57,6 +59,7 @@ class Stragglers:
     cost_s: tuple[float, ...]
     worst_s: tuple[float, ...]
     waited_s: tuple[tuple[float, ...], ...]
+    batch_shares: tuple[float, ...]
 
     @property
     def slowest(self) -> int:
@@ -89,7 +92,9 @@ class Stragglers:
         rank = self.slowest
         return (
             f"the others waited {self.cost_s[rank]:.3f} s a step for rank {rank} ({self.share:.0%} of {self.step_s:.3f} s; "
-            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, up to exchange {self.last} of gradients"
+            f"at most {self.worst_s[rank]:.3f} s) in {self.steps} steps, up to exchange {self.last} of gradients. "
+            f"If all ranks have equal parts of a batch, a share of {self.batch_shares[rank]:.2f} instead of "
+            f"{1 / len(self.batch_shares):.2f} makes rank {rank} equal (hvd.BatchShares)"
         )
 
 
@@ -177,6 +182,7 @@ def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[
     exchanges). step: the seconds between exchanges, of any shape."""
     ahead = np.clip(waited[:, None, :] - waited[None, :, :], 0, None).mean(axis=2)
     late = lateness(waited)
+    speeds = 1 / np.maximum(step.mean() - waited.mean(axis=1), 1e-9)  # steps last equally long on all ranks
     return Stragglers(
         steps=waited.shape[1],
         last=last,
@@ -184,6 +190,7 @@ def stragglers_of(last: int, waited: npt.NDArray[np.float64], step: npt.NDArray[
         cost_s=tuple(late.mean(axis=1).tolist()),
         worst_s=tuple(late.max(axis=1).tolist()),
         waited_s=tuple(tuple(row) for row in ahead.tolist()),
+        batch_shares=tuple((speeds / speeds.sum()).tolist()),
     )
 
 
