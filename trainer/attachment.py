@@ -39,6 +39,9 @@ class _Superseded(Rule):
         super().__init__(closed.setup)
         self._closed, self._name = closed, name
 
+    def weigh(self, samples: float | Tensor) -> None:
+        self.synchronize()
+
     def synchronize(self) -> None:
         raise RuntimeError(
             f"rank {self.communicator.rank}: this optimizer was closed when another DistributedOptimizer with its "

@@ -38,6 +38,7 @@ from gradwire.trainer.reducer.setup import Combination
 from gradwire.trainer.reducer.streams import Background, gpus, on_streams, refuse_capture, synchronize
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
 from gradwire.trainer.reducer.trials import PlanTrials
+from gradwire.trainer.reducer.weights import WeightsByCall
 from gradwire.trainer.world.world import names_rank
 
 UNSETTLED_STEPS = 2
@@ -116,6 +117,7 @@ class CompressionHook:
         self._plain: dict[int, PlainBuffer] = {}  # by the index of a bucket of DDP, of which it has the memory
         self._before: list[Tensor] = []  # memory that buckets had before, where NumPy arrays may point to it
         self._residuals = Residuals()
+        self._weights = WeightsByCall()
         self._loaded: list[dict[str, Any]] = []  # loaded buffers with parameters that DDP has not come with yet
 
     def __call__(
@@ -144,6 +146,8 @@ class CompressionHook:
         gradients = dict(zip(numbers, bucket.gradients(), strict=True))
         if self._loaded:
             self._make_loaded(buffer.device)
+        if self._weights.is_used:
+            self._multiply(buffer, gradients, is_first=bucket.index() == 0)
         if self._chosen and self._settled:
             self._choose(bucket.index(), numbers, buffer)
         kinds: dict[Encoding | None, list[int]] = {}
@@ -167,6 +171,7 @@ class CompressionHook:
             combination.traffic.count(exchanges=1)
             self._step += 1
             self._settled = True
+            self._weights.close()
         if self._choice is not None:
             self._exchanged += buffers
 
@@ -191,6 +196,36 @@ class CompressionHook:
         else:
             self._end_of_backward.add(partial(_run, done, buffer, begin, finish), begin_beside)
         return done.then(lambda done: done.value())  # the error is raised inside, where DDP notices it
+
+    def weigh(self, samples: float | Tensor) -> None:
+        """Set how many samples the gradients of the next backward() stand for: see DistributedOptimizer.weigh(). DDP's average is
+        then sum(samples * gradient) / sum(samples).
+
+        Call it directly before each backward(), also those in no_sync(). Every rank calls backward(), as DDP needs it, also one
+        without samples. Raises RuntimeError if it is called twice before the first exchange, and named_parameters was not given,
+        since the hook does not know the parameters then."""
+        parameters = self._numbers if self._names is None else self._names
+        if not parameters and self._weights.is_used:
+            raise RuntimeError(
+                f"{self._here}weigh() was called twice before the first exchange: give named_parameters to ddp_comm_hook()"
+            )
+        with names_rank:
+            self._weights.weigh(samples, {id(each): each.grad for each in parameters if each.grad is not None})
+
+    def _multiply(self, buffer: Tensor, gradients: Mapping[int, Tensor], *, is_first: bool) -> None:
+        """Multiply the gradients of a bucket by this rank's factor. The first bucket of a step waits until the samples of all
+        ranks are known. buffer: the memory of the gradients."""
+        if is_first:
+            self._weights.begin_pass()
+        if self._weights.kept is not None:
+            for parameter, number in self._numbers.items():
+                if number in gradients:
+                    self._weights.before_pass(id(parameter), gradients[number])
+        self._weights.agree(self._open())
+        if self._weights.factor not in (0.0, 1.0):
+            buffer.mul_(self._weights.factor)
+        elif not self._weights.factor:
+            buffer.zero_()
 
     @property
     def stats(self) -> ExchangeStats:

@@ -283,6 +283,28 @@ class DistributedOptimizer(WrappingOptimizer):
         return loss
 
     @uncompiled
+    def weigh(self, samples: float | Tensor) -> None:
+        """Set how many samples the gradients of the next backward() stand for, so that ranks may have batches of different sizes.
+        The exchange then gives the gradient of the joint batch, sum(samples * gradient) / sum(samples) over the ranks.
+
+        samples: the number of samples, or of tokens, over which the loss of this rank is a mean. A rank that has none gives 0. It
+        need not call backward(), and if it does, the gradients of this pass do not count, even if they are NaN. If gradients of
+        several passes are accumulated, their samples add up, and the result is the mean over all of them: do not divide losses
+        by the number of passes. With op=Sum, the result is sum(samples * gradient). step(closure) weighs the loss by the samples
+        of the step. With rules.LocalUpdates, samples weigh the pseudo-gradients.
+
+        Either all ranks call it before each of their passes, or none does. It sends nothing: the ranks sum their samples when
+        the exchange begins, before gradients are sent. Call zero_grad() before gradients are added to those of an exchange.
+        docs/guides/machines-that-differ.md is the guide.
+
+        Raises TypeError unless samples is a number, and RuntimeError with op=Adasum. The exchange raises ValueError on all ranks
+        for samples that are negative, infinite or NaN, for a pass without weigh(), and if the samples of all ranks add up to 0.
+        It raises Mismatch if some ranks have never called weigh().
+        """
+        with names_rank:
+            self.attachment.rule.weigh(samples)
+
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does, and the number of passes that count towards backward_passes_per_step."""
         self.attachment.zero_grad(set_to_none)

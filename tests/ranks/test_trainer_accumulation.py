@@ -152,9 +152,7 @@ def test_sums() -> None:
         if step:
             model.optimizer.step()
             assert float(model.weight) == -1.0
-        with pytest.raises(
-            RuntimeError, match=r"a gradient of 'weight' was accumulated onto one already summed.*zero_grad"
-        ):
+        with pytest.raises(RuntimeError, match=r"a gradient of 'weight' .*zero_grad"):
             model.push(1)
 
 

@@ -34,15 +34,17 @@ from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.sparse import SparseGradients
 from gradwire.trainer.reducer.streams import Background, Running, refuse_capture
 from gradwire.trainer.reducer.times import ExchangeTimes
+from gradwire.trainer.reducer.weights import Weights
 
+_FAILED = "an earlier backward() failed midway: call synchronize(), then zero_grad()"
 _IN_FLIGHT = (
     "a gradient of {!r} arrived while its last one was being exchanged: either an earlier backward() failed midway (call "
     "synchronize(), then zero_grad()), or one backward() reached the parameter twice, as a checkpoint with "
     "use_reentrant=True can"
 )
 _ON_A_SUM = (
-    "a gradient of {!r} was accumulated onto one already summed over ranks: call zero_grad() of the distributed optimizer "
-    "before, or accumulate by backward_passes_per_step or no_sync()"
+    "a gradient of {!r} was accumulated onto one that was summed over ranks before, or averaged with weights: call zero_grad() "
+    "of the distributed optimizer, or accumulate by backward_passes_per_step or no_sync()"
 )
 _OF_A_SHARE = (
     "the gradient of {!r} is that of an earlier exchange, of which each rank has its shard only: call zero_grad() of the "
@@ -53,7 +55,7 @@ _OF_A_GRAPH = (
     "torch.autograd.grad(..., create_graph=True) for the inner derivative"
 )
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _grad_of = attrgetter("requires_grad"), attrgetter("grad")
 
 
 class Deferral(Protocol):
@@ -89,7 +91,8 @@ class Reducer:
     step: the number of exchanges so far. wait_s: seconds for which callers have waited for unfinished exchanges. has_unreduced:
     whether gradients were accumulated that have not been exchanged. times: of the last exchanges. layout: where each gradient is
     exchanged now. planner: makes the layouts; it has the parameters, which are identified by their index. residuals: those
-    that no buffer holds, while buckets are replaced. deferral: None waits for the exchange in backward().
+    that no buffer holds, while buckets are replaced. weights: of this rank's gradients. deferral: None waits for the exchange in
+    backward().
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -101,6 +104,7 @@ class Reducer:
         self.planner = BucketPlanner(setup)
         self.layout = self.planner.layout()
         self.residuals = Residuals()
+        self.weights = Weights()
         self.deferral: Deferral | None = None
         self._hooks: dict[int, RemovableHandle] = {}
         self._unhooked: dict[int, Tensor] = {}
@@ -118,7 +122,7 @@ class Reducer:
         self._background: Background | None = None
 
         self._exchanged = False
-        # The results to which backward() must not add (those of a sum, and shares), by parameter. An average it may.
+        # The results to which backward() must not add, by parameter: all but averages without weights.
         self._results: dict[int, Tensor] = {}
         self._filled: dict[int, Tensor] = {}
 
@@ -229,12 +233,19 @@ class Reducer:
         self.setup.passes.ended = 0
         if forget:
             self.has_unreduced = False
+            self.weights.forget()
             self._results.clear()
             self.planner.sparse_results.clear()
             if self._filled:
                 self._empty()
         if self._unhooked:
             self._hook_parameters()
+
+    def weigh(self, samples: float | Tensor) -> None:
+        """Set how many samples the gradients of the next pass stand for."""
+        with self._lock:
+            grads = enumerate(map(_grad_of, self.parameters)) if self.has_unreduced else ()
+            self.weights.weigh(samples, {index: grad for index, grad in grads if grad is not None})
 
     def flush(self) -> None:
         """Exchange now, unless this window's exchange is done and nothing was accumulated since."""
@@ -303,6 +314,8 @@ class Reducer:
                 raise RuntimeError(_OF_A_GRAPH.format(bucket.names[slot]))
             if self._results and self._results.pop(index, None) is gradient is not None:
                 raise RuntimeError((_OF_A_SHARE if self.setup.in_shares else _ON_A_SUM).format(bucket.names[slot]))
+            if self.weights.kept is not None and gradient is not None:
+                parameter.grad = self.weights.before_pass(index, gradient)
             self.has_unreduced = True
             is_final = hook_runs_last(parameter, self._hooks[index])
             if not is_final:
@@ -334,13 +347,24 @@ class Reducer:
             arrived_in, slot = self.layout.places.get(index, (None, 0))
             for bucket in self.layout.buckets:
                 bucket.open(slot if bucket is arrived_in else None)
+            if self.weights.is_used:
+                self._weigh_pass()
+
+    def _weigh_pass(self) -> None:
+        """Count the samples of a pass. If its gradients are exchanged beside backward(), begin to sum those of all ranks."""
+        if self.weights.is_summing:
+            raise RuntimeError(_FAILED)
+        self.weights.begin_pass()
+        if self.setup.passes.is_due() and not self.planner.plan.at_end:
+            self.check_last()
+            self.weights.begin(self.setup.communicator)
 
     def _on_full(self, bucket: Bucket) -> None:
         """Launch a bucket whose gradients have all arrived, and the full ones after it, if it is the next one and the exchange
         is due; without an exchange, copy its gradients in."""
         if self.deferral is not None:
             self.deferral.on_full(bucket)
-        if self.setup.passes.is_due() and not self.planner.plan.at_end:
+        if self.setup.passes.is_due() and not self.planner.plan.at_end and self.weights.are_known:
             self._launch(only_full=True)
         else:
             bucket.copy_in()
@@ -352,8 +376,11 @@ class Reducer:
             return
         if sparse.in_flight:
             raise RuntimeError(_IN_FLIGHT.format(name))
-        if self._results.pop(index, None) is self.parameters[index].grad is not None:
+        parameter = self.parameters[index]
+        if self._results.pop(index, None) is parameter.grad is not None:
             raise RuntimeError(_ON_A_SUM.format(name))
+        if self.weights.kept is not None and parameter.grad is not None:
+            parameter.grad = self.weights.before_pass(index, parameter.grad)
         self.has_unreduced = True
 
     # When backward() ends
@@ -400,15 +427,19 @@ class Reducer:
         may_await = self.deferral is None and not layout.is_chained  # else another thread waits
         if self._unread is not None:
             self.check_last()
+        if self.weights.is_used:
+            self.weights.agree(self.setup)
+            if self.weights.factor:  # else this rank's gradients do not count
+                self._refuse_results()
         while self._launched < len(order):
             bucket = order[self._launched]
             if only_full and bucket.missing:
                 return
-            if self._results:
+            if self._results and not self.weights.is_used:
                 self._prepare_results(bucket)
             self.times.bucket_ready(bucket.number, bucket.buffer.values.nbytes)
             awaited = may_await and (self.planner.plan.at_end or self._launched + 1 == len(order))
-            bucket.launch(self.step, self.residuals, awaited=awaited)
+            bucket.launch(self.step, self.residuals, self.weights.factor, awaited=awaited)
             self._is_incomplete |= bool(bucket.absent)
             self._launched += 1
             if self._launched == len(order) and layout.presence.buffers:
@@ -423,6 +454,12 @@ class Reducer:
                     raise RuntimeError(_OF_A_SHARE.format(bucket.names[slot]))
                 bucket.scale(slot, 1 / self.setup.communicator.size)
 
+    def _refuse_results(self) -> None:
+        """Raise RuntimeError if a gradient is that of an earlier exchange, which stands for other samples than this one."""
+        for index, result in self._results.items():
+            if self.parameters[index].grad is result:
+                raise RuntimeError((_OF_A_SHARE if self.setup.in_shares else _ON_A_SUM).format(self.names[index]))
+
     def _launch_all(self) -> None:
         """Launch all that is not launched yet; if operations depend on others, a thread completes them."""
         self._launch()
@@ -430,7 +467,7 @@ class Reducer:
             return
         layout = self.layout
         if layout.sparse.items:
-            layout.sparse.start(self.step)
+            layout.sparse.start(self.step, self.weights.factor)
         self._all_launched = True
         with _in_flight_lock:
             _in_flight.add(self)
@@ -471,7 +508,7 @@ class Reducer:
         """Exchange the sparse gradients that ranks have found in buckets, and record that they are sparse. was_dense: whether all
         gradients of this rank were dense."""
         gradients = self.planner.sparse_gradients(found, was_dense)
-        gradients.start(self.step)
+        gradients.start(self.step, self.weights.factor)
         gradients.complete()
         self._found = gradients
         self.planner.learn_sparse(found, ())
@@ -525,7 +562,8 @@ class Reducer:
         self.setup.traffic.count(exchanges=1)
         self.has_unreduced = False
         self._exchanged = True
-        if self.setup.in_shares or self.setup.op == Sum:
+        self.weights.close()
+        if self.setup.in_shares or self.setup.op == Sum or self.weights.is_used:
             places = self.layout.places.items()
             self._results = {
                 **{index: bucket.own_grads.get(slot, bucket.gradients[slot]) for index, (bucket, slot) in places},

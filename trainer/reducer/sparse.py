@@ -79,13 +79,16 @@ class SparseGradients(OperationChain):
         self._encodings = [encodings[item] for item in items]
         self._results = results
         self._was_dense = was_dense
+        self._factor = 1.0
 
     @property
     def devices(self) -> list[torch.device]:
         """Return the devices of the parameters."""
         return [parameter.device for parameter in self._parameters]
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, factor: float = 1.0) -> None:
+        """Begin to exchange this rank's gradients, multiplied by a factor; if it is 0, this rank has none."""
+        self._factor = factor
         self.in_flight = True
         self._begin(self._operations())
 
@@ -152,10 +155,12 @@ class SparseGradients(OperationChain):
         self._results[self.items[slot]] = total
 
     def _rows_here(self, slot: int) -> Tensor | None:
-        """Return this rank's gradient, coalesced; None if there is none."""
+        """Return this rank's gradient, coalesced and multiplied by the factor; None if there is none."""
         gradient = self._parameters[slot].grad
-        if gradient is None:
+        if gradient is None or not self._factor:
             return None
         rows = gradient.detach().to_sparse(1) if gradient.layout is torch.strided else gradient.detach().coalesce()
         untouched = self._combination.op == Sum and gradient is self._results.get(self.items[slot])
-        return rows / self._combination.communicator.size if untouched else rows
+        if untouched:
+            return rows / self._combination.communicator.size
+        return rows if self._factor == 1.0 else rows * self._factor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from gradwire.trainer.reducer.compression import Compression, Compressor, Policy
 from gradwire.trainer.reducer.setup import Passes, Setup
 from gradwire.trainer.reducer.streams import Background, Running
 from gradwire.trainer.reducer.traffic import ExchangeStats, Traffic
+from gradwire.trainer.reducer.weights import WeightsByCall
 from gradwire.trainer.rules.fragments import Fragment, averaging_outer, cut, is_one_shot
 from gradwire.trainer.rules.local_report import LocalReport
 from gradwire.trainer.rules.rule import Rule
@@ -173,6 +175,11 @@ class LocalSteps(Rule):
         self._background = Background("gradwire-local", own_streams=True) if settings.delay else None
         self._waited_s = 0.0
         self._looks = True  # whether to look for parameters that something else than a step has changed
+        self._weights = WeightsByCall()
+        self._weighs = False  # whether weigh() was ever called
+        self._is_weighed = False  # whether the gradients are the mean over the samples of this step
+        self._samples: list[float] = []  # by fragment, of this rank since the last exchange
+        self._fault = ""  # of the weights, which the next exchange raises
         self._has_common = False  # whether the outer parameters are equal on all ranks
         self.step = self._warmup_taken = self._alone_taken = 0
         self._began = time.perf_counter()
@@ -224,10 +231,34 @@ class LocalSteps(Rule):
         self._policy.checked(self._names)
         self._enter(0)
 
+    def weigh(self, samples: float | Tensor) -> None:
+        """Set how many samples the gradients of the next backward() stand for. Pseudo-gradients stand for the samples of all
+        steps since the last exchange. A rank without samples in a step does not change its parameters."""
+        if self._averaging is not None:
+            self._averaging.weigh(samples)
+        else:
+            self._weights.weigh(samples, self._gradients())
+        self._weighs = True
+
+    def _gradients(self) -> dict[int, Tensor]:
+        """Return this rank's gradients, by parameter."""
+        gradients = enumerate(parameter.grad for parameter in self._parameters)
+        return {index: gradient for index, gradient in gradients if gradient is not None}
+
     def synchronize(self) -> None:
         self._begin()
         if self._averaging is not None:
             self._averaging.synchronize()
+        elif self._weighs and not self._is_weighed:
+            self._is_weighed = True
+            gradients = self._gradients()
+            factor = self._weights.end(gradients)
+            self._fault = self._fault or self._weights.fault
+            for index, gradient in gradients.items():
+                if not factor:
+                    self._parameters[index].grad = None
+                elif factor != 1.0:
+                    gradient.mul_(factor)
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         self._begin()
@@ -237,6 +268,9 @@ class LocalSteps(Rule):
     def reset(self) -> None:
         if self._averaging is not None:
             self._averaging.reset()
+        else:
+            self._weights.forget()
+            self._is_weighed = False
 
     def after_step(self) -> None:
         self._after_step()
@@ -248,12 +282,15 @@ class LocalSteps(Rule):
         self.step += 1
         if self._averaging is not None:
             self._averaging.after_step()
+        self._is_weighed = False
         if self.step <= self._settings.warmup_steps:
             self._warmup_taken += 1
             if self.step == self._settings.warmup_steps:
                 self._enter(self.step)
             return
         self._alone_taken += 1
+        weights = self._weights if self._averaging is None else self._averaging.reducer.weights
+        self._samples = [samples + weights.samples for samples in self._samples]
         if self._pending is not None and self._pending[1] == self.step:
             self._merge(self._pending[0])
         for number in range(len(self._fragments)):
@@ -278,6 +315,9 @@ class LocalSteps(Rule):
         """Exchange a fragment: at once, or with a delay in the background."""
         fragment, step = self._fragments[number], self.step
         fragment.move()
+        if self._weighs:
+            fragment.weigh(self._samples[number], self._fault)
+            self._samples[number] = 0.0
         if self._background is None:
             fragment.exchange(step)
             fragment.merge(0.0)
@@ -310,6 +350,7 @@ class LocalSteps(Rule):
         self._waited_s = self.wait_s  # includes the waits of the rules that end here
         self._close_rules()
         self._averaging, self._fragments = None, []
+        self._weights.is_used = self._weighs
         settings = self._settings
         if step < settings.warmup_steps:
             self._averaging = self._averaged(self.setup)
@@ -323,12 +364,14 @@ class LocalSteps(Rule):
             outer = averaging_outer(self._parameters, encodings, self.communicator, inner)
         parts = cut(self._parameters, settings.fragments)
         self._fragments = [Fragment(self._names[part], self._parameters[part], outer, self._outer) for part in parts]
+        self._samples = [0.0] * len(parts)
 
     def _averaged(self, setup: Setup) -> Synchronous:
         """Return the rule that averages gradients among the ranks of a setup."""
         rule = Synchronous(setup)
         rule.add(self._names, self._parameters)
         rule.start()
+        rule.reducer.weights.is_used = self._weighs
         return rule
 
     def _close_rules(self) -> None:
@@ -354,7 +397,11 @@ class LocalSteps(Rule):
         self._settle()
         state = self.setup.optimizer.state_dict() if self._averaging is None else self._averaging.state_dict()
         fragments = [fragment.state_dict() for fragment in self._fragments]
-        return {**state, KEY: {"step": self.step, "pending": self._pending, "fragments": fragments}}
+        samples = list(self._samples) if self._weighs else None
+        return {
+            **state,
+            KEY: {"step": self.step, "pending": self._pending, "fragments": fragments, "samples": samples},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Load a state_dict(). If it has no KEY, restart the rule. Collective. Raises ValueError on all ranks, with nothing
@@ -392,14 +439,23 @@ class LocalSteps(Rule):
         if pending is not None:
             need_whole("the fragment in flight", pending[0], 0, len(fragments))
             need_whole("the step until which it is in flight", pending[1], step + 1)
-        return {"step": step, "pending": pending and list(pending), "fragments": len(fragments)}
+        if (samples := part.get("samples")) is not None:
+            need(
+                len(samples) == len(fragments) and all(math.isfinite(each) and each >= 0 for each in samples),
+                f"the samples of {len(fragments)} fragments are {samples}",
+            )
+        label = {"step": step, "pending": pending and list(pending), "fragments": len(fragments)}
+        return {**label, "weighs": samples is not None}
 
     def _take(self, state_dict: dict[str, Any], also: Sequence[dict[str, Any]]) -> None:
         """Load states whose label is the same on all ranks. Collective. Raises ValueError on all ranks, with a part of them
         loaded, if one rank cannot load its part."""
         part = state_dict.get(KEY, {"step": 0, "pending": None, "fragments": None})
         self._has_common = part["step"] > 0
+        samples = part.get("samples")
+        self._weighs = samples is not None
         self._enter(part["step"])
+        self._samples = list(samples or self._samples)
 
         def load() -> None:
             if self._averaging is not None:

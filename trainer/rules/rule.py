@@ -99,6 +99,14 @@ class Rule:
         """Prepare for training, once the optimizer's parameters have been added. Raises ValueError on all ranks if the ranks
         have different parameters."""
 
+    def weigh(self, samples: float | Tensor) -> None:
+        """Set how many samples the gradients of the next backward() stand for. Raises RuntimeError if the rule has no weights."""
+        if type(self) is not Rule:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: {type(self).__name__} does not support weigh(): use the default rule, "
+                "rules.Sharded, rules.NextForward or rules.LocalUpdates"
+            )
+
     def synchronize(self) -> None:
         """Exchange all data that the optimizer's step needs, unless that is done."""
 

@@ -16,6 +16,7 @@ from gradwire.trainer.reducer.plans import ExchangePlan
 from gradwire.trainer.reducer.reducer import Reducer
 from gradwire.trainer.reducer.setup import Setup
 from gradwire.trainer.reducer.shards.optimizer_shards import SHARDS
+from gradwire.trainer.reducer.weights import MESSAGE_NUMEL
 from gradwire.trainer.rules.rule import Rule
 
 
@@ -50,6 +51,9 @@ class Synchronous(Rule):
 
     def start(self) -> None:
         self.reducer.rebuild()
+
+    def weigh(self, samples: float | Tensor) -> None:
+        self.reducer.weigh(samples)
 
     def synchronize(self) -> None:
         self.reducer.flush()
@@ -92,6 +96,10 @@ class Synchronous(Rule):
             total = loss.detach().clone()
         else:
             total = torch.tensor(float(loss), dtype=torch.float64, device=self.reducer.parameters[0].device)
+        if not (factor := self.reducer.weights.loss_factor):
+            total.zero_()  # the mean loss of no samples is NaN
+        elif factor != 1.0:
+            total *= factor
         self.communicator.allreduce(total, self.setup.op)
         return total if isinstance(loss, Tensor) else total.item()
 
@@ -120,6 +128,8 @@ class Synchronous(Rule):
             return False
         if not self.reducer.has_unreduced:
             self.setup.optimizer.zero_grad()
+            if verb != "allgather" and numel == MESSAGE_NUMEL:
+                self.reducer.weigh(0)
         self.reducer.open_window()
         self.reducer.flush()
         return True
