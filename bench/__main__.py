@@ -14,6 +14,7 @@ MODULES = {
     "backends": ("training.backends", 2, "torch's ways to train, over gloo and over gradwire"),
     "convergence": ("training.convergence", 4, "training with and without every codec"),
     "rules": ("training.rules", 4, "training by several update rules"),
+    "shares": ("training.shares", 2, "a batch divided among unequal ranks"),
     "predicted": ("predicted", 4, "predicted beside measured times"),
     "codec": ("codec.run", 0, "every codec beside torch's operations"),
     "failures": ("failures.run", 0, "training while ranks are killed"),

@@ -29,8 +29,8 @@ class BatchShares(Sampler[list[int]]):
     """Yields this rank's part of each global batch: DataLoader(dataset, batch_sampler=hvd.BatchShares(dataset, ...)).
 
     The global batches of an epoch are the same for all shares and all numbers of ranks. Each rank gets a part of each batch, and
-    all ranks together get every sample once an epoch. The parts differ in size: docs/guides/machines-that-differ.md, the guide,
-    shows how every sample gets the same weight.
+    all ranks together get every sample once an epoch. The parts differ in size, so call optimizer.weigh(len(batch)) before
+    backward(), which weighs the average of the gradients by it. docs/guides/machines-that-differ.md is the guide.
 
     Without shares=, the parts are equal at first. After each `every` steps, the ranks exchange the times of their own computing,
     without their waits for other ranks. If other parts shorten the predicted step of the slowest rank by more than 3 %, the parts

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import gradwire as hvd
 from tests.elastic_job import Job
 from tests.harness import Worlds, wait_until
-from tests.ranks.training import in_world, on_ranks
+from tests.ranks.training import assert_same_on_all_ranks, in_world, on_ranks, perceptron
 
 
 def made(**options: Any) -> hvd.DistributedOptimizer:
@@ -184,6 +184,39 @@ def test_a_joined_rank_is_not_measured_and_divides_alike_afterwards() -> None:
             everyones = order(60, epoch)
             assert batches(mine) == [sorted(everyones[begin : begin + 12]) for begin in range(0, 60, 12)]
     assert sampler.shares[1] < 5
+
+
+def updated(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("most", [None, 4])
+def test_weighed_shares_train_as_one_process_on_the_global_batch(most: int | None) -> None:
+    """most: the samples of a pass, of which ranks take different numbers."""
+    inputs, targets = torch.randn(43, 6, generator=torch.Generator().manual_seed(0)), torch.arange(43) % 3
+    model, alone = perceptron(), perceptron()
+    optimizer, plain = hvd.DistributedOptimizer(updated(model)), updated(alone)
+    sampler = hvd.BatchShares(range(43), 12, shares=list(range(1, 2 * hvd.size(), 2)))
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for mine in sampler:
+            optimizer.zero_grad()
+            *passes, last = torch.tensor(mine).split(most or len(mine))
+            with optimizer.no_sync():
+                for some in passes:
+                    optimizer.weigh(len(some))
+                    nn.functional.cross_entropy(model(inputs[some]), targets[some]).backward()
+            optimizer.weigh(len(last))
+            nn.functional.cross_entropy(model(inputs[last]), targets[last]).backward()
+            optimizer.step()
+        for everyones in torch.tensor(order(43, epoch)).split(12):
+            plain.zero_grad()
+            nn.functional.cross_entropy(alone(inputs[everyones]), targets[everyones]).backward()
+            plain.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+    assert_same_on_all_ranks(model.parameters())
 
 
 def by_rank(*values: Any) -> Any:

@@ -148,6 +148,7 @@ def test_alone() -> None:
         ("latency", "a message needs two ranks"),
         ("broadcast -b 8 -e 8 --algorithm auto,rong", "'rong' is not one of auto, native, torch"),
         ("rules alone --slow 1:0.1", "--slow names rank 1, and there are ranks 0 to 0"),
+        ("shares", "--slow names rank 1, and there are ranks 0 to 0"),
         ("convergence --steps 1", "one rank exchanges nothing"),
     ):
         done = alone(*arguments.split())
@@ -361,6 +362,25 @@ def test_update_rules(tmp_path: Path) -> None:
         assert other["curve"][0]["loss"] == synchronous["curve"][0]["loss"]
     assert 2 * uncompressed < average["sent_bytes"] < 2 * uncompressed + 2 * uncompressed / 100  # two warm-up steps
     assert alone["sent_bytes"] == 0
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(
+    run(
+        ["sh", "-c", "cd /sys/fs/cgroup; test -e cgroup.controllers || cd cpu; mkdir a-test && rmdir a-test"]
+    ).returncode
+    != 0,
+    reason="needs root and a cgroup",
+)
+def test_shares_of_a_batch(tmp_path: Path) -> None:
+    flags = ["--batch", "4", "--context", "16", "--splits", "0.25", "--warmup", "3", "--steps", "1", "--rounds", "1"]
+    bench("shares", *flags, *into(tmp_path))
+    meta, rows = rows_of(tmp_path / "out.json")
+    assert meta["slow"] == "rank 1 has 0.25 of a core"
+    assert [row["competitor"] for row in rows] == ["BatchShares", "0.25", "equal", "ddp", "alone"]
+    assert [row["parts"] for row in rows] == [[4, 4], [6, 2], [4, 4], [4, 4], [4, 4]]
+    assert all(row["replicas_identical"] for row in rows)
+    assert rows[-1]["of_alone"] == 1
 
 
 @pytest.mark.wide

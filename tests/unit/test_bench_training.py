@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,8 @@ from gradwire.bench.training import (
     convergence_report,
     rules,
     rules_report,
+    shares,
+    shares_report,
     step,
     step_report,
     train_report,
@@ -145,6 +148,44 @@ def test_the_table_of_a_step() -> None:
     assert (
         "digits_cnn: 12.90 M parameters, 1 images a rank" in step_report.format_table(rows, [], {**meta, **others})[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "written"),
+    [
+        ("cgroup.controllers", {"cpu.max": "2500 10000"}),
+        ("cpu", {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "2500"}),
+    ],
+)
+def test_a_cgroup_limits_processor_time(version: str, written: dict[str, str], tmp_path: Path) -> None:
+    """Of version 2, or of version 1."""
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / version).touch()
+    parent = tmp_path / "cpu" if version == "cpu" else tmp_path
+    pid = f"{os.getpid()}"
+    try:
+        with shares.limited(0.25, tmp_path):
+            (group,) = parent.glob("gradwire-bench-*")
+            found = {path.name: path.read_text() for path in group.iterdir()}
+            assert found == {**written, "cgroup.procs": pid}
+            for path in group.iterdir():  # those of a real cgroup go with it
+                path.unlink()
+    finally:
+        assert (parent / "cgroup.procs").read_text() == pid
+    assert not group.exists()
+
+
+def test_the_table_and_the_picture_of_shares(tmp_path: Path) -> None:
+    parts = {"BatchShares": [26, 6], "0.40": [19, 13], "equal": [16, 16], "ddp": [16, 16], "alone": [16, 16]}
+    rows = [
+        shares_report.ShareRow(name, each, each, 1, 1.0, 2.0, 0.5, (0.4, 0.6), True) for name, each in parts.items()
+    ]
+    meta = {"device": "a CPU", "torch": "2", "network": None, "backend": "gloo", "parameters": 1_000_000, "context": 8}
+    meta |= {"slow": "rank 1 has 0.25 of a core", "rounds": 8, "steps": 5, "time": "", "world_size": 2}
+    lines = shares_report.format_table(rows, meta)
+    assert len({line.index(" 0.50  [0.40, 0.60]") for line in lines[-len(rows) :]}) == 1
+    shares_report.draw(rows, meta, tmp_path / "out.png")
+    assert (tmp_path / "out.png").exists()
 
 
 def of_codec(codec: str, losses: list[float]) -> ConvergenceRow:
