@@ -233,7 +233,8 @@ class Reducer:
         self.setup.passes.ended = 0
         if forget:
             self.has_unreduced = False
-            self.weights.forget()
+            if self.weights.is_used:
+                self.weights.forget()
             self._results.clear()
             self.planner.sparse_results.clear()
             if self._filled:
@@ -364,7 +365,9 @@ class Reducer:
         is due; without an exchange, copy its gradients in."""
         if self.deferral is not None:
             self.deferral.on_full(bucket)
-        if self.setup.passes.is_due() and not self.planner.plan.at_end and self.weights.are_known:
+        weights = self.weights
+        is_known = not weights.is_used or weights.are_known
+        if self.setup.passes.is_due() and not self.planner.plan.at_end and is_known:
             self._launch(only_full=True)
         else:
             bucket.copy_in()
@@ -562,7 +565,8 @@ class Reducer:
         self.setup.traffic.count(exchanges=1)
         self.has_unreduced = False
         self._exchanged = True
-        self.weights.close()
+        if self.weights.is_used:
+            self.weights.close()
         if self.setup.in_shares or self.setup.op == Sum or self.weights.is_used:
             places = self.layout.places.items()
             self._results = {

@@ -110,8 +110,8 @@ class Weights:
 
     @property
     def are_known(self) -> bool:
-        """Return whether agree() would return without waiting, or there are no weights."""
-        return not self.is_used or self._is_agreed or (self._work is not None and self._work.is_completed())
+        """Return whether agree() would return without waiting."""
+        return self._is_agreed or (self._work is not None and self._work.is_completed())
 
     def agree(self, combination: Combination) -> None:
         """Wait until the samples of all ranks are summed, and set the factors. Raises ValueError on all ranks if a rank has a
