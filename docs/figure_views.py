@@ -191,10 +191,7 @@ def codecs(name: str) -> str:
         (
             f"`{codec}`",
             *(f"{of[operation]['of_copy']:.2f}" for operation in OPERATIONS),
-            *(
-                f"{_number(of[operation]['torch_over_ours'])} / {_number(of[operation]['plain_over_ours'])}"
-                for operation in OPERATIONS
-            ),
+            *(_number(of[operation]["torch_over_ours"]) for operation in OPERATIONS),
         )
         for codec, of in rows.items()
     )
