@@ -7,6 +7,8 @@ written.
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -321,28 +323,41 @@ def _where(meta: dict[str, Any]) -> str:
 
 
 def predictions(folder: str) -> str:
-    """Return a table of the runs of `bench predicted` in a folder: how far predictions are off, 'auto' from the best, and from
-    which size on codecs pay."""
-    rows = []
+    """Return a table of the runs of `bench predicted` in a folder, a row for all runs that differ in the number of hosts or ranks
+    only: how far predictions are off, 'auto' from the best, and from which size on codecs pay."""
     runs = [json.loads(path.read_text()) for path in sorted((DOCS / folder).glob("*.json"))]
+    kinds: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for run in runs:
-        found = [PredictedRow(**row) for row in run["rows"]]
-        errors = [abs(row.predicted_s / row.seconds - 1) for row in found]
-        over, codec_over = ([times for _, times in of(found)] for of in (over_best, codec_over_best))
-        twice = measured_twice(found)  # empty for older runs
+        number, _, kind = run["meta"]["title"].partition(" ")
+        kinds[kind][int(number)] = run
+    rows = []
+    for kind, by_number in kinds.items():
+        found = [[PredictedRow(**row) for row in run["rows"]] for _, run in sorted(by_number.items())]
+        errors = [abs(row.predicted_s / row.seconds - 1) for row in chain(*found)]
+        over, codec_over = ([ratio for each in found for _, ratio in of(each)] for of in (over_best, codec_over_best))
+        twice = [ratio for each in found for ratio in measured_twice(each)]  # empty for older runs
+        sizes = ([codec_pays_from(each, codec) or math.inf for each in found] for codec in CODECS)
         cells = (
             f"{100 * median(errors):.1f} %, {100 * max(errors):.0f} %",
             f"{median(over):.3f}, {max(over):.2f}",
             f"{median(codec_over):.3f}, {max(codec_over):.2f}",
             *([f"{median(twice):.3f}, {max(twice):.2f}"] if twice else []),
-            *(format_size(size) if (size := codec_pays_from(found, codec)) else "never" for codec in CODECS),
+            *(_range(each, lambda size: "never" if size == math.inf else format_size(int(size))) for each in sizes),
+            _range([run["meta"]["tuned_s"] for run in by_number.values()], "{:.1f} s".format),
         )
-        rows.append((run["meta"]["title"], *cells, f"{run['meta']['tuned_s']:.1f} s"))
+        rows.append((f"{_range(by_number, str)} {kind}", *cells))
     pay = (f"`{codec}` pays from" for codec in CODECS)
     again = ("measured twice",) if twice else ()
     heading = ("", "error", "algorithm over the best", "codec over the best", *again, *pay, "links measured in")
     (where,) = {_where({**run["meta"], "network": None}) for run in runs}
     return _table(heading, rows, f"---{'|---:' * (len(heading) - 1)}") + f"\n({where}.)\n"
+
+
+def _range(values: Iterable[float], text: Callable[[Any], str]) -> str:
+    """Return the smallest and the largest of the values as text, once if both are the same."""
+    sorted_values = sorted(values)
+    least, most = text(sorted_values[0]), text(sorted_values[-1])
+    return least if least == most else f"{least} to {most}"
 
 
 def failures(name: str) -> str:
