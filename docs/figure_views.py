@@ -98,6 +98,21 @@ def steps(name: str) -> str:
     return _table(("", "a step, times as fast as DDP", "beyond computing"), rows, "---|---|---:")
 
 
+def shares(*names: str) -> str:
+    """Return a table of the divisions of a global batch: for each of these runs, the samples of each rank, and the samples per
+    second over the sum of those of ranks that exchange nothing."""
+    runs = [figures(name) for name in names]
+    columns = [{row["competitor"]: row for row in run["rows"]} for run in runs]
+    labels = {"BatchShares": "`hvd.BatchShares`", "equal": "equal shares", "ddp": "DDP, equal shares"}
+    rows = []
+    for name, label in labels.items():
+        cells = ((" : ".join(map(str, column[name]["parts"])), _number(column[name]["of_alone"])) for column in columns)
+        rows.append((label, *chain.from_iterable(cells)))
+    where = [(run["meta"]["network"] or "one host").split(" (")[0] for run in runs]
+    heading = chain.from_iterable((f"{each}: samples of each rank", "of the ranks' own speed") for each in where)
+    return _table(("", *heading), rows, "|".join(["---"] + ["---:"] * 2 * len(runs)))
+
+
 def plans(*names: str) -> str:
     """Return a table of the plans of an exchange, with a column for each of these runs: a training step as a multiple of that of
     the fastest fixed plan, and the plan that was chosen."""
@@ -385,6 +400,7 @@ def failures(name: str) -> str:
 VIEWS: dict[str, Callable[..., str]] = {
     "gains": gains,
     "steps": steps,
+    "shares": shares,
     "plans": plans,
     "backends": backends,
     "sizes": sizes,

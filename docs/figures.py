@@ -34,6 +34,7 @@ _PLANS = f"{_STEP} --context 64 --plans"
 _SIZES = "allreduce -b 1K -e 16M -f 4 -n {} --algorithm auto,torch"
 _PEERS = "python -m gradwire.bench allreduce --peers -b 1K -e 64M -f 4 --algorithm auto,torch,mpi"
 _LOCAL = "--preset 13m --batch 1 --context 128 --warmup-steps 60 --every 5"
+_SHARES = "shares --batch 32 --steps 3 --rounds 8"
 _TCP = "--mca btl tcp,self --mca pml ob1 -x COLLECTIVES_SHARED_MEMORY=0"
 
 #: How each run is measured, by its name, in about an hour together with ON_GPU, which is not measured on CPUs.
@@ -74,6 +75,8 @@ RUNS: dict[str, str] = {
     " --slow 3:0.2 --staleness 96 --late drop",
     "rules-without-slow-rank": f"{_TORCHRUN.format(3)} rules synchronous --seconds 27",
     "rules-hogwild": f"{_TORCHRUN.format(2)} rules synchronous hogwild --seconds 20",
+    "shares-one-host": f"{_TORCHRUN.format(2)} {_SHARES}",
+    "shares-2-hosts-1gbit": f"{_HOSTS.format(2, 2, '1gbit')} {_SHARES}",
     "backends-one-host": f"{_TORCHRUN.format(2)} backends --rounds 20",
     "backends-2-hosts-10gbit": f"{_HOSTS.format(2, 2, '10gbit')} backends --rounds 12",
 }

@@ -18,8 +18,9 @@ from gradwire.bench.codec import plot as codec_plot
 from gradwire.bench.codec.turns import CodecRow
 from gradwire.bench.micro import plot as micro_plot
 from gradwire.bench.micro.table import Row
-from gradwire.bench.training import rules_report
+from gradwire.bench.training import rules_report, shares_report
 from gradwire.bench.training.rules_report import RuleRow
+from gradwire.bench.training.shares_report import ShareRow
 
 DOCS = Path(__file__).parent
 
@@ -59,6 +60,7 @@ def pictures() -> Iterator[Picture]:
     yield Picture("codecs", "codecs", CodecRow, codec_plot.draw)
     for name in ("rules-slow-link", "rules-gigabit", "rules-slow-rank"):
         yield Picture(name, name, RuleRow, rules_report.draw)
+    yield Picture("shares", "shares-one-host", ShareRow, shares_report.draw)
 
 
 if __name__ == "__main__":
