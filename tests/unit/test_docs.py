@@ -1,12 +1,16 @@
 """README and docs lead where they say: links, anchors, examples, and where to go next."""
 
+import inspect
 import json
+import pkgutil
 import re
 import runpy
 from collections import defaultdict
 
 import pytest
 
+import gradwire
+from gradwire import collectives, elastic, optimizers, reports, rules, servers
 from gradwire.bench.__main__ import COLLECTIVES, MODULES
 from tests.pages import EXTENDING, PAGES, README, ROOT, TRAIN, prose, python_blocks
 
@@ -76,6 +80,27 @@ def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(len(each) == 1 for each in commits.values()), f"runs of one benchmark and machine differ: {commits}"
     assert figures["RUNS"].keys() == used
     assert used - figures["ON_GPU"] <= kept.keys() <= used
+
+
+def test_the_reference_has_every_public_name_and_of_each_class_only_the_members_that_it_lists() -> None:
+    entry = re.compile(r"^::: (\S+)\n((?: {4}.*\n)*)", flags=re.MULTILINE)
+    documented = []
+    for page in ("trainer", "collectives", "codecs"):
+        for path, options in entry.findall((ROOT / f"docs/reference/{page}.md").read_text()):
+            described = pkgutil.resolve_name(path)
+            documented.append(described)
+            if isinstance(described, type):
+                members = re.search(r"members:\s+(?:false|\[([^]]+)\])", options)
+                assert members, f"{path}: list the members that a user calls, or write members: false"
+                sources = [
+                    inspect.getsource(kind) for kind in described.__mro__ if kind.__module__.startswith("gradwire.")
+                ]
+                for member in re.findall(r"\w+", members[1] or ""):
+                    assert any(re.search(rf"\b{member}\b", source) for source in sources), f"{path} has no {member}"
+    for module in (gradwire, collectives, elastic, optimizers, reports, rules, servers):
+        for name, value in vars(module).items():
+            if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):
+                assert value in documented, f"{module.__name__}.{name} is in no page of docs/reference"
 
 
 def test_the_readme_is_short_and_narrow() -> None:
