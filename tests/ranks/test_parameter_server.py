@@ -58,6 +58,23 @@ def train(model: nn.Module, optimizer: hvd.servers.ParameterServer, steps: range
             scheduler.step()
 
 
+@on_ranks(3)
+def test_a_rank_without_samples() -> None:
+    """Its gradients are NaN; where no rank has samples, the parameters stay as they are."""
+    model, optimizer = served()
+    expected = network().double()
+    loss_of(expected, batch_of(0, 1, torch.float64)).backward()
+    for weights in ((0, 3, 0), (0, 0, 0)):
+        optimizer.zero_grad()
+        weight = weights[hvd.rank()]
+        (loss_of(model, batch_of(0, hvd.rank(), torch.float64)) * (1 if weight else float("nan"))).backward()
+        optimizer.step(weight=weight)
+        if any(weights):
+            sgd_of(expected).step()
+        assert_close(model.parameters(), expected.parameters(), rtol=1e-12, atol=1e-12)
+    optimizer.close()
+
+
 def simulated(ranks: Iterable[int], decay: float = 1.0) -> list[Tensor]:
     """Return the parameters after the same steps, by the weighted average of these ranks' gradients. decay: of the learning
     rate, by step."""
@@ -314,7 +331,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
             hvd.servers.ParameterServer(optimizer)  # type: ignore[arg-type]
     made(servers=(0, 1) if hvd.rank() else [1, 0], quorum=2 if hvd.rank() else None).close()  # the same in other words
     server = made(quorum=1)
-    for weight in (0.0, -1.0, float("nan")):
+    for weight in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="weight"):
             server.step(weight=weight)
     with pytest.raises(ValueError, match="quorum"):

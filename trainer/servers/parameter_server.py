@@ -226,7 +226,8 @@ class ParameterServer(WrappingOptimizer):
         """Push this rank's gradients, wait until the servers let it continue, and copy the newest parameters into its own.
 
         closure: a function that clears gradients, calls backward() and returns this rank's loss, which step() returns.
-        weight: the weight of these gradients in the average, such as their number of tokens.
+        weight: the weight of these gradients in the average, such as their number of samples or tokens. With 0, the gradients are
+        not used, even if they are NaN, and parameters without other gradients stay as they are.
 
         With a GradScaler: scaler.step() calls this on every rank. A rank whose gradients are not finite contributes none, and the
         update uses those of the others.
@@ -239,8 +240,8 @@ class ParameterServer(WrappingOptimizer):
         with names_rank:
             push_pull = self._training()
             self._check_unbroken()
-            if not (math.isfinite(weight) and weight > 0):
-                raise ValueError(f"weight must be a finite number > 0, not {weight!r}")
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(f"weight must be a finite number >= 0, not {weight!r}")
             for name, parameter in self._frozen.items():
                 if parameter.requires_grad:
                     raise ValueError(
@@ -413,9 +414,9 @@ class ParameterServer(WrappingOptimizer):
         )
 
     def _unscaled(self, gradients: list[Tensor | None], weight: float) -> tuple[list[Tensor | None], float]:
-        """Return what to push: nothing, with weight 0, if a GradScaler has found gradients that are not finite; otherwise the
-        gradients, divided in place by its scale unless unscale_() has done so."""
-        if getattr(self, "found_inf", 0):
+        """Return what to push: nothing, with weight 0, if the weight is 0 or a GradScaler has found gradients that are not
+        finite; otherwise the gradients, divided in place by its scale unless unscale_() has done so."""
+        if not weight or getattr(self, "found_inf", False):
             return [None] * len(gradients), 0.0
         if (scale := getattr(self, "grad_scale", None)) is not None:
             factor = 1 / scale.item()
