@@ -263,60 +263,61 @@ def uninitialized() -> None:
 
 #: By what the guide says that the program does.
 PROVOKED: dict[str, list[Callable[[], Any]]] = {
-    "gives `allgather` tensors that differ beyond dimension 0": calls(ALLGATHERS, *BEYOND),
-    "gives `allgather` tensors of different dtypes": calls(ALLGATHERS, *TYPES),
-    "gives `allgather` a scalar on one rank": calls(ALLGATHERS, (ones(()), ones(1))),
-    "gives `alltoall` tensors that differ beyond dimension 0": calls(ALLTOALLS, *BEYOND),
-    "gives `alltoall` tensors of different dtypes": calls(ALLTOALLS, *TYPES),
-    "gives `alltoall` splits whose sum is not the number of rows, on one rank": [
-        lambda verb=verb: done(verb(ones(4), splits=mine(([2, 2], [2, 1])))) for verb in ALLTOALLS
+    "gives `allgather` or `alltoall` tensors of different dtypes, or of shapes that differ beyond dimension 0": [
+        *calls([*ALLGATHERS, *ALLTOALLS], *BEYOND, *TYPES),
+        *calls(ALLGATHERS, (ones(()), ones(1))),
     ],
-    "gives `alltoall` no splits, and rows that the ranks cannot share equally": calls(ALLTOALLS, (ones(4), ones(3))),
-    "gives `allreduce` tensors of different shapes or dtypes": calls(
-        [hvd.allreduce, hvd.allreduce_async, lambda x: hvd.grouped_allreduce([x, x])],
-        (ones(6), ones(7)),
-        *BEYOND,
-        *TYPES,
-    ),
-    "gives `allreduce` different ops or factors": [
+    "gives `alltoall` splits whose sum is not the number of rows, or no splits and rows that the ranks cannot share equally": [
+        *(lambda verb=verb: done(verb(ones(4), splits=mine(([2, 2], [2, 1])))) for verb in ALLTOALLS),
+        *calls(ALLTOALLS, (ones(4), ones(3))),
+    ],
+    "gives `allreduce`, `broadcast` or `reducescatter` different shapes, dtypes, ops, factors or roots, or calls different "
+    "verbs": [
+        *calls(
+            [hvd.allreduce, hvd.allreduce_async, lambda x: hvd.grouped_allreduce([x, x])],
+            (ones(6), ones(7)),
+            *BEYOND,
+            *TYPES,
+        ),
         lambda: hvd.allreduce(ones(3), op=mine((hvd.Sum, hvd.Max))),
         lambda: hvd.allreduce(ones(4), op=hvd.Sum, prescale_factor=mine((1.0, 2.0))),
-    ],
-    "gives `broadcast` tensors of different shapes or dtypes, or different roots": [
         *calls([hvd.broadcast, hvd.broadcast_async], (ones(6), ones(7)), *TYPES, root_rank=0),
         lambda: hvd.broadcast(ones(8), root_rank=hvd.rank()),
-    ],
-    "gives `reducescatter` tensors of different shapes or dtypes": [
         *calls(SCATTERS, *SHAPES, *TYPES),
         scatter_of_equal_lengths,
+        lambda: mine((lambda: hvd.allreduce(ones(9)), lambda: hvd.broadcast(ones(9), 0)))(),
     ],
-    "calls different verbs": [lambda: mine((lambda: hvd.allreduce(ones(9)), lambda: hvd.broadcast(ones(9), 0)))()],
-    "begins named operations in another order on one rank": [other_order],
-    "gives `reducescatter` a scalar": calls(SCATTERS, (ones(()), ones(()))),
-    "calls `reducescatter` with `op=Adasum`": calls(SCATTERS, (ones(4), ones(4)), op=hvd.Adasum),
-    "reuses a name in flight, on all ranks": [partial(held_by_all, verb) for verb in NAMED],
-    "reuses a name in flight, on one rank, in a call that the others do not make": [
-        partial(held_by_one, verb) for verb in NAMED
+    "begins named operations in another order on one rank, or before a `barrier` and on other ranks after it": [
+        other_order,
+        across_a_barrier,
+    ],
+    "gives `reducescatter` a scalar, or `op=Adasum`": [
+        *calls(SCATTERS, (ones(()), ones(()))),
+        *calls(SCATTERS, (ones(4), ones(4)), op=hvd.Adasum),
+    ],
+    "reuses a name in flight, on every rank that makes the call": [
+        *(partial(held_by_all, verb) for verb in NAMED),
+        *(partial(held_by_one, verb) for verb in NAMED),
     ],
     "reuses a name in flight, on one rank, in a call that the others make": [refused_by_one],
-    "begins an operation before `barrier` on one rank, and after it on the others": [across_a_barrier],
     "calls a verb on a rank outside of the call's `process_set`": [outside],
     "calls `allgather` or `broadcast` while a rank has joined": [
         partial(joined, verb) for verb in forms("allgather", "broadcast").values()
     ],
     "calls a verb when a rank has ended": [lost],
     "calls a verb before `init()`": [uninitialized],
-    "gives `op` and `average`": [lambda: hvd.allreduce(ones(2), average=True, op=hvd.Sum)],
-    "passes `named_parameters` that repeat a name or lack a parameter": [
+    "gives `op` and `average`, `named_parameters` that repeat a name or lack a parameter, or `gradient_predivide_factor` with "
+    "`op=Sum`": [
+        lambda: hvd.allreduce(ones(2), average=True, op=hvd.Sum),
         partial(misnamed, [("weight", 0), ("weight", 1)]),
         partial(misnamed, [("weight", 0)]),
-    ],
-    "sets `gradient_predivide_factor` with `op=Sum`": [
-        lambda: wrapped(linear(), op=hvd.Sum, gradient_predivide_factor=2.0)
+        lambda: wrapped(linear(), op=hvd.Sum, gradient_predivide_factor=2.0),
     ],
     "calls `synchronize()`, then `step()` outside of `skip_synchronize()`": [step_after_synchronize],
-    "calls `zero_grad()` between `backward()` and `step()`": [zero_grad_between],
-    "calls `skip_synchronize()` with `op=Adasum`": [skip_with_adasum],
+    "calls `zero_grad()` between `backward()` and `step()`, or `skip_synchronize()` with `op=Adasum`": [
+        zero_grad_between,
+        skip_with_adasum,
+    ],
     "broadcasts the state of LBFGS": [
         lambda: hvd.broadcast_optimizer_state(
             hvd.DistributedOptimizer(torch.optim.LBFGS(linear().parameters())), root_rank=0
