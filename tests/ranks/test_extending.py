@@ -1,4 +1,4 @@
-"""docs/extending.md as it stands: what it adds can be used by name, and what cannot be added is refused."""
+"""docs/extending.md and its link as they stand: what they add can be used by name, and what cannot be added is refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from tests.harness import EXCHANGE_TIMEOUT_S
 from tests.ranks.exact import SEVERAL_SEGMENTS, contribution, reduced
 from tests.ranks.training import assert_same_on_all_ranks, on_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, LINK_EXAMPLE = DOCS / "extending.md", DOCS / "examples" / "files_link.py"
 
 
 @functools.cache
 def examples() -> dict[str, Any]:
-    """Run the page's blocks, once in a process, each as a module of its own, and return all that they define."""
+    """Run the page's blocks and its link, once in a process, each as a module of its own, and return all that they define."""
     defined: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
+    for block in (*re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL), LINK_EXAMPLE.read_text()):
         names: dict[str, Any] = {"__name__": __name__}  # dataclasses look for their module
         exec(compile(block, PAGE.name, "exec", dont_inherit=True), names)
         defined |= names
