@@ -131,7 +131,7 @@ def plans(*names: str) -> str:
 
 
 def backends(*names: str) -> str:
-    """Return a table of torch's ways to train over our backend, as fast as over gloo, with columns for each of these runs."""
+    """Return a table of torch's ways to train over our backend, as fast as over gloo, with a column for each of these runs."""
     runs = [figures(name) for name in names]
     columns = [{(row["program"], row["backend"]): row for row in run["rows"]} for run in runs]
     rows = []
@@ -139,11 +139,9 @@ def backends(*names: str) -> str:
         if backend not in ("gloo", "compute"):
             found = [column[program, backend] for column in columns]
             times = (f"**{_number(row['as_gloo'])}**{_interval(row['interval'])}" for row in found)
-            beyond = ("" if row["beyond_of_gloo"] is None else _number(row["beyond_of_gloo"]) for row in found)
-            rows.append((f"`{program}`", backend, *times, *beyond))
-    where = [(run["meta"]["network"] or "one host").split(" (")[0] for run in runs]
-    heading = ("program", "backend", *where, *(f"{each}: overhead / gloo's" for each in where))
-    return _table(heading, rows, "|".join(["---"] * (2 + len(runs)) + ["---:"] * len(runs)))
+            rows.append((f"`{program}`", backend, *times))
+    where = ((run["meta"]["network"] or "one host").split(" (")[0] for run in runs)
+    return _table(("program", "backend", *where), rows, "|".join(["---"] * (2 + len(runs))))
 
 
 def sizes(name: str) -> str:
