@@ -304,14 +304,13 @@ def rules(*names: str) -> str:
             cells = (
                 ", ".join([f"`{row['competitor'].partition('@')[0]}`", *differs]),
                 f"{row['loss'] / first['loss']:.3f}",
-                _number(row["seconds"] / first["seconds"]),
                 _number(row["tokens_per_s"] / first["tokens_per_s"]),
                 _number(row["sent_bytes"] / first["sent_bytes"]) if first["sent_bytes"] else "",
                 "" if not is_beside else "not reached" if row["reach_time"] is None else _number(row["reach_time"]),
             )
             rows.append(cells)
-    heading = ("rule", "loss", "time", "tokens per second", "bytes sent per rank", "time to the loss of the first row")
-    return _table(heading, rows, f"---{'|---:' * 5}")
+    heading = ("rule", "loss", "tokens per second", "bytes sent per rank", "time to the loss of the first row")
+    return _table(heading, rows, f"---{'|---:' * 4}")
 
 
 def _size(nbytes: int) -> str:
