@@ -10,7 +10,7 @@ from tests.pages import ROOT
 from tests.ranks.programs import launch_text
 
 EXAMPLES = ROOT / "docs/examples"
-NOT_OF_A_RULE = {"train", "tensor_parallel", "pipeline"}
+NOT_OF_A_RULE = {"files_link", "one_file", "train", "tensor_parallel", "pipeline"}
 RULES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in NOT_OF_A_RULE)
 
 
