@@ -82,20 +82,19 @@ def test_every_figure_is_that_of_its_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert used - figures["ON_GPU"] <= kept.keys() <= used
 
 
-def test_the_reference_has_every_public_name_and_of_each_class_only_the_members_that_it_lists() -> None:
-    entry = re.compile(r"^::: (\S+)\n((?: {4}.*\n)*)", flags=re.MULTILINE)
+def test_the_reference_has_every_public_name_and_only_members_that_exist() -> None:
+    """Which members it shows, the pages list: those that a user calls."""
+    assert "members: false" in (ROOT / "mkdocs.yml").read_text()
     documented = []
     for page in ("trainer", "collectives", "codecs"):
-        for path, options in entry.findall((ROOT / f"docs/reference/{page}.md").read_text()):
-            described = pkgutil.resolve_name(path)
-            documented.append(described)
-            if isinstance(described, type):
-                members = re.search(r"members:\s+(?:false|\[([^]]+)\])", options)
-                assert members, f"{path}: list the members that a user calls, or write members: false"
+        text = (ROOT / f"docs/reference/{page}.md").read_text()
+        for path, options in re.findall(r"^::: (\S+)\n((?: {4}.*\n)*)", text, flags=re.MULTILINE):
+            documented.append(described := pkgutil.resolve_name(path))
+            if members := re.search(r"members:\s+\[([^]]+)\]", options):
                 sources = [
                     inspect.getsource(kind) for kind in described.__mro__ if kind.__module__.startswith("gradwire.")
                 ]
-                for member in re.findall(r"\w+", members[1] or ""):
+                for member in re.findall(r"\w+", members[1]):
                     assert any(re.search(rf"\b{member}\b", source) for source in sources), f"{path} has no {member}"
     for module in (gradwire, collectives, elastic, optimizers, reports, rules, servers):
         for name, value in vars(module).items():
