@@ -305,7 +305,7 @@ def rules(*names: str) -> str:
                 ", ".join([f"`{row['competitor'].partition('@')[0]}`", *differs]),
                 f"{row['loss'] / first['loss']:.3f}",
                 _number(row["tokens_per_s"] / first["tokens_per_s"]),
-                _number(row["sent_bytes"] / first["sent_bytes"]) if first["sent_bytes"] else "",
+                _number(row["sent_bytes"] / first["sent_bytes"]),
                 "" if not is_beside else "not reached" if row["reach_time"] is None else _number(row["reach_time"]),
             )
             rows.append(cells)

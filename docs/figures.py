@@ -67,8 +67,6 @@ RUNS: dict[str, str] = {
     " --warmup-codec powersgd",
     "rules-gigabit": f"{_HOSTS.format(4, 4, '1gbit')} rules ddp synchronous+powersgd average+int4 {_LOCAL} --seconds 180"
     " --warmup-codec int8",
-    "rules-tokens-2-hosts": f"{_HOSTS.format(2, 2, '1gbit')} rules alone average+chunktopk ddp@0.3 --preset 13m --batch 1"
-    " --context 128 --warmup-steps 0 --steps 150",
     "rules-equal-tokens": f"{_TORCHRUN.format(4)} rules synchronous diloco average+chunktopk --steps 600",
     "rules-equal-tokens-every-10": f"{_TORCHRUN.format(4)} rules average+chunktopk --every 10 --steps 600",
     "rules-slow-rank": f"{_TORCHRUN.format(4)} rules synchronous quorum@0.6 stale@0.7 asynchronous@0.6 --seconds 45"

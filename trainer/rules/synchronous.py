@@ -22,7 +22,12 @@ from gradwire.trainer.rules.rule import Rule
 
 class Synchronous(Rule):
     """Exchanges gradients in the last backward() before a step: hooks of the parameters start the exchange, and backward()
-    returns when it is done. reducer: exchanges the gradients."""
+    returns when it is done. reducer: exchanges the gradients.
+
+    A rule that exchanges gradients in some steps only overrides synchronize(), and calls super().synchronize() in these steps. To
+    super().__init__(), it passes dataclasses.replace(setup, passes=...) with a Passes whose is_due() returns False in the other
+    steps. The optimizer's no_sync() and set_backward_passes_per_step() then have no effect.
+    """
 
     starts_equal = keeps_replicas = can_stand_in = supports_auto = True
 
